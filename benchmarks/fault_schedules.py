@@ -2,7 +2,7 @@
 with little memory, tiny leases, impatient clients) under random faults, with every law of the cluster checked.
 
     python benchmarks/fault_schedules.py [--schedules 20000] [--first 0] [--processes 2] [--hosts]
-                                         [--json fault_schedules.json]
+                                         [--restarts] [--json fault_schedules.json]
 
 The laws (tests/simulation/fault_schedules.py): each request ends exactly once; what it was given is contiguous and,
 unless an error says otherwise, complete; no block is written after its release, in borrowed blocks or in copied ones;
@@ -16,6 +16,10 @@ racks and the ways between two of them: workers that only the front end does not
 both, KV messages and control messages that are late, doubled, repeated later or out of order. One law more: after the
 last fault, what is left takes at most the time in which one worker does the whole load, and 5 s
 (tests/simulation/host_schedules.py).
+
+With --restarts these fleets lose their front end, too, up to four times: workers keep their caches, clients come again
+and their streams go on after the tokens that they have. Two laws more: a stream goes on with no other token than the
+next, and a worker holds no attempt when it comes back.
 """
 
 import argparse
@@ -24,36 +28,40 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import report
 
+from diptych.simulation.scenario import Scenario
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.simulation.fault_schedules import check_strides, random_schedule, run_schedule
-from tests.simulation.host_schedules import check_spread_strides, run_spread, spread_schedule
+from tests.simulation.host_schedules import check_spread_strides, restart_schedule, run_spread, spread_schedule
 
 BATCH = 50
 STRIDES_EVERY = 8
+SPREAD: dict[str, Callable[..., Scenario]] = {"host_faults": spread_schedule, "front_end_faults": restart_schedule}
 
 
-def run_batch(first: int, has_hosts: bool = False) -> tuple[Counter[str], list[str]]:
+def run_batch(first: int, kind: str = "fault_schedules") -> tuple[Counter[str], list[str]]:
     """Some schedules: what happened in them, and what was wrong."""
+    make = SPREAD.get(kind)
     gc.disable()
     counts: Counter[str] = Counter()
     wrong = []
     for seed in range(first, first + BATCH):
-        scenario = spread_schedule(seed) if has_hosts else random_schedule(seed)
-        check = check_spread_strides if has_hosts else check_strides
+        scenario = make(seed) if make else random_schedule(seed)
         try:
-            cluster = run_spread(seed) if has_hosts else run_schedule(scenario)
+            cluster = run_spread(seed, make) if make else run_schedule(scenario)
             if seed % STRIDES_EVERY == 0:
-                check(seed, cluster)
+                check_spread_strides(seed, cluster, make) if make else check_strides(seed, cluster)
         except Exception as error:  # the report names it; the exit code says that there was one
             wrong.append(f"seed {seed}: {type(error).__name__}: {error}")
             continue
-        counts += cluster.core.counts
+        counts += cluster.counts
         counts["schedules"] += 1
         counts["workers"] += len(cluster.workers)
         counts["requests"] += len(cluster.collector.requests)
@@ -61,6 +69,7 @@ def run_batch(first: int, has_hosts: bool = False) -> tuple[Counter[str], list[s
         counts["steps into borrowed blocks"] += cluster.num_borrowed_steps
         counts["transfers"] += cluster.num_arrivals
         counts["streams without blocks"] += cluster.num_waits
+        counts["streams resumed"] += cluster.num_resumed
     gc.collect()
     return counts, wrong
 
@@ -73,15 +82,15 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--hosts", action="store_true")
+    parser.add_argument("--restarts", action="store_true")
     options = parser.parse_args()
+    kind = "front_end_faults" if options.restarts else "host_faults" if options.hosts else "fault_schedules"
     begun = time.perf_counter()
     counts: Counter[str] = Counter()
     wrong: list[str] = []
     firsts = range(options.first, options.first + options.schedules, BATCH)
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for number, (some, bad) in enumerate(
-            pool.imap_unordered(partial(run_batch, has_hosts=options.hosts), firsts), 1
-        ):
+        for number, (some, bad) in enumerate(pool.imap_unordered(partial(run_batch, kind=kind), firsts), 1):
             counts += some
             wrong += bad
             for line in bad:
@@ -90,17 +99,15 @@ def main() -> None:
                 print(f"{number * BATCH} schedules, {time.perf_counter() - begun:.0f} s", file=sys.stderr)
     handoffs = {name: counts[name] for name in ("handoffs", "steps into borrowed blocks", "transfers")}
     handoffs |= {name: counts[name] for name in ("streams without blocks", "recalled")}
+    if options.restarts:
+        handoffs["streams resumed"] = counts["streams resumed"]
     losses = {
         name: counts[name]
         for name in ("lost_worker", "lost_transfer", "lost_attempt", "leases_expired", "paths_broken")
     }
     row: dict[str, Any] = {name: counts[name] for name in ("schedules", "workers", "requests", "faults")}
     row |= handoffs | losses | {"retried": counts["retried"], "poison": counts["poison"], "laws broken": len(wrong)}
-    report(
-        "host_faults" if options.hosts else "fault_schedules",
-        [row | {"seconds": round(time.perf_counter() - begun)}],
-        options.json,
-    )
+    report(kind, [row | {"seconds": round(time.perf_counter() - begun)}], options.json)
     sys.exit(bool(wrong))
 
 

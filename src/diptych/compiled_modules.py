@@ -29,15 +29,17 @@ MODULES = tuple(
             "open_request",
         ),
         "control.engine": ("engine_core", "leases", "recording", "worker_core"),
-        "control.engine.kvcache": ("block_pool", "demand", "disk_loads", "kv_cache_manager", "prefix_cache", "tiers"),
+        "control.engine.kvcache": (
+            *("block_pool", "demand", "disk_journal", "disk_loads", "kv_cache_manager", "prefix_cache", "tier_changes"),
+            "tiers",
+        ),
         "control.engine.scheduler": (
             *("ahead", "budget", "caps", "decode_batch", "giving_way", "holders", "incoming", "preemption"),
             *("scheduler", "speculation", "step_plan", "step_time", "stride", "waiting_queue"),
         ),
         "control.router": (
             *("candidates", "cost_router", "costs", "hit_watch", "load_router", "pairing"),
-            "idle_trials",
-            "prefix_index",
+            *("event_order", "idle_trials", "prefix_index", "tier_index"),
         ),
         "simulation": ("collector", "environment", "results"),
         "simulation.costs": ("cost_model", "interpolation"),

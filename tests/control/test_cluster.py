@@ -323,18 +323,51 @@ def test_batch_that_waits_on_the_workers_keeps_no_other_request_in_the_queue() -
 
 @pytest.mark.parametrize("policy", ["retry", "local", "fail"])
 def test_a_broken_transfer_follows_the_policy(policy: str) -> None:
-    fleet = Fleet("prefill", "decode", on_failure=policy)
+    fleet = Fleet("prefill", "decode", "prefill", "decode", on_failure=policy)
     fleet.submit()
     fleet.reserved()
     commands = fleet.report(P, TransferFailed(fleet.now, "a", True, "the link is gone"))
     assert {Drop(P, "a"), Drop(D, "a")} <= set(commands)
     last = commands[-1]
     if policy == "retry":
-        assert isinstance(last, Prefill) and isinstance(commands[-2], Reserve)
+        assert isinstance(last, Prefill) and isinstance(commands[-2], Reserve) and last.worker == 2
     elif policy == "local":
         assert isinstance(last, Serve)
     else:
         assert isinstance(last, End) and last.error is not None
+
+
+def test_a_request_whose_transfer_failed_does_not_wait_for_the_same_path_again() -> None:
+    fleet = Fleet("prefill", "decode")
+    fleet.submit()
+    fleet.reserved()
+    assert isinstance(fleet.report(P, TransferFailed(fleet.now, "a", True, "the link is gone"))[-1], Serve)
+    assert isinstance(fleet.submit("b")[-1], Prefill), "another one may try"
+
+
+@pytest.mark.parametrize("roles", [("both",), ("prefill", "decode")])
+def test_a_stream_goes_on_that_another_front_end_has_begun(roles: tuple[Role, ...]) -> None:
+    fleet = Fleet(*roles)
+    commands = fleet.tell(Arrived(Submission("a", 100, 8), 3))
+    if len(roles) == 1:
+        assert commands == [Serve(0, "a", "a", 3)]
+    else:
+        assert [type(command) for command in commands] == [Reserve], "a stream waits for no prompt"
+        fleet.reserved()
+        fleet.prefilled()
+        fleet.delivered()
+    finished = the_end(fleet.report(len(roles) - 1, fleet.end("a", FinishReason.LENGTH, 5))).finished
+    assert finished is not None and finished.latency.num_output_tokens == 8
+    fleet.report(P, HandoffReleased(fleet.now, "a"))
+    fleet.core.check_idle()
+
+
+def test_a_stream_of_which_only_the_end_is_missing_ends_at_once() -> None:
+    fleet = Fleet("both")
+    finished = the_end(fleet.tell(Arrived(Submission("a", 100, 8), 8))).finished
+    assert finished is not None and finished.reason is FinishReason.LENGTH
+    assert finished.latency.num_output_tokens == 8
+    fleet.core.check_idle()
 
 
 def test_leases_are_renewed_while_a_handoff_is_under_way_and_their_loss_is_a_loss() -> None:
@@ -664,15 +697,18 @@ def test_every_placement_loss_and_retry_is_counted_once_by_its_reason() -> None:
     fleet = Fleet("prefill", "decode")
     fleet.submit()
     fleet.reserved()
-    fleet.report(P, TransferFailed(fleet.now, "a", True, "the link is gone"))
+    fleet.report(D, HandoffExpired(0, "a", False))
     fleet.reserved("a~1")
-    fleet.report(D, HandoffExpired(0, "a~1", False))
-    fleet.reserved("a~2")
-    fleet.prefilled("a~2")
-    fleet.delivered("a~2")
+    fleet.prefilled("a~1")
+    fleet.delivered("a~1")
+    fleet.submit("b")
+    fleet.reserved("b")
+    fleet.report(P, TransferFailed(fleet.now, "b", True, "the link is gone"))
+    fleet.tell(Cancelled("b"))
     fleet.tell(WorkerDown(D, {"a": 3}))
     assert dict(fleet.core.counts) == {
         "placed_remote": 3,
+        "placed_whole": 1,
         "placed_only_worker": 1,
         "handoffs": 1,
         "leases_expired": 1,

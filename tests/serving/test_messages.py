@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -38,6 +38,8 @@ def value_of(kind: Any, rng: random.Random) -> Any:
     if is_dataclass(kind):
         return made(kind, rng)
     arguments = get_args(kind)
+    if get_origin(kind) is Literal:
+        return rng.choice(arguments)
     if getattr(kind, "__origin__", None) is tuple:
         if arguments[-1] is Ellipsis:
             return tuple(value_of(arguments[0], rng) for _ in range(rng.randrange(3)))

@@ -67,6 +67,37 @@ def test_a_server_that_was_killed_finds_its_cache_again(tmp_path: Path, options:
     assert result.exit_code == 0 and " 0 damaged" in result.output
 
 
+def test_conversations_return_to_the_worker_whose_host_memory_holds_them() -> None:
+    """Two workers, whose caches hold two of the conversations each, and whose host memories hold all."""
+    rng = random.Random(2)
+    prompts = [[rng.randrange(500) for _ in range(1000)] for _ in range(8)]
+    memory = ("--workers", "2", "--kv-cache-memory", "5MiB", "--max-model-len", "1100", "--kv-host-gb", "0.06")
+    with running([*CLI, "serve", "--port", "0", "--threads", "1", "--isa", SLOW, *memory]) as found:
+        first = [complete(found, prompt) for prompt in prompts]
+        assert {cached for _, cached in first} == {0}
+        again = [complete(found, prompt) for prompt in reversed(prompts)]  # (taking turns would be wrong each time)
+        assert [text for text, _ in reversed(again)] == [text for text, _ in first]
+        assert sum(cached for _, cached in again) >= 6 * 31 * 32
+        name = "diptych:kv_host_hit_tokens_total"
+        wait_until(lambda: sum(value for key, value in found.metrics().items() if key.startswith(name)) >= 3 * 31 * 32)
+        assert found.metrics()["diptych:router_cache_alarm"] == 0
+
+
+def test_a_decode_worker_brings_up_what_it_holds_of_a_prompt_before_another_computes_the_rest() -> None:
+    """Of these two only the one that decodes keeps anything; its cache holds two of the conversations."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(500) for _ in range(1000)] for _ in range(6)]
+    memory = ("--kv-cache-memory", "5MiB", "--max-model-len", "1100", "--kv-host-gb", "0.06")
+    options = ("--prefill", "1", "--decode", "1", "--disaggregate", "always", *memory)
+    with running([*CLI, "serve", "--port", "0", "--threads", "1", "--isa", SLOW, *options]) as found:
+        first = [complete(found, prompt) for prompt in prompts]
+        assert {cached for _, cached in first} == {0}
+        assert [complete(found, prompt) for prompt in prompts] == [(text, 31 * 32) for text, _ in first]
+        metrics = found.metrics()
+        assert metrics['diptych:placements_total{reason="remote"}'] == 12
+        assert metrics['diptych:kv_host_hit_tokens_total{role="decode",worker="1"}'] >= 4 * 31 * 32
+
+
 def cli_ls(folder: Path) -> str:
     return CliRunner().invoke(cli.app, ["cache", "ls", str(folder)]).output
 

@@ -1,24 +1,14 @@
 """A prefill worker and a decode worker on two hosts, which are network namespaces: the real model, KV over TLS."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from two_hosts import UNSHARE, why_not
 
 SCRIPT = Path(__file__).parent / "two_hosts.py"
-UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount")
-
-
-def why_not() -> str:
-    """Why there cannot be two hosts here; "" when there can."""
-    if missing := [name for name in ("unshare", "ip") if shutil.which(name) is None]:
-        return f"{missing[0]} is not installed"
-    attempt = "mount -t tmpfs tmpfs /run && ip netns add far && ip link add near type veth peer name far netns far"
-    tried = subprocess.run([*UNSHARE, "sh", "-c", attempt], capture_output=True, text=True)
-    return f"network namespaces are not allowed: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 @pytest.mark.system

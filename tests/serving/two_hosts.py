@@ -6,6 +6,7 @@ worker, with a /dev/shm and a host name of its own). Prints what was seen as JSO
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,16 @@ from urllib.request import Request, urlopen
 CLI = (sys.executable, "-c", "from diptych.cli.main import main; main()")
 NEAR, FAR, PORT, HTTP = "10.77.0.1", "10.77.0.2", 7000, 8000
 FAR_HOST = 'hostname far; mount -t tmpfs tmpfs /dev/shm; exec "$@"'
+UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount")
+
+
+def why_not() -> str:
+    """Why there cannot be two hosts here; "" when there can."""
+    if missing := [name for name in ("unshare", "ip") if shutil.which(name) is None]:
+        return f"{missing[0]} is not installed"
+    attempt = "mount -t tmpfs tmpfs /run && ip netns add far && ip link add near type veth peer name far netns far"
+    tried = subprocess.run([*UNSHARE, "sh", "-c", attempt], capture_output=True, text=True)
+    return f"network namespaces are not allowed: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 def run(*command: str) -> None:

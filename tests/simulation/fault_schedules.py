@@ -4,6 +4,7 @@ Used by test_faults.py (some hundreds of schedules) and benchmarks/fault_schedul
 """
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
@@ -245,6 +246,8 @@ class AuditedCluster(SimulatedCluster):
         super().__init__(scenario, auditor=self._audit)
         self.num_borrowed_steps = 0
         self.num_arrivals = 0
+        self.num_resumed = 0  # streams that went on with another front end
+        self._counts: Counter[str] = Counter()  # of the cores of front ends that have died
         self._lives: dict[tuple[int, str], tuple[int, int, tuple[int, ...]]] = {}  # attempt -> owner, its life, blocks
         self._reserved: dict[str, int] = {}  # attempt -> the life of its decode worker in which it got its blocks
         self._fruitless: dict[str, int] = {}
@@ -332,6 +335,7 @@ class AuditedCluster(SimulatedCluster):
     def _tell(self, event: ClusterEvent, *, later: bool = False) -> None:
         if isinstance(event, WorkerUp):
             self._ready.add(event.info.number)
+            assert not self.workers[event.info.number].engine.requests, "it holds attempts of a life before"
         elif isinstance(event, WorkerDown):
             self._ready.discard(event.worker)
         attempts = self._attempts() if isinstance(event, WayGiven) else {}
@@ -356,6 +360,24 @@ class AuditedCluster(SimulatedCluster):
         if isinstance(command, Prefill) and command.borrowed:
             self._owner_of[command.attempt_id] = command.target
         super()._carry_out(command)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Of all cores."""
+        return self._counts + self.core.counts
+
+    def on_front_end_back(self) -> None:
+        self._counts += self.core.counts
+        super().on_front_end_back()
+
+    def on_front_end_lost(self, until_ns: int) -> None:
+        self._ready.clear()
+        before = [(request, request.num_tokens + request.has_token) for request in self._open.values()]
+        super().on_front_end_lost(until_ns)
+        for request, num_tokens in before:
+            most = request.spec.output_tokens
+            assert num_tokens <= request.num_tokens < most, "a stream goes on elsewhere than its client has it"
+            self.num_resumed += bool(request.num_tokens)
 
     def change(self, change: WorkerChange) -> None:
         self._is_changing = True

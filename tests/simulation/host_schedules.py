@@ -5,10 +5,12 @@ Used by test_host_faults.py (some hundreds of schedules) and benchmarks/fault_sc
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.fault_places import random_place_faults
+from diptych.simulation.faults import Fault
 from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.scenario import Scenario
 from tests.simulation.fault_schedules import LIMIT_NS, AuditedCluster, check_same_log, random_schedule, run_schedule
@@ -44,9 +46,25 @@ def spread_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
     return replace(scenario, pools=pools, faults=faults, cluster=replace(scenario.cluster, routing=routing))
 
 
-def run_spread(seed: int) -> AuditedCluster:
+def restart_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
+    """The same, and the front end dies, too, up to four times."""
+    scenario, rng = spread_schedule(seed, fast_forward=fast_forward), random.Random(f"front end {seed}")
+    last_ns = max(spec.arrival_ns for spec in scenario.workload)  # type: ignore[union-attr]
+    faults = [
+        Fault(
+            "front_end_crash",
+            0,
+            rng.randrange(last_ns + 200 * NS_PER_MS),
+            1 + rng.randrange(rng.choice([1, 5, 100, 1000]) * NS_PER_MS),
+        )
+        for _ in range(rng.choice([1, 1, 2, 4]))
+    ]
+    return replace(scenario, faults=(*scenario.faults, *faults))
+
+
+def run_spread(seed: int, make: Callable[[int], Scenario] = spread_schedule) -> AuditedCluster:
     """To the end, with every law checked, and that recovery takes a bounded time."""
-    scenario = spread_schedule(seed)
+    scenario = make(seed)
     cluster, quiet = run_schedule(scenario), AuditedCluster(replace(scenario, faults=()))
     quiet.run(LIMIT_NS)
     over_ns = max([fault.end_ns for fault in scenario.faults], default=0)
@@ -56,6 +74,6 @@ def run_spread(seed: int) -> AuditedCluster:
     return cluster
 
 
-def check_spread_strides(seed: int, cluster: AuditedCluster) -> None:
+def check_spread_strides(seed: int, cluster: AuditedCluster, make: Callable[..., Scenario] = spread_schedule) -> None:
     """The same schedule, every step on its own: the same log."""
-    check_same_log(cluster, AuditedCluster(spread_schedule(seed, fast_forward=False)))
+    check_same_log(cluster, AuditedCluster(make(seed, fast_forward=False)))

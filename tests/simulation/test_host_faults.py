@@ -15,7 +15,7 @@ from diptych.simulation.scenario import Scenario
 from diptych.simulation.settings import prepare, settings_from
 from diptych.workload.spec import RequestSpec
 from tests.simulation.fault_schedules import AuditedCluster, run_schedule
-from tests.simulation.host_schedules import check_spread_strides, run_spread
+from tests.simulation.host_schedules import check_spread_strides, restart_schedule, run_spread
 from tests.simulation.scenarios import front_end
 from tests.simulation.test_faults import complete_answers, two_workers
 
@@ -31,6 +31,13 @@ def test_every_law_holds_among_hosts_on_a_bad_day(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(60, 64))
 def test_strides_give_the_log_of_single_steps_among_hosts_too(seed: int) -> None:
     check_spread_strides(seed, run_spread(seed))
+
+
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_every_law_holds_when_the_front_end_dies_too(seed: int) -> None:
+    cluster = run_spread(seed, restart_schedule)
+    if seed % 6 == 0:
+        check_spread_strides(seed, cluster, restart_schedule)
 
 
 @pytest.mark.slow
@@ -101,6 +108,57 @@ def test_a_worker_that_is_cut_off_again_and_crashes_meanwhile_is_used_when_all_i
     assert complete_answers(run_schedule(scenario)) == 3
     assert cluster.lives.life(DECODE) == 1
     assert cluster.core.members.is_ready(DECODE)
+
+
+# -- the front end dies ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_ms", [1, 30, 75, 140, 250, 400])
+@pytest.mark.parametrize("duration_ms", [1, 300])
+def test_streams_go_on_with_the_next_front_end(at_ms: int, duration_ms: int) -> None:
+    """The workers' processes go on; each stream is resumed once, after the tokens that its client has."""
+    crash = Fault("front_end_crash", 0, at_ms * NS_PER_MS, duration_ms * NS_PER_MS)
+    scenario = two_workers(crash)
+    cluster = run_schedule(scenario)
+    assert complete_answers(cluster) == 3
+    assert [cluster.lives.life(worker) for worker in (PREFILL, DECODE)] == [0, 0]
+    late_ns = cluster.last_end_ns - run_schedule(replace(scenario, faults=())).last_end_ns
+    assert late_ns < (duration_ms + 500) * NS_PER_MS
+
+
+def test_the_next_front_end_finds_what_the_workers_have_cached() -> None:
+    specs = [RequestSpec(arrival_ns=at * NS_PER_S, prompt_tokens=2000, output_tokens=5, hash_ids=tuple(range(4)))
+             for at in (0, 5)]  # fmt: skip
+    crash = Fault("front_end_crash", 0, 2 * NS_PER_S, NS_PER_S)
+    scenario = two_workers(crash, workload=specs, pools=Pools(num_both=1, kv_bytes_per_token=10**5))
+    scenario = replace(scenario, cluster=front_end("kv_aware"))
+    kept, quiet = run_schedule(scenario), run_schedule(replace(scenario, faults=()))
+    assert kept.workers[0].usage.busy_prefill_ns == quiet.workers[0].usage.busy_prefill_ns
+
+
+def test_a_front_end_that_dies_again_while_there_is_none_begins_later() -> None:
+    faults = (
+        Fault("front_end_crash", 0, 100 * NS_PER_MS, 400 * NS_PER_MS),
+        Fault("front_end_crash", 0, 300 * NS_PER_MS, 900 * NS_PER_MS),
+        Fault("front_end_crash", 0, 400 * NS_PER_MS, 10 * NS_PER_MS),
+        Fault("crash", DECODE, 600 * NS_PER_MS, 10 * NS_PER_MS),
+    )
+    cluster = watched(replace(two_workers(None), faults=faults))
+    assert complete_answers(run_schedule(replace(two_workers(None), faults=faults))) == 3
+    assert cluster.losses == [] and cluster.num_ups == 4
+    assert cluster.lives.life(DECODE) == 1
+    assert cluster.last_end_ns > 1200 * NS_PER_MS
+
+
+def test_what_comes_while_there_is_no_front_end_waits_and_clients_may_leave_meanwhile() -> None:
+    specs = [
+        RequestSpec(arrival_ns=50 * NS_PER_MS, prompt_tokens=100, output_tokens=400, abort_after_ns=NS_PER_S),
+        RequestSpec(arrival_ns=800 * NS_PER_MS, prompt_tokens=100, output_tokens=5),
+    ]
+    crash = Fault("front_end_crash", 0, 500 * NS_PER_MS, 2 * NS_PER_S)
+    cluster = run_schedule(two_workers(crash, workload=specs))
+    assert complete_answers(cluster) == 1
+    assert cluster.last_end_ns > 2500 * NS_PER_MS
 
 
 # -- workers do not see each other ------------------------------------------------------------------------------------

@@ -28,8 +28,13 @@ from diptych.control.engine.kvcache.tier_records import (
     TierEvent,
 )
 from diptych.control.errors import ConfigError
+from diptych.control.events import HandoffReserved
+from diptych.control.router.cost_router import CostRouter
+from diptych.control.router.tier_index import TierIndex
+from diptych.control.router.topology import Role
 from diptych.simulation.environment import Environment
 from diptych.simulation.faults import Fault
+from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.fleet.simulated_disk import DiskModel, SimulatedDisk
 from diptych.simulation.planning.tier_worth import tier_sizes, worth_table
 from diptych.simulation.results import SimulationResult, summarize
@@ -37,6 +42,7 @@ from diptych.simulation.run import simulate, simulate_with_log
 from diptych.simulation.scenario import Scenario
 from diptych.simulation.settings import prepare, read_settings
 from diptych.workload.spec import RequestSpec
+from tests.simulation import scenarios
 from tests.simulation.linear_cost import LinearCost
 
 BLOCK = 16
@@ -214,3 +220,69 @@ def test_a_prefetch_is_as_random_as_its_seed() -> None:
     one, two = simulate(scenario(100, 300)), simulate(scenario(100, 300))
     assert one.requests == two.requests
     assert one.requests != simulate(replace(scenario(100, 300), workload=conversations(30, 2))).requests
+
+
+def two_workers(num_host_blocks: int, disk_blocks: int = 0, **changes: object) -> Scenario:
+    """The same load for two workers, each of whose tiers holds about half of all conversations."""
+    changes = {"num_workers": 2, "cluster": scenarios.front_end("kv_aware"), **changes}
+    return scenario(num_host_blocks, disk_blocks, **changes)
+
+
+@pytest.mark.parametrize(("host", "disk"), [(700, 0), (300, 2000)])
+def test_conversations_return_to_the_worker_whose_tiers_hold_them(
+    host: int, disk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aware = share(simulate(two_workers(host, disk)))
+    monkeypatch.setattr(TierIndex, "run", lambda *_: 0)
+    assert aware > share(simulate(two_workers(host, disk))) + 0.05
+
+
+@pytest.mark.parametrize(("host", "disk", "crash"), [(700, 0, True), (100, 300, False), (300, 2000, True)])
+def test_the_router_knows_exactly_what_lies_below(host: int, disk: int, crash: bool) -> None:
+    faults = (Fault(at_ns=4_000_000_000, worker=1, kind="crash", duration_ns=500_000_000),) if crash else ()
+    made = two_workers(host, disk, faults=faults)
+    cluster = scenarios.run(made)
+    scenarios.check_laws(made, cluster)
+    router = cluster.core.router
+    assert isinstance(router, CostRouter)
+    for worker in cluster.workers:
+        bit, kv = 1 << worker.number, worker.engine.kv
+        for index, held in ((router.host, kv.host.prefix_cache), (router.disk, kv.tiers.loads.hashes)):
+            assert {block for block, mask in index._masks.items() if mask & bit} == set(held)
+
+
+@pytest.mark.parametrize(("host", "disk"), [(700, 0), (100, 300)])
+def test_a_fleet_with_tiers_is_the_same_step_by_step(host: int, disk: int) -> None:
+    digests = []
+    for fast_forward in (True, False):
+        log = simulate_with_log(two_workers(host, disk, fast_forward=fast_forward))[1]
+        assert log is not None
+        digests.append(log.digest())
+    assert digests[0] == digests[1]
+
+
+def one_to_one(host: int, disk: int, **changes: object) -> Scenario:
+    """A worker that prefills and one that decodes, in one memory, which hands over all prompts."""
+    model = scenario(host, disk).disk
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    named = tuple(Pool(name=role, role=role, disk=model, swap_block_ns=50_000) for role in roles)
+    pools = Pools(kv_bytes_per_token=BLOCK_BYTES // BLOCK, link="shared_memory", named=named)
+    return scenario(host, disk, pools=pools, cluster=scenarios.front_end("kv_aware", "always"), **changes)
+
+
+@pytest.mark.parametrize(("host", "disk", "crash"), [(700, 0, None), (200, 2000, None), (200, 2000, 0), (200, 2000, 1)])
+def test_a_decode_worker_brings_up_what_it_has_before_it_lends_its_blocks(
+    host: int, disk: int, crash: int | None
+) -> None:
+    faults: tuple[Fault, ...] = ()
+    if crash is not None:
+        faults = (Fault(at_ns=4_000_000_000, worker=crash, kind="crash", duration_ns=500_000_000),)
+    cluster = scenarios.run(made := one_to_one(host, disk, faults=faults))
+    scenarios.check_laws(made, cluster)
+    assert cluster.log is not None
+    reserved = [event for worker, event in cluster.log if worker == 1 and isinstance(event, HandoffReserved)]
+    assert sum(event.num_tier_tokens for event in reserved) > 100 * BLOCK
+    assert (cluster.hit_error or 0) < 0.2
+    if crash is None:
+        slow = scenarios.run(one_to_one(host, disk, fast_forward=False))
+        assert slow.log is not None and slow.log.digest() == cluster.log.digest()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from diptych.control.compute_share import ComputeShare
+from diptych.control.engine.kvcache.tier_records import Tier
 from diptych.control.errors import ErrorRecord
 from diptych.control.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
 from diptych.control.slo import LatencyBreakdown
@@ -70,13 +71,14 @@ class HandoffReserved:
     """A decode worker holds the blocks of a prompt that another worker will compute.
 
     num_cached_tokens: leading tokens whose KV it has already; only the rest need travel. block_ids: all of its blocks,
-    those included.
+    those included. num_tier_tokens: of the cached ones, what was brought up from the tiers below the prefix cache.
     """
 
     time_ns: int
     request_id: str
     num_cached_tokens: int
     block_ids: tuple[int, ...] = ()
+    num_tier_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,24 +201,26 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class KVEvents:
-    """Changes of the worker's prefix cache, numbered from 1: hashes that can no longer be found, then hashes that can
-    (parents first). evicted_for: where a worker names them, the requests that needed the evicted blocks, with how many
-    of them, in their order."""
+    """Changes of what can be found in one tier of the worker, numbered from 1 in each: hashes that can no longer be
+    found, then hashes that can (of the prefix cache, which is the tier "device": parents first). evicted_for: where a
+    worker names them, the requests that needed the evicted blocks, with how many of them, in their order."""
 
     time_ns: int
     sequence: int
     stored: tuple[bytes, ...] = ()
     evicted: tuple[bytes, ...] = ()
     evicted_for: tuple[tuple[str, int], ...] = ()
+    tier: Tier = "device"
 
 
 @dataclass(frozen=True, slots=True)
 class KVSnapshot:
-    """All hashes that the worker's prefix cache holds, as of its KVEvents number ``sequence``."""
+    """All hashes that can be found in one tier of the worker, as of its KVEvents number ``sequence``."""
 
     time_ns: int
     sequence: int
     hashes: tuple[bytes, ...]
+    tier: Tier = "device"
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,6 +225,7 @@ class Request:
         "hands_off",
         "host_block_ids",
         "is_ahead",
+        "is_lent",
         "is_long",
         "last_resume_tick",
         "lease_ns",
@@ -276,6 +277,7 @@ class Request:
         self.first_token_ns: int | None = None
         self.hands_off = False  # after the first token another worker decodes it
         self.is_ahead = False  # with hands_off: that worker has no blocks for it yet
+        self.is_lent = False  # another worker computes its prompt, into the blocks that it is given here
         self.borrowed_block_ids: tuple[int, ...] = ()  # of the worker that will decode it: computed into directly
         self.num_borrowed_tokens = 0  # leading tokens whose KV these blocks hold already
         self.lease_ns = 0  # with hands_off: how long its blocks are kept without a renewal (0: without limit)

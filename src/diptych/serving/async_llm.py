@@ -220,7 +220,7 @@ class AsyncLLM(ServedFleet):
                 return generation
         self._streams.add(streams)
         try:
-            self.fleet.submit([self._submission(stream) for stream in streams])
+            self.fleet.submit([self._submission(stream) for stream in streams], streams[0].num_tokens)
         except Exception:
             self.abort(generation)
             raise

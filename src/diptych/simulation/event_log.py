@@ -80,5 +80,6 @@ def _place(entry: tuple[int, Event]) -> tuple[int, int]:
 def _plain(event: Event) -> object:
     if isinstance(event, KVEvents):
         hashes = {name: [block.hex() for block in getattr(event, name)] for name in ("stored", "evicted")}
-        return {"time_ns": event.time_ns, "sequence": event.sequence, **hashes}
+        tier = {} if event.tier == "device" else {"tier": event.tier}
+        return {"time_ns": event.time_ns, "sequence": event.sequence, **hashes, **tier}
     return event

@@ -7,7 +7,17 @@ from typing import Literal, get_args
 from diptych.control.errors import ConfigError
 
 FaultKind = Literal[
-    "crash", "hang", "slow", "link_loss", "delay", "reorder", "duplicate", "repeat", "link_down", "isolate"
+    "crash",
+    "hang",
+    "slow",
+    "link_loss",
+    "delay",
+    "reorder",
+    "duplicate",
+    "repeat",
+    "link_down",
+    "isolate",
+    "front_end_crash",
 ]
 Channel = Literal["control", "kv"]
 Direction = Literal["both", "to", "from"]
@@ -16,7 +26,8 @@ MESSAGE_FAULTS: tuple[FaultKind, ...] = ("link_loss", "delay", "reorder", "dupli
 TRANSFER_FAULTS: tuple[FaultKind, ...] = ("link_down",)
 FAULTS = WORKER_FAULTS + MESSAGE_FAULTS + TRANSFER_FAULTS  # that random_faults may draw
 CHANNEL_FAULTS: tuple[FaultKind, ...] = (*MESSAGE_FAULTS, "repeat")  # of the messages of any channel
-ALL_FAULTS: tuple[FaultKind, ...] = (*FAULTS, "repeat", "isolate")
+ALL_FAULTS: tuple[FaultKind, ...] = (*FAULTS, "repeat", "isolate", "front_end_crash")
+NEED_JOINED: tuple[FaultKind, ...] = ("isolate", "front_end_crash")  # workers that outlive their connection
 KV_FAULTS: tuple[FaultKind, ...] = (*CHANNEL_FAULTS, "slow")
 
 
@@ -28,7 +39,8 @@ class Fault:
     step in the meantime (and is killed when that is longer than its heartbeat may fail). slow: its steps take
     ``factor`` times as long. link_down: no KV leaves it or comes to it. isolate: its connection to the front end is
     cut, and what is on its way there is lost; the process goes on, is given up after the heartbeat, drops its attempts,
-    and is back with its cache when the fault is over.
+    and is back with its cache when the fault is over. front_end_crash: not of the worker; the front end dies, and
+    another begins after the duration, to which workers come back as after isolate (see front_end_life.py).
 
     Messages are, by link_loss, held back until the end (a connection that retransmits); by delay, late by up to
     ``factor`` milliseconds; by reorder, late by random amounts, so that they overtake each other; by duplicate,

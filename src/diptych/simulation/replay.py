@@ -23,8 +23,8 @@ from diptych.simulation.collector import Collector
 from diptych.simulation.recordings import read_recording
 from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
 
-READABLE = (3, 4, 5, 6, VERSION)  # versions
-GIVES_WAY = 7  # the first version in which class batch does
+READABLE = (3, 4, 5, 6, 7, VERSION)  # versions
+GIVES_WAY = 8  # the first version in which class batch does
 PARTS = ("finished", "paused", "swapped out", "swapped in", "resumed", "new blocks")
 
 
@@ -212,11 +212,12 @@ class _ReplayedEngine:
             request_id, num_prompt, max_tokens, block_hashes=hashes, options=options, reads_prefix_cache=reads
         )
         request.gives_way = self._gives_way and options.gives_way
-        request.hands_off, request.lease_ns, borrowed, request.num_borrowed_tokens, *standing = handoff
+        request.hands_off, request.lease_ns, borrowed, request.num_borrowed_tokens, *more = handoff
         request.borrowed_block_ids = tuple(borrowed)
         request.is_ahead = request_id in self._ahead
         self._ahead.discard(request_id)
-        request.standing_at_arrival = Standing(*standing or (Standing.NEW,))  # unknown before version 5
+        request.standing_at_arrival = Standing(more[0]) if more else Standing.NEW  # unknown before version 5
+        request.is_lent = more[1] if len(more) > 1 else False  # nothing came up for those before version 7
         self._numbers[request_id] = (self._num_arrivals, now)
         self._num_arrivals += 1
         return request

@@ -11,7 +11,7 @@ from diptych.control.router.routing import RoutingConfig, RoutingName
 from diptych.control.router.topology import LinkCost, LinkCosts, Role
 from diptych.control.step import StepFeatures
 from diptych.simulation.costs.cost_model import CostModel
-from diptych.simulation.faults import Fault, Watch
+from diptych.simulation.faults import NEED_JOINED, Fault, Watch
 from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.fleet.pools import LOCAL_LINK, Pools
@@ -91,8 +91,10 @@ class Scenario:
         if self.num_workers < 1:
             raise ConfigError(f"num_workers is {self.num_workers}; it must be at least 1", param="num_workers")
         for fault in self.faults:
-            if fault.kind == "isolate" and self.pools is not None and self.pools.num_domains:
+            if fault.kind in NEED_JOINED and self.pools is not None and self.pools.num_domains:
                 message = f"worker {fault.worker} cannot be isolated: it shares memory, so its front end is on its host"
+                if fault.kind == "front_end_crash":
+                    message = "the front end cannot die alone: workers that share memory are its children"
                 raise ConfigError(message, param="faults")
         if len(self.shares) not in (0, self.num_workers):
             raise ConfigError(f"{len(self.shares)} shares for {self.num_workers} workers", param="shares")

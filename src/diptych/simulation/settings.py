@@ -95,7 +95,9 @@ class FaultSettings(SettingsTable, frozen=True, kw_only=True):
     """One scripted fault of the worker ``replica``, or of all workers of a ``host`` or a ``rack`` (counted from 0).
     crash: its state is gone; it is back, empty, after the duration. hang: it takes no message and ends no step. slow:
     its steps take ``factor`` times as long. link_down: no KV leaves it or comes to it. isolate: its connection to the
-    front end is cut; it goes on, is given up after the heartbeat, and comes back with its cache. Messages between it
+    front end is cut; it goes on, is given up after the heartbeat, and comes back with its cache. front_end_crash (of no
+    worker): the front end dies, and another begins after the duration; workers come back to it with their caches, and
+    clients go on with their streams. Messages between it
     and the front end are, by link_loss, held back until the end; by delay, late by up to ``factor`` milliseconds; by
     reorder, late by random amounts; by duplicate, delivered twice; by repeat, again, later. channel: "kv" for the
     messages with KV between it and its ``peer`` (another replica, host or rack; none: every other), where slow divides
@@ -119,6 +121,8 @@ class FaultSettings(SettingsTable, frozen=True, kw_only=True):
         named: list[tuple[Scope, int]] = [
             (scope, number) for scope in SCOPES if (number := getattr(self, scope)) is not None
         ]
+        if named and self.kind == "front_end_crash":
+            raise ConfigError(f"a fault of the front end has no {named[0][0]}", param="faults")
         if len(named) > 1:
             raise ConfigError(f"a fault of {named[0][0]} and {named[1][0]}; name one of them", param="faults")
         return named[0] if named else ("replica", 0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from diptych.control.engine.kvcache.tier_records import Tier
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError
 from diptych.control.request import Submission
@@ -23,10 +24,12 @@ from diptych.control.router.costs import (
     WorkerView,
     kv_price_ns,
     prompt_ns,
+    raised,
     work_ns,
 )
 from diptych.control.router.hit_watch import MIN_ADMISSIONS, WINDOW, HitWatch
 from diptych.control.router.path_speeds import MEMORY_NS, PathSpeeds
+from diptych.control.router.prefix_index import PERIOD_NS
 from diptych.control.router.routing import Route, RoutingConfig, RoutingRequest
 from diptych.control.router.topology import Level, LinkCost, LinkCosts, Role, WorkerInfo, level
 from diptych.control.slo import NS_PER_MS, NS_PER_S
@@ -98,32 +101,68 @@ def brute_force(router: CostRouter, request: RoutingRequest, answer: int, now: i
     longest = (num_tokens - 1) // SIZE * SIZE
     held = [min(matched * SIZE, longest) for matched in router.index.matches(request.submission.hashes, now)]
 
+    raised = [
+        brute_raised(router, p, request.submission.hashes[: longest // SIZE], held[p]) for p in range(len(workers))
+    ]
+
     costs = []
     for p, source in enumerate(workers):
         prices, left = views[p].prices, num_tokens - held[p]
+        ready, raise_ns = raised[p]
         memory = prices.block * -(-(left + answer) // SIZE)
-        own = queue_ns(prices, now) + prompt_ns(prices, left, held[p])
+        own = queue_ns(prices, now) + prompt_ns(prices, num_tokens - ready, ready) + raise_ns
         costs.append(own + answer_ns(prices, num_tokens, answer) + memory)
         for d, target in enumerate(workers):
             if p == d or source.role == "decode" or target.role == "prefill" or source.role == target.role == "both":
                 continue
             there = views[d].prices
-            cached = max(held[d], held[p]) if level(source, target) is Level.MEMORY else held[p]
+            cached = max(held[d], ready) if level(source, target) is Level.MEMORY else ready
             cost = queue_ns(prices, now) + prompt_ns(prices, num_tokens - cached, cached)
+            cost += raise_ns if cached == ready and ready > held[p] else 0
             if level(source, target) is not Level.MEMORY:
                 cost += prices.block * -(-left // SIZE)
             work = work_ns(prices, num_tokens - cached, cached)
             link = links.link(level(source, target))
             link = link and router._search.speeds.link((source.number, target.number), link)
             cost += links.exposed_ns(link, num_tokens - held[d], int(work))
-            cost += there.memory + answer_ns(there, num_tokens, answer)
-            costs.append(cost + there.block * -(-(num_tokens + answer - held[d]) // SIZE))
+            rest = there.memory + answer_ns(there, num_tokens, answer)
+            rest += there.block * -(-(num_tokens + answer - held[d]) // SIZE)
+            costs.append(cost + rest)
+            if level(source, target) is Level.MEMORY:  # the target brings up what it has, and the source goes on there
+                there_ready, there_ns = raised[d]
+                cost = queue_ns(prices, now) + prompt_ns(prices, num_tokens - there_ready, there_ready) + there_ns
+                costs.append(cost + links.exposed_ns(None, 0, 0) + rest)
     return min(costs)
 
 
+def brute_raised(router: CostRouter, p: int, hashes: tuple[bytes, ...], held: int) -> tuple[int, float]:
+    """(tokens that need not be computed, what bringing up those costs that are below the cache) of one worker."""
+    report, prices = router._views[p].report, router._views[p].prices
+    assert report is not None
+    crowd = prices.token / prices.work_token  # what a step costs more because of the streams there
+    bit, ready, cost, host, disk = 1 << p, held, 0.0, [], []
+    left = list(hashes[held // SIZE :])
+    while left and router.host._masks.get(left[0], 0) & bit:
+        host.append(left.pop(0))
+    while left and router.disk._masks.get(left[0], 0) & bit:
+        disk.append(left.pop(0))
+    if host:
+        if len(host) * report.copy_block_ns >= work_ns(prices, len(host) * SIZE, ready):
+            return held, 0
+        cost += len(host) * report.copy_block_ns * crowd
+        ready += len(host) * SIZE
+    reading = report.read_wait_ns + len(disk) * report.read_block_ns
+    alone = reading + len(disk) * report.copy_block_ns
+    if disk and report.read_block_ns and 2 * alone < work_ns(prices, len(disk) * SIZE, ready):
+        cost += reading + len(disk) * report.copy_block_ns * crowd
+        ready += len(disk) * SIZE
+    return ready, cost
+
+
 def random_fleet(rng: random.Random) -> CostRouter:
-    """Any roles, hosts, memory domains, prices, loads and caches."""
+    """Any roles, hosts, memory domains, prices, loads and caches; in half of the fleets with tiers below them."""
     infos = []
+    has_tiers = rng.random() < 0.5
     for number in range(rng.randrange(2, 14)):
         host = rng.randrange(3)
         role: Role = rng.choice(("prefill", "decode", "both"))
@@ -136,9 +175,15 @@ def random_fleet(rng: random.Random) -> CostRouter:
         report = LoadReport(
             0, rng.randrange(50 * NS_PER_MS), 1000, rng.randrange(1000), rng.uniform(1e3, 2e4), rng.uniform(0, 5),
             rng.uniform(0, 1e7), rng.uniform(0, 1e6), rng.uniform(0, 50), 10, rng.choice((0, 30 * NS_PER_MS)),
+            rng.choice((0, 10_000, 10**6)), rng.choice((0, 10_000, 50_000)), rng.choice((0, 0, 10**6)),
         )  # fmt: skip
         router.on_load(info.number, report)
         router.on_kv_events(info.number, 1, stored=blocks(*range(rng.choice((0, 0, 3, 30)))))
+        if has_tiers:
+            for tier in ("host", "disk"):
+                first = rng.choice((0, 0, 3, 6, 20))
+                lower = blocks(*range(first, first + rng.choice((0, 3, 10, 20))))
+                router.on_kv_events(info.number, 1, stored=lower, tier=tier)
     for _ in range(rng.choice((0, 0, 5))):  # some of the paths are not what the labels say
         a, b = rng.sample(range(len(infos)), 2)
         router.on_transfer(a, b, 10**7, rng.randrange(1, NS_PER_S), 0)
@@ -281,6 +326,22 @@ def test_workers_are_as_near_as_the_nearest_thing_they_share() -> None:
     assert level(worker, replace(worker, memory_domain=None, host="b")) is Level.NETWORK
 
 
+def test_what_lies_below_is_brought_up_where_that_is_faster_than_computing() -> None:
+    view = WorkerView()
+    view.on_report(replace(REPORT, copy_block_ns=20_000, read_block_ns=30_000, read_wait_ns=10**6))
+    view.reprice(0)
+    alone = 1 + 1 / OTHERS_SHARE
+    assert raised(view.prices, 32, 10, 0, SIZE) == (32 + 160, 200_000 * alone)
+    assert raised(view.prices, 32, 0, 60, SIZE) == (32 + 960, 2_800_000 + 1_200_000 * alone)
+    assert raised(view.prices, 32, 0, 2, SIZE) == (32, 0)  # two blocks are computed in 0.32 ms
+    both = raised(view.prices, 32, 10, 60, SIZE)
+    assert both == (32 + 160 + 960, 200_000 * alone + 2_800_000 + 1_200_000 * alone)
+    for changes in ({"copy_block_ns": 160_000}, {"read_block_ns": 0, "copy_block_ns": 10**6}):
+        view.on_report(replace(REPORT, **changes))
+        view.reprice(0)
+        assert raised(view.prices, 32, 10, 60, SIZE) == (32, 0)
+
+
 # -- one or two workers ------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +385,53 @@ def test_with_objectives_as_the_limit_a_decode_worker_takes_long_prompts_while_i
         router = router_of("prefill", "decode", reports=late, deflection="objective")
         stream(router, 1, streams)
         assert (route(router, ask("late", 4000)).prefill == 1) is is_deflected
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_conversation_that_comes_back_goes_where_a_tier_holds_it_unless_the_queue_there_costs_more(
+    tier: Tier,
+) -> None:
+    prices = replace(REPORT, copy_block_ns=10_000, read_block_ns=20_000)
+    conversation = blocks(*range(100))
+    for backlog_ns, expected in ((0, (1, 1600)), (5 * NS_PER_MS, (1, 1600)), (NS_PER_S, (0, 0))):
+        router = router_of("both", "both", reports={0: prices, 1: replace(prices, backlog_ns=backlog_ns)})
+        router.on_kv_events(1, 1, stored=conversation, tier=tier)
+        found = route(router, ask(tokens=1650, hashes=conversation))
+        assert (found.decode, found.num_cached_tokens) == expected
+        router.on_admitted("a", found.decode, found.num_cached_tokens, found.num_cached_tokens)
+        assert router.hit_error == 0
+    router.on_ended("a")
+    router.on_load(1, prices)
+    router.on_kv_events(1, 2, evicted=conversation[:50], tier=tier)  # then the rest is of no use
+    late = 3 * PERIOD_NS  # what was predicted of the other worker is forgotten
+    assert route(router, ask("b", tokens=1650, hashes=conversation), late).num_cached_tokens == 0
+
+
+def test_the_cache_beats_the_host_and_the_host_the_disk_and_a_folder_of_all_moves_nothing() -> None:
+    prices = dict.fromkeys(range(3), replace(REPORT, copy_block_ns=10_000, read_block_ns=20_000))
+    conversation = blocks(*range(100))
+    router = router_of("both", "both", "both", reports=prices)
+    for worker in range(3):
+        router.on_kv_events(worker, 1, stored=conversation, tier="disk")
+    chosen = []
+    for name, tier in (("disk", None), ("host", "host"), ("device", "device")):
+        if tier is not None:
+            router.on_kv_events(len(chosen), 1, stored=conversation, tier=tier)
+        found = route(router, ask(name, tokens=1650, hashes=conversation))
+        assert found.num_cached_tokens == 1600
+        chosen.append(found.decode)
+        router.on_ended(name)
+        router.on_kv_events(found.decode, 2 if tier == "device" else 1, evicted=conversation)  # forget the prediction
+    assert chosen == [0, 1, 2]
+
+
+def test_more_from_below_than_was_counted_on_is_no_error_of_the_index() -> None:
+    router = router_of("both", "both")
+    for number, (found, below, error) in enumerate(((800, 800, 0), (800, 0, 0.8), (0, 0, 0))):
+        router.watch = HitWatch()
+        at = route(router, ask(str(number))).decode
+        router.on_admitted(str(number), at, found, below)
+        assert router.hit_error == error
 
 
 def test_one_token_needs_no_decode_worker_and_few_stay_with_their_prefill_worker() -> None:

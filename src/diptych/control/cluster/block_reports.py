@@ -17,16 +17,16 @@ class BlockReports:
         self._counts = counts
 
     def take_changes(self, worker: int, event: KVEvents, now: int) -> list[Command]:
-        """Blocks were stored or evicted since the last report."""
+        """Blocks came to a tier or left it since the last report."""
         if not self._members.is_usable(worker) or self._router.on_kv_events(
-            worker, event.sequence, event.stored, event.evicted
+            worker, event.sequence, event.stored, event.evicted, event.tier
         ):
             return []
         self._counts["block_gaps"] += 1
         return [AskKVSnapshot(worker)]
 
     def take_snapshot(self, worker: int, event: KVSnapshot, now: int) -> list[Command]:
-        """All blocks of a worker."""
+        """All blocks in one tier of a worker."""
         if self._members.is_usable(worker):
-            self._router.on_kv_snapshot(worker, event.sequence, event.hashes)
+            self._router.on_kv_snapshot(worker, event.sequence, event.hashes, event.tier)
         return []

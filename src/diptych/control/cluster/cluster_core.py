@@ -40,13 +40,7 @@ from diptych.control.cluster.open_request import OpenRequest
 from diptych.control.cluster.partition import Partition
 from diptych.control.cluster.paths import Paths
 from diptych.control.cluster.relocation import Relocation
-from diptych.control.commands import (
-    Command,
-    Configure,
-    End,
-    ForgetPeer,
-    attempt_id_of,
-)
+from diptych.control.commands import Command, End, ForgetPeer, attempt_id_of
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError, DiptychError, UnavailableError
 from diptych.control.events import (
@@ -102,7 +96,7 @@ class ClusterCore:
             RoleChanged: self._relocation.on_role_changed,
             DrainStarted: self._relocation.on_drain_started,
             DrainEnded: self._relocation.on_drain_ended,
-            SchedulerChanged: self._on_scheduler_changed,
+            SchedulerChanged: self.members.on_scheduler_changed,
             PartitionChanged: self._partition.on_changed,
             WayGiven: self._relocation.on_way_given,
             Reported: self._on_reported,
@@ -162,13 +156,16 @@ class ClusterCore:
         request_id = submission.request_id
         if request_id in self.requests:
             raise ConfigError(f"request id {request_id!r} is in use", param="request_id")
+        entry = OpenRequest.arrived(submission, now, self.lengths, event.num_tokens)
+        if entry.num_tokens >= submission.max_tokens:  # only its end is missing
+            return [End(request_id, entry.complete(FinishReason.LENGTH, now, self.config.slo))]
         queued = QueuedRequest(submission, now, int(self.loads.least_token_ns * submission.num_prompt_tokens))
         waits = bool(self.config.max_untouched_per_worker or len(self.admission))  # else there is always room
         refusal = self.admission.offer(queued, now) if waits else self.admission.pass_by(queued, now)
         if refusal is not None:
             self.counts[f"refused_{refusal.reason}"] += 1
             return [End(request_id, error=refusal.error)]
-        entry = self.requests[request_id] = OpenRequest.arrived(submission, now, self.lengths)
+        self.requests[request_id] = entry
         return self.dispatch(now) if waits else self._place(entry, now)
 
     def _on_cancelled(self, event: Cancelled, now: int) -> list[Command]:
@@ -202,23 +199,23 @@ class ClusterCore:
         return commands
 
     def _place(self, entry: OpenRequest, now: int) -> list[Command]:
-        """Begin the next attempt, or wait for a worker. Either way nothing that an older attempt still gives counts any
-        more: a prefill worker that has yet to drop it may report its first token."""
-        submission, request_id = entry.submission, entry.submission.request_id
+        """Begin the next attempt, or wait for a worker; what an older attempt still gives does not count any more."""
+        submission = entry.submission
+        request_id = submission.request_id
         num_expected = self.lengths.mean(entry.length_group, entry.num_tokens, submission.max_tokens)
         asked = RoutingRequest(submission, entry.num_tokens, num_expected, entry.avoid, entry.must_stay_whole)
-        route = self.paths.route(self.router, asked, now, self.attempts.closes_circle)
+        route = self.paths.route(self.router, asked, now, self.attempts.closes_circle, entry.failed_path)
         if route is None:
             if request_id in self._parked:
                 return []
             self._parked[request_id] = now + self.config.park_ns
-            return [*entry.restarted()]
+            return entry.restarted()
         return self.begin(entry, route, now) + self._relocation.ask_for_way(entry, route.decode)
 
     def begin(self, entry: OpenRequest, route: Route, now: int) -> list[Command]:
         """The next attempt, on these workers."""
         request_id = entry.submission.request_id
-        restarted: list[Command] = [] if request_id in self._parked else [*entry.restarted()]
+        restarted = [] if request_id in self._parked else entry.restarted()
         self._parked.pop(request_id, None)
         self.counts[f"placed_{route.reason}"] += 1
         entry.epoch += 1
@@ -311,10 +308,7 @@ class ClusterCore:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def _on_up(self, event: WorkerUp, now: int) -> list[Command]:
-        worker = event.info.number
-        self.members.on_ready(event.info)
-        scheduler = self.members.schedulers.get(worker)
-        configure: list[Command] = [] if scheduler is None else [Configure(worker, scheduler)]
+        configure = self.members.on_ready(event.info)
         return configure + self._partition.on_up() + self._admit_workers(now)
 
     def _admit_workers(self, now: int) -> list[Command]:
@@ -360,10 +354,6 @@ class ClusterCore:
         commands += self._partition.on_down(worker)
         return commands + self._admit_workers(now)  # a worker may have waited only for the report of this one
 
-    def _on_scheduler_changed(self, event: SchedulerChanged, now: int) -> list[Command]:
-        self.members.schedulers[event.worker] = event.scheduler
-        return [Configure(event.worker, event.scheduler)] if self.members.is_ready(event.worker) else []
-
     def _on_tick(self, event: Tick, now: int) -> list[Command]:
         commands: list[Command] = []
         for request_id, refusal in self.admission.expired(now):
@@ -404,8 +394,8 @@ class ClusterCore:
         entry = self.current(self.attempts.get(event.request_id))
         if entry is not None and event.is_first:
             entry.on_admitted(event.num_cached_tokens, now)
-            in_cache = event.num_cached_tokens - event.num_tier_tokens  # the router counts on nothing else
-            self.router.on_admitted(entry.submission.request_id, worker, in_cache)
+            names = (entry.submission.request_id, worker)
+            self.router.on_admitted(*names, event.num_cached_tokens, event.num_tier_tokens)
         return []
 
     def _take_reserved(self, worker: int, event: HandoffReserved, now: int) -> list[Command]:
@@ -414,7 +404,7 @@ class ClusterCore:
         if attempt is None or entry is None:
             return []
         entry.on_reserved(event.num_cached_tokens)
-        self.router.on_admitted(attempt.request_id, worker, event.num_cached_tokens)
+        self.router.on_admitted(attempt.request_id, worker, event.num_cached_tokens, event.num_tier_tokens)
         return attempt.on_reserved(event.num_cached_tokens, event.block_ids)
 
     def _take_recalled(self, worker: int, event: HandoffRecalled, now: int) -> list[Command]:
@@ -478,6 +468,7 @@ class ClusterCore:
         if attempt is None or entry is None or not attempt.is_under_way:
             return []
         self.paths.on_broken(attempt.prefill, attempt.decode, now)
+        entry.failed_path = (attempt.prefill, attempt.decode)
         return self._lose(entry, "transfer", now)
 
     def _take_finished(self, worker: int, event: RequestFinished, now: int) -> list[Command]:

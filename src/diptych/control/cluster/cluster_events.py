@@ -14,9 +14,10 @@ from diptych.control.router.topology import Role, WorkerInfo
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A request comes in."""
+    """A request comes in. num_tokens: of its answer, that its client has already, from a front end of before."""
 
     submission: Submission
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class RowEncoder:
         now, event, commands = row
         fields: Any = event
         if isinstance(event, Arrived):
-            fields = Arrived(self._anonymous(event.submission))
+            fields = replace(event, submission=self._anonymous(event.submission))
         elif isinstance(event, Reported):
             fields = (event.worker, [(type(happened).__name__, happened) for happened in event.events], event.load)
         row = (now, type(event).__name__, fields)

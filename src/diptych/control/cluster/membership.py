@@ -7,6 +7,8 @@ more.
 
 from dataclasses import replace
 
+from diptych.control.cluster.cluster_events import SchedulerChanged
+from diptych.control.commands import Command, Configure
 from diptych.control.compute_share import ComputeShare
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConflictError, NotFoundError
@@ -26,12 +28,22 @@ class Membership:
         self._ready: dict[int, None] = {}
         self._owed: dict[int, set[int]] = {}  # worker -> peers that may still write into its old memory
 
-    def on_ready(self, info: WorkerInfo) -> None:
-        """A new process of this worker serves."""
+    def on_scheduler_changed(self, event: SchedulerChanged, now: int) -> list[Command]:
+        """See SchedulerChanged."""
+        self.schedulers[event.worker] = event.scheduler
+        return self._configure(event.worker) if self.is_ready(event.worker) else []
+
+    def _configure(self, worker: int) -> list[Command]:
+        scheduler = self.schedulers.get(worker)
+        return [] if scheduler is None else [Configure(worker, scheduler)]
+
+    def on_ready(self, info: WorkerInfo) -> list[Command]:
+        """A new process of this worker serves; it begins with the settings of the start."""
         self.infos[info.number] = replace(info, role=self._roles.get(info.number, info.role))
         self._ready[info.number] = None
         limits = [known.max_sequence_tokens for known in self.infos.values()]
         self.shortest, self.longest = min(limits), max(limits)
+        return self._configure(info.number)
 
     def is_usable(self, worker: int) -> bool:
         """Whether it is up and not draining."""

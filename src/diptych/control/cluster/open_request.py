@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from diptych.control.cluster.attempts import Attempt
 from diptych.control.cluster.cluster_config import OnFailure
-from diptych.control.commands import Restarted, attempt_id_of
+from diptych.control.commands import Command, Restarted, attempt_id_of
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.control.events import RequestFinished
 from diptych.control.length_predictor import LengthGroup, LengthPredictor
@@ -19,7 +19,8 @@ MAX_DEATHS = 5  # workers that died while they held this request, likewise
 @dataclass(eq=False, slots=True)
 class OpenRequest:
     """A request that has not ended. Times are the front end's; num_tokens: of the answer, before the current attempt
-    (while ``is_stopping``: in all); num_cached_tokens: of the prompt, found in caches before there was a token."""
+    (while ``is_stopping``: in all); num_given: of these, from a front end of before; num_cached_tokens: of the prompt,
+    found in caches before there was a token."""
 
     submission: Submission
     arrival_ns: int
@@ -31,6 +32,7 @@ class OpenRequest:
     attempt: Attempt | None = None
     epoch: int = -1
     num_tokens: int = 0
+    num_given: int = 0
     num_fruitless: int = 0  # attempts in a row that gave the client no token
     num_suspicions: int = 0
     num_deaths: int = 0
@@ -39,12 +41,21 @@ class OpenRequest:
     is_computing: bool = False  # its prompt is being computed
     is_stopping: bool = False  # the client has a complete answer; only the worker's RequestFinished is missing
     avoid: frozenset[int] = frozenset()
+    failed_path: tuple[int, int] | None = None  # prefill and decode worker of the last transfer that failed
 
     @classmethod
-    def arrived(cls, submission: Submission, now: int, lengths: LengthPredictor) -> "OpenRequest":
-        """A new one."""
+    def arrived(cls, submission: Submission, now: int, lengths: LengthPredictor, num_given: int = 0) -> "OpenRequest":
+        """A new one, or one that goes on after so many tokens."""
         group = lengths.group(submission.options.service_class, submission.num_prompt_tokens, submission.hashes)
-        return cls(submission, now, group, lengths.mean(group, 0, submission.max_tokens))
+        expected = lengths.mean(group, num_given, submission.max_tokens)
+        return cls(submission, now, group, expected, num_tokens=num_given, num_given=num_given)
+
+    def restarted(self) -> list[Command]:
+        """What the front end must know between two attempts, once."""
+        if self.epoch < 0:
+            return []
+        request_id = self.submission.request_id
+        return [Restarted(request_id, attempt_id_of(request_id, self.epoch + 1), self.num_tokens)]
 
     def on_admitted(self, num_cached_tokens: int, now: int) -> None:
         """Its prompt begins to be computed."""
@@ -65,13 +76,6 @@ class OpenRequest:
         """A worker found this many tokens of it in its cache."""
         if not self.num_tokens:
             self.num_cached_tokens = max(self.num_cached_tokens, num_cached_tokens)
-
-    def restarted(self) -> list[Restarted]:
-        """What the front end must know between two attempts, once."""
-        if self.epoch < 0:
-            return []
-        request_id = self.submission.request_id
-        return [Restarted(request_id, attempt_id_of(request_id, self.epoch + 1), self.num_tokens)]
 
     def blame(self, worker: int) -> None:
         """This worker crashed while it held the request."""
@@ -127,16 +131,19 @@ class OpenRequest:
             latency = replace(latency, num_output_tokens=num_tokens)
         else:
             num_tokens = self.num_tokens + latency.num_output_tokens
-        if self.epoch > 0:
+        if self.epoch or self.num_given:
             latency = breakdown_from_times(self.arrival_ns, self.first_step_ns, self.first_token_ns, now, num_tokens)
         elif event.reason is not FinishReason.ERROR:
             unseen_ns = now - self.arrival_ns - latency.total_ns
             if unseen_ns > 0:
                 latency = latency.queued_for(unseen_ns)
-        num_cached = self.num_cached_tokens if self.epoch > 0 else max(self.num_cached_tokens, event.num_cached_tokens)
+        num_cached = self.num_cached_tokens
+        if not (self.epoch or self.num_given):
+            num_cached = max(num_cached, event.num_cached_tokens)
         slo_met = event.slo_met
         if slo_met is not None and event.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            slo_met = objectives(submission.options.slo, default).is_met(latency)
+            here = replace(latency, num_output_tokens=num_tokens - self.num_given)
+            slo_met = objectives(submission.options.slo, default).is_met(here)
         return RequestFinished(
             event.time_ns,
             submission.request_id,

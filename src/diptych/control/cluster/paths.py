@@ -60,13 +60,23 @@ class Paths:
         return [path for path, until_ns in self.broken.items() if now < until_ns]
 
     def route(
-        self, router: Router, asked: RoutingRequest, now: int, closes_circle: Callable[[int, int], bool]
+        self,
+        router: Router,
+        asked: RoutingRequest,
+        now: int,
+        closes_circle: Callable[[int, int], bool],
+        failed: Path | None = None,
     ) -> Route | None:
         """The router's choice, if KV arrives there; else one with another prefill worker, else one that needs no
-        handoff. closes_circle: whether two workers would wait for each other."""
+        handoff. closes_circle: whether two workers would wait for each other. failed: where a transfer of this very
+        request has failed: it does not wait for another there."""
         route = router.route(asked, now)
-        if route is not None and self.broken and self.is_broken(route, now):
+        if route is not None and self._is_left(route, now, failed):
             route = router.route(replace(asked, avoid=asked.avoid | {route.prefill}), now)
-        if route is None or not (closes_circle(route.prefill, route.decode) or self.is_broken(route, now)):
+        if route is None or not (closes_circle(route.prefill, route.decode) or self._is_left(route, now, failed)):
             return route
         return router.route(replace(asked, must_stay_whole=True), now)
+
+    def _is_left(self, route: Route, now: int, failed: Path | None) -> bool:
+        """Whether the path of this route is not to be taken."""
+        return (route.prefill, route.decode) == failed or self.is_broken(route, now)

@@ -11,6 +11,7 @@ from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.kvcache.tier_records import TierEvent
 from diptych.control.engine.leases import Leases
 from diptych.control.engine.reports import EngineStats, LoadReport, engine_stats, load_report
+from diptych.control.engine.scheduler.incoming import reservation
 from diptych.control.engine.scheduler.scheduler import Scheduler
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.errors import (
@@ -100,7 +101,7 @@ class EngineCore:
             return [HandoffReleased(now, request.request_id)]
         if refused := self._enter(request, now):
             return refused
-        self.scheduler.reserve(request)
+        self.scheduler.reserve(request, now)
         self.leases.grant(request.request_id, lease_ns, now)
         return []
 
@@ -231,6 +232,7 @@ class EngineCore:
             self._num_steps += num_steps - 1
         self.kv.tiers.step_ended()
         events = self.take_events()
+        events += [reservation(raised, self.kv.block_size, now) for raised in self.scheduler.incoming.take_raised()]
         if not num_steps:
             return events + self._take_back(output, result, now)
         reached_limit = self._end_prefills(output, now, events) if output.prefills else []

@@ -39,8 +39,9 @@ from diptych.control.step import Extra, Offer, SchedulerOutput, StepFeatures, St
 
 Row = tuple[Any, ...]
 
-FORMAT, VERSION = "diptych recording", 7  # of a file of rows
-# Before 7 class batch did not give way, 5 had no tiers, 4 no standing, 3 a request's options one by one.
+FORMAT = "diptych recording"
+VERSION = 8  # of a file of rows; before, class batch did not give way
+# 6 had no lent blocks, 5 no tiers, 4 no standing, 3 a request's options one by one
 DIGEST_BYTES = 12
 
 
@@ -168,7 +169,8 @@ class RecordingEngineCore(EngineCore):
 
 def request_row(request: Request) -> Row:
     """What an engine is told of a request: (id, prompt tokens, max_tokens, block hashes, options, reads_prefix_cache,
-    hands_off, lease_ns, borrowed block ids, borrowed tokens, standing). Neither tenant nor salt is written down."""
+    hands_off, lease_ns, borrowed block ids, borrowed tokens, standing, is_lent). Neither tenant nor salt is
+    written down."""
     return (
         request.request_id,
         request.num_prompt_tokens,
@@ -181,6 +183,7 @@ def request_row(request: Request) -> Row:
         request.borrowed_block_ids,
         request.num_borrowed_tokens,
         int(request.standing_at_arrival),
+        request.is_lent,
     )
 
 

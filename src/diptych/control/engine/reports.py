@@ -15,7 +15,9 @@ class LoadReport:
     backlog_ns: prompt work of all requests that wait or are half done there, as its step-time model sees it. token_ns,
     pair_ns, fixed_ns, sequence_ns, context_ns: that model's prices of a prompt token, of a (query, key) pair, of a
     step, of a decoding sequence and of a token of its context. output_tokens: generated so far by the requests that are
-    there now. tpot_ns: how long a step may take while streams run there (0: whatever it takes).
+    there now. tpot_ns: how long a step may take while streams run there (0: whatever it takes). copy_block_ns: copying
+    a block up from host memory. read_block_ns: reading one from disk (0: nothing is read from one now). read_wait_ns:
+    until a load that is begun now has its turn.
     """
 
     time_ns: int
@@ -29,6 +31,9 @@ class LoadReport:
     context_ns: float = 0.0
     output_tokens: int = 0
     tpot_ns: int = 0
+    copy_block_ns: int = 0
+    read_block_ns: int = 0
+    read_wait_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,9 @@ def load_report(
         context_ns=context_ns,
         output_tokens=scheduler.batch.output_tokens,
         tpot_ns=0 if budget.kind == "whole" else config.slo.tpot_ns or budget.target_ns,
+        copy_block_ns=kv.config.tiers.copy_block_ns,
+        read_block_ns=kv.tiers.loads.price_at(now),
+        read_wait_ns=kv.tiers.loads.wait_ns,
     )
 
 
@@ -152,6 +160,7 @@ def _backlog_ns(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel) 
     waiting = sum(
         work(request.cached_tokens_at_arrival, request.num_tokens - request.cached_tokens_at_arrival)
         for request in (*scheduler.waiting, *scheduler.ahead.parked, *kv.tiers.loads.requests())
+        if not request.is_lent
     )
     admitted = (*scheduler.prefilling.values(), *scheduler.giving_way.prompts.values())
     return waiting + sum(

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from diptych.control.commands import AskKVSnapshot, Configure, Drop, ForgetPeer, Prefill, Release, Renew, Reserve, Send
 from diptych.control.compute_share import ComputeShare
 from diptych.control.engine.engine_core import NUM_DROPPED, EngineCore
+from diptych.control.engine.kvcache.tier_changes import TierChanges
 from diptych.control.engine.kvcache.tier_records import TierAction, TierEvent
 from diptych.control.engine.outgoing import Outgoing, SendChunk
 from diptych.control.engine.reports import LoadReport
@@ -150,11 +151,12 @@ class Outbox:
 
 
 class WorkerCore:
-    """One worker. publishes_kv: report the changes of the prefix cache, for a router. reports_load: report the load."""
+    """One worker. publishes_kv: report the changes of the prefix cache and of the tiers below it, for a router.
+    reports_load: report the load."""
 
     def __init__(self, engine: EngineCore, *, publishes_kv: bool = True, reports_load: bool = True) -> None:
         self.engine = engine
-        self._publishes_kv = publishes_kv
+        self._tier_changes = TierChanges(engine.kv) if publishes_kv else None
         self._reports_load = reports_load
         self._outgoing = Outgoing(engine.config.cache.block_size)
         self._targets: dict[str, Prefill] = {}  # attempts that are prefilled here and not released yet
@@ -173,7 +175,7 @@ class WorkerCore:
 
     def reserve(self, command: Reserve, request: Request, now: int) -> None:
         """Hold blocks for an attempt that another worker prefills."""
-        self._borrowed[command.attempt_id] = command.borrowed
+        self._borrowed[command.attempt_id] = request.is_lent = command.borrowed
         self._note(self.engine.reserve(request, now, command.lease_ns))
 
     def prefill(self, command: Prefill, request: Request, now: int) -> None:
@@ -206,7 +208,7 @@ class WorkerCore:
             case Renew():
                 self.engine.renew(command.attempt_ids, now)
             case AskKVSnapshot():
-                self._note(self.engine.kv_snapshot(now))
+                self._note_snapshots(now)
             case ForgetPeer():
                 self._forget_peer(command.peer, now)
             case Configure():
@@ -221,7 +223,7 @@ class WorkerCore:
 
     def introduce(self, now: int) -> None:
         """Report to a front end that knows nothing of this worker: what is cached, and the load."""
-        self._note(self.engine.kv_snapshot(now))
+        self._note_snapshots(now)
         self._has_news, self._next_report_ns = True, now
 
     def on_resized(self, share: ComputeShare, ratio: float, now: int, message: str = "") -> None:
@@ -310,6 +312,10 @@ class WorkerCore:
             self._outbox.load = self.engine.load(now)
             self._has_news = False
             self._next_report_ns = now + REPORT_INTERVAL_NS
+        changes = self._tier_changes
+        if changes is not None and changes.has_more:
+            self._outbox.events += changes.take(now)
+            self._has_news |= changes.has_more
 
     @property
     def next_wake_ns(self) -> int | None:
@@ -345,9 +351,15 @@ class WorkerCore:
                 self._has_news = True
                 if kind in _HANDOFFS:
                     self._follow(event)
-            elif kind in _KV and not self._publishes_kv:
+            elif kind in _KV and self._tier_changes is None:
                 continue
             reported.append(event)
+
+    def _note_snapshots(self, now: int) -> None:
+        """All that is cached, tier by tier."""
+        self._note(self.engine.kv_snapshot(now))
+        if self._tier_changes is not None:
+            self._note(self._tier_changes.snapshot(now))
 
     def _follow(self, event: Event) -> None:
         """An attempt moves on: what its transfer needs."""

@@ -87,7 +87,7 @@ class MissExplainer:
         came after that."""
         misses = []
         for event in events:
-            if type(event) is KVEvents and event.evicted:
+            if type(event) is KVEvents and event.tier == "device" and event.evicted:
                 evicted_for = [(self._request_id(name), count) for name, count in event.evicted_for]
                 self.residency.on_evicted(worker, event.evicted, evicted_for, now)
         for event in events:
@@ -96,9 +96,9 @@ class MissExplainer:
                 if entry is not None and not entry.is_explained:
                     misses.append(self._explain(entry, worker, event.num_cached_tokens, now))
         for event in events:
-            if type(event) is KVEvents:
+            if type(event) is KVEvents and event.tier == "device":
                 self.residency.on_stored(worker, event.stored)
-            elif type(event) is KVSnapshot:
+            elif type(event) is KVSnapshot and event.tier == "device":
                 self.residency.on_snapshot(worker, event.hashes, now)
         return misses
 

@@ -7,11 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from diptych.control.router.costs import UNBOUNDED, RequestDemand, WorkerView, pairs, prompt_ns
+from diptych.control.router.costs import UNBOUNDED, RequestDemand, WorkerView, pairs, prompt_ns, raised
 from diptych.control.router.pairing import DecodeOffer, Pair, PairSearch, PrefillOffers
 from diptych.control.router.path_speeds import PathSpeeds
 from diptych.control.router.prefix_index import PrefixIndex
 from diptych.control.router.routing import RouteReason, RoutingConfig, RoutingRequest
+from diptych.control.router.tier_index import TierIndex
 from diptych.control.router.topology import LinkCost, LinkCosts, WorkerInfo, level
 
 _Whole = tuple[float, int]  # cost, position; -1: no worker
@@ -19,8 +20,8 @@ _Whole = tuple[float, int]  # cost, position; -1: no worker
 
 class Candidate(NamedTuple):
     """One way to serve a request, workers by position. source prefills, target decodes. num_cached_tokens: what the
-    source need not compute. target_cached: what the target holds already. work_ns: at the source. is_borrowed: the
-    source computes into the target's blocks."""
+    source need not compute. target_cached: what the cache of the target holds already. work_ns: at the source.
+    is_borrowed: the source computes into the target's blocks."""
 
     reason: RouteReason
     source: int
@@ -36,11 +37,17 @@ class CandidateSearch:
     """The cheapest candidate among workers by position. The router's own lists: ``workers``, ``views``."""
 
     def __init__(
-        self, workers: list[WorkerInfo], views: list[WorkerView], index: PrefixIndex, config: RoutingConfig
+        self,
+        workers: list[WorkerInfo],
+        views: list[WorkerView],
+        index: PrefixIndex,
+        tiers: tuple[TierIndex, TierIndex],
+        config: RoutingConfig,
     ) -> None:
         self._workers = workers
         self._views = views
         self._index = index
+        self._host, self._disk = tiers
         self._config = config
         self.speeds = PathSpeeds()
         self._up: list[int] = []
@@ -132,7 +139,25 @@ class CandidateSearch:
         may_hand_off = request.hands_off and num_output_tokens > 1 and self._config.disaggregate != "never"
         most_tokens = self._most_tokens(request)
         is_prefill_only = request.is_prefill_only and self._config.disaggregate != "never"
-        return RequestDemand(num_tokens, num_output_tokens, held, may_hand_off, now, most_tokens, is_prefill_only)
+        ready, raise_ns = self._ready(hashes, held)
+        return RequestDemand(
+            num_tokens, num_output_tokens, held, ready, raise_ns, may_hand_off, now, most_tokens, is_prefill_only
+        )
+
+    def _ready(self, hashes: Sequence[bytes], held: list[int]) -> tuple[list[int], list[float]]:
+        """For each worker, the tokens that it need not compute, and what bringing those up costs that are below."""
+        host, disk, size = self._host, self._disk, self._block_size
+        raise_ns = [0.0] * len(held)
+        if not hashes or not (len(host) or len(disk)):
+            return held, raise_ns
+        ready = held.copy()
+        for at in self._up:
+            start = held[at] // size
+            num_host = host.run(at, hashes, start)
+            num_disk = disk.run(at, hashes, start + num_host)
+            if num_host or num_disk:
+                ready[at], raise_ns[at] = raised(self._views[at].prices, held[at], num_host, num_disk, size)
+        return ready, raise_ns
 
     def _usable(self, request: RoutingRequest) -> list[int]:
         """Workers that are large enough and not to be avoided, if that leaves any. One that only prefills need not hold
@@ -193,9 +218,10 @@ class CandidateSearch:
             offers[domains[position]].append((queue_ns, position, prices))
             cost_ns = queue_ns + steps * (prices.step + middle * prices.context)
             if cost_ns < least_ns and self._longest[position] >= demand.most_tokens:
-                cached = demand.held[position]
-                num_blocks = -(-(demand.num_tokens + demand.num_output_tokens - cached) // self._block_size)
-                cost_ns += prompt_ns(prices, demand.num_tokens - cached, cached) + prices.block * num_blocks
+                ready, num_tokens = demand.ready[position], demand.num_tokens
+                new_tokens = num_tokens + demand.num_output_tokens - demand.held[position]
+                cost_ns += prompt_ns(prices, num_tokens - ready, ready) + demand.raise_ns[position]
+                cost_ns += prices.block * -(-new_tokens // self._block_size)
                 if cost_ns < least_ns:
                     least_ns, choice = cost_ns, position
         return (least_ns, choice), offers
@@ -208,6 +234,7 @@ class CandidateSearch:
         if not positions:
             return best, []
         views, held, now, places = self._views, demand.held, demand.now, self._places
+        all_ready = demand.ready
         steps, middle, size, num_prompt = demand.num_steps, demand.middle, self._block_size, demand.num_tokens
         least_ns, choice = best
         num_tokens, num_pairs = num_prompt + demand.num_output_tokens, pairs(num_prompt, 0)
@@ -221,7 +248,7 @@ class CandidateSearch:
             answer_ns += prices.block * (-(-(num_tokens - cached) // size) if cached else num_blocks)
             if has_pair:
                 offer_ns = prices.memory + answer_ns
-                if cached:
+                if all_ready[position]:
                     offers.append((offer_ns, -cached, position))
                 elif offer_ns < empty_ns[place := places[position]]:
                     empty_ns[place], empty_at[place] = offer_ns, position
@@ -229,8 +256,8 @@ class CandidateSearch:
             if cost_ns < least_ns:
                 if prices.idle_at > now:
                     cost_ns += (prices.idle_at - now) * prices.stretch
-                if cached:
-                    cost_ns += prompt_ns(prices, num_prompt - cached, cached)
+                if ready := all_ready[position]:
+                    cost_ns += prompt_ns(prices, num_prompt - ready, ready) + demand.raise_ns[position]
                 else:
                     cost_ns += num_prompt * prices.token + num_pairs * prices.pair
                 if cost_ns < least_ns and not (max_local_tokens and self._disturbs(demand, position)):
@@ -240,7 +267,7 @@ class CandidateSearch:
 
     def _disturbs(self, demand: RequestDemand, position: int) -> bool:
         """Whether more is to be computed there than settings allow next to streams."""
-        uncached = demand.num_tokens - demand.held[position]
+        uncached = demand.num_tokens - demand.ready[position]
         return uncached > self._config.max_local_tokens and self._views[position].streams > 0
 
     def _as_pair(self, demand: RequestDemand, pair: Pair) -> Candidate:
@@ -251,10 +278,10 @@ class CandidateSearch:
 
     def _as_whole(self, demand: RequestDemand, whole: _Whole, pair: Pair | None) -> Candidate:
         cost_ns, position = whole
-        cached = demand.held[position]
-        work_ns = self._views[position].work_ns(demand.num_tokens - cached, cached)
+        ready = demand.ready[position]
+        work_ns = self._views[position].work_ns(demand.num_tokens - ready, ready)
         reason = self._why(demand, whole, pair)
-        return Candidate(reason, position, position, int(cost_ns), cached, cached, work_ns)
+        return Candidate(reason, position, position, int(cost_ns), ready, demand.held[position], work_ns)
 
     def _why(self, demand: RequestDemand, whole: _Whole, pair: Pair | None) -> RouteReason:
         """The reason for the metrics: why one worker serves the request whole."""
@@ -274,7 +301,7 @@ class CandidateSearch:
             return "prefill_keeps"
         if not self._views[position].streams:
             return "local_idle_decode"
-        if 2 * demand.held[position] >= demand.num_tokens:
+        if 2 * demand.ready[position] >= demand.num_tokens:
             return "local_cached"
         if pair.queue_ns >= pair.cost_ns - cost_ns:
             return "local_backlog"

@@ -8,6 +8,7 @@ costs.py, the search for the cheapest in candidates.py and pairing.py.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from diptych.control.engine.kvcache.tier_records import Tier
 from diptych.control.engine.reports import LoadReport
 from diptych.control.router.candidates import Candidate, CandidateSearch
 from diptych.control.router.costs import OBJECTIVE_POWER, UNBOUNDED, WorkerView
@@ -15,6 +16,7 @@ from diptych.control.router.hit_watch import HitWatch
 from diptych.control.router.idle_trials import IdleTrials
 from diptych.control.router.prefix_index import PrefixIndex
 from diptych.control.router.routing import Route, RoutingConfig, RoutingRequest
+from diptych.control.router.tier_index import TierIndex
 from diptych.control.router.topology import Role, WorkerInfo
 
 
@@ -40,9 +42,10 @@ class CostRouter:
         self._views: list[WorkerView] = []
         self._position: dict[int, int] = {}  # number -> index of both lists
         self.index = PrefixIndex()
+        self.host, self.disk = TierIndex(), TierIndex()  # of the tiers below
         self.watch = HitWatch()
         self._sent: dict[str, _Routed] = {}
-        self._search = CandidateSearch(self._workers, self._views, self.index, config)
+        self._search = CandidateSearch(self._workers, self._views, self.index, (self.host, self.disk), config)
         self._trials = IdleTrials(self._workers, self._views)
         self._now = 0
 
@@ -65,7 +68,8 @@ class CostRouter:
             self._position[info.number] = position = len(self._workers)
             self._workers.append(info)
             self._views.append(WorkerView())
-            self.index.add_worker()
+            for index in (self.index, self.host, self.disk):
+                index.add_worker()
             self._search.place_workers()
         elif self._workers[position] != info:
             self._workers[position] = info
@@ -100,26 +104,32 @@ class CostRouter:
         self._reprice(view)
 
     def on_kv_events(
-        self, worker: int, sequence: int, stored: Iterable[bytes] = (), evicted: Sequence[bytes] = ()
+        self,
+        worker: int,
+        sequence: int,
+        stored: Iterable[bytes] = (),
+        evicted: Sequence[bytes] = (),
+        tier: Tier = "device",
     ) -> bool:
         """See Router."""
-        return self.index.on_events(self._position[worker], sequence, stored, evicted)
+        return self._index_of(tier).on_events(self._position[worker], sequence, stored, evicted)
 
-    def on_kv_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes]) -> None:
+    def on_kv_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes], tier: Tier = "device") -> None:
         """See Router."""
-        self.index.on_snapshot(self._position[worker], sequence, hashes)
+        self._index_of(tier).on_snapshot(self._position[worker], sequence, hashes)
 
     def on_queued(self, request_id: str, worker: int) -> None:
         """See Router."""
         self._acknowledge(request_id, worker, holds_blocks=False)
 
-    def on_admitted(self, request_id: str, worker: int, num_cached_tokens: int) -> None:
+    def on_admitted(self, request_id: str, worker: int, num_cached_tokens: int, num_tier_tokens: int = 0) -> None:
         """See Router."""
         sent = self._acknowledge(request_id, worker, holds_blocks=True)
         if sent is not None:
             expected = sent.expected.pop(self._position[worker], None)
             if expected is not None and len(self._workers) > 1:  # one worker need not say what its cache holds
-                self.watch.observe(expected, num_cached_tokens, sent.num_prompt_tokens)
+                in_cache = num_cached_tokens - num_tier_tokens  # (more from below than was counted on is no error)
+                self.watch.observe(expected, max(in_cache, min(expected, num_cached_tokens)), sent.num_prompt_tokens)
 
     def on_first_token(self, request_id: str) -> None:
         """See Router."""
@@ -172,15 +182,15 @@ class CostRouter:
         """Count it as sent, its answer as growing there, and its blocks as cached soon."""
         prefill, decode = self._views[found.source], self._views[found.target]
         num_tokens, size, request_id = request.num_prompt_tokens, self._workers[0].block_size, request.request_id
-        expected = {found.target: found.target_cached}
+        expected = {found.target: found.target_cached}  # and what the tiers below the source's cache hold
         decode_blocks = -(-(num_tokens - found.target_cached) // size)
+        expected[found.source] = found.num_cached_tokens
         if found.source == found.target:
             prefill.send(request_id, UNBOUNDED, found.work_ns, decode_blocks)
         else:
             source_blocks = 0 if found.is_borrowed else -(-(num_tokens - found.num_cached_tokens) // size)
             prefill.send(request_id, UNBOUNDED, found.work_ns, source_blocks)
             decode.send(request_id, UNBOUNDED, 0, decode_blocks)
-            expected[found.source] = found.num_cached_tokens
         prefill.busy.add(self._now, found.work_ns)
         decode.join(1, num_tokens, num_output_tokens)
         self._reprice(prefill)
@@ -194,9 +204,13 @@ class CostRouter:
 
     def _begin_view(self, position: int, view: WorkerView) -> None:
         """The worker holds nothing: it came, or went."""
-        self.index.remove(position)
+        for index in (self.index, self.host, self.disk):
+            index.remove(position)
         self._views[position] = view
         self._search.set_up()
+
+    def _index_of(self, tier: Tier) -> PrefixIndex | TierIndex:
+        return self.index if tier == "device" else self.host if tier == "host" else self.disk
 
     def _acknowledge(self, request_id: str, worker: int, *, holds_blocks: bool) -> _Routed | None:
         sent = self._sent.get(request_id)

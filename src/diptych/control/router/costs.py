@@ -2,6 +2,7 @@
 
     prefill = (work waiting there + work sent there since its last report + work of what is not cached there) * stretch
               + a share of that work for the requests that come later + what the streams that run there lose by it
+              + bringing up what the tiers below the cache hold of the prompt, where that is faster than computing it
     decode  = expected tokens * (its own step + what the other streams' steps grow by); what is due to the load of now
               counts in full where the roles differ, in part between equals, whose loads even out during a long answer
     memory  = a convex price of the KV memory, u / (1 - u), with the growth that is expected of those already there
@@ -12,6 +13,7 @@ choose: candidates.py and pairing.py do.
 
 from dataclasses import dataclass, field
 
+from diptych.control.engine.kvcache.disk_loads import MARGIN
 from diptych.control.engine.reports import LoadReport
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_S
@@ -45,8 +47,10 @@ class WorkerPrices:
     """What a prompt and its answer cost on one worker, all in nanoseconds. standing: any prompt. memory: the part of it
     that is memory. idle_at: a time; work reported until then is in front. stretch: factor on that work. token, pair: of
     what is computed of the prompt, with what others lose by it. work_token, work_pair: the same, the work alone. block:
-    of memory filled. step, context: of a step of the answer, and of a token of context in it. Replaced, never changed
-    (and not frozen only because one is made at every change of a worker, and read many times in every decision)."""
+    of memory filled. step, context: of a step of the answer, and of a token of context in it. copy: of a block that is
+    copied up from host memory, with what others lose by it; work_copy: alone. read: of one that is read from disk (0:
+    none is). read_wait: before the first of these. Replaced, never changed (and not frozen only because one is made at
+    every change of a worker, and read many times in every decision)."""
 
     standing: float
     memory: int
@@ -59,6 +63,10 @@ class WorkerPrices:
     block: float
     step: float
     context: float
+    copy: float = 0.0
+    work_copy: float = 0.0
+    read: float = 0.0
+    read_wait: float = 0.0
 
 
 def unknown_prices(standing: float = 0) -> WorkerPrices:
@@ -69,12 +77,15 @@ def unknown_prices(standing: float = 0) -> WorkerPrices:
 @dataclass(slots=True)
 class RequestDemand:
     """One request, as costs need it. num_output_tokens: expected, at least 1. held: leading tokens that each worker
-    holds. most_tokens: of prompt and answer. is_prefill_only: see RoutingRequest; False where that makes no
-    difference."""
+    holds in its cache. ready: those that it need not compute, with what it would bring up from the tiers below;
+    raise_ns: what that costs. most_tokens: of prompt and answer. is_prefill_only: see RoutingRequest; False where that
+    makes no difference."""
 
     num_tokens: int
     num_output_tokens: int
     held: list[int]
+    ready: list[int]
+    raise_ns: list[float]
     may_hand_off: bool
     now: int
     most_tokens: int
@@ -226,6 +237,10 @@ class WorkerView:
             price_ns / report.num_blocks,
             alone_ns + lasting * load_ns,
             report.context_ns * (1 + lasting * (slower - 1 + others)),
+            report.copy_block_ns * (stretch + loss),
+            report.copy_block_ns,
+            report.read_block_ns,
+            report.read_wait_ns,
         )
 
     def work_ns(self, left: int, cached: int) -> int:
@@ -250,6 +265,22 @@ def pairs(left: int, cached: int) -> int:
 def work_ns(prices: WorkerPrices, left: int, cached: int) -> float:
     """Computing ``left`` prompt tokens after ``cached`` ones, alone."""
     return prices.work_token * left + prices.work_pair * pairs(left, cached)
+
+
+def raised(prices: WorkerPrices, cached: int, num_host: int, num_disk: int, size: int) -> tuple[int, float]:
+    """Of a prompt whose first ``cached`` tokens are in a worker's cache, followed by ``num_host`` blocks in its host
+    memory and then by ``num_disk`` blocks on its disk: how many tokens it need not compute, and what bringing them up
+    costs. It does what pays, see Tiers.worth_copying and DiskLoads.begin."""
+    cost_ns = 0.0
+    if num_host:
+        if num_host * prices.work_copy >= work_ns(prices, num_host * size, cached):
+            return cached, 0.0
+        cached, cost_ns = cached + num_host * size, num_host * prices.copy
+    if num_disk and prices.read:
+        read_ns = prices.read_wait + num_disk * prices.read
+        if MARGIN * (read_ns + num_disk * prices.work_copy) < work_ns(prices, num_disk * size, cached):
+            return cached + num_disk * size, cost_ns + read_ns + num_disk * prices.copy
+    return cached, cost_ns
 
 
 def prompt_ns(prices: WorkerPrices, left: int, cached: int) -> float:

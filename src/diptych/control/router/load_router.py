@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from diptych.control.engine.kvcache.tier_records import Tier
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import Route, RouteReason, RoutingConfig, RoutingName, RoutingRequest
@@ -166,18 +167,23 @@ class LoadRouter:
         """See Router."""
 
     def on_kv_events(
-        self, worker: int, sequence: int, stored: Iterable[bytes] = (), evicted: Sequence[bytes] = ()
+        self,
+        worker: int,
+        sequence: int,
+        stored: Iterable[bytes] = (),
+        evicted: Sequence[bytes] = (),
+        tier: Tier = "device",
     ) -> bool:
         """See Router."""
         return True
 
-    def on_kv_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes]) -> None:
+    def on_kv_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes], tier: Tier = "device") -> None:
         """See Router."""
 
     def on_queued(self, request_id: str, worker: int) -> None:
         """See Router."""
 
-    def on_admitted(self, request_id: str, worker: int, num_cached_tokens: int) -> None:
+    def on_admitted(self, request_id: str, worker: int, num_cached_tokens: int, num_tier_tokens: int = 0) -> None:
         """See Router."""
 
     def on_first_token(self, request_id: str) -> None:

@@ -64,6 +64,8 @@ class PairSearch:
         exposed_ns = 0
         found: Pair | None = None
         holders = self._holders(prefills, demand)
+        for target in self._raising(decodes, demand):
+            found = self._in_domain(prefills[self.domains[target[2]]], target, demand, token_ns, found) or found
         for target in self._undominated(decodes):
             if found is not None and target[0] >= found.cost_ns:
                 break
@@ -81,6 +83,16 @@ class PairSearch:
                 found = self._across(senders, target, demand, exposed_ns, found) or found
         return found
 
+    def _raising(self, decodes: list[DecodeOffer], demand: RequestDemand) -> list[DecodeOffer]:
+        """The offers of those whose blocks are computed into by others, and that bring up what they have below their
+        caches first."""
+        ready, raise_ns = demand.ready, demand.raise_ns
+        return [
+            (cost_ns + raise_ns[at], -ready[at], at)
+            for cost_ns, held, at in decodes
+            if ready[at] > -held and self.domains[at] < len(self._paths)
+        ]
+
     def _exposed_ns(self, decodes: list[DecodeOffer], demand: RequestDemand) -> int:
         """What any transfer shows at least after its prefill."""
         if self._nearest is None:
@@ -96,17 +108,18 @@ class PairSearch:
         rest_ns: tuple[float, int],
         limit_ns: float,
     ) -> list[_Sender]:
-        """The prefill workers with their own caches and their own blocks, cheapest first. Without those that reach the
+        """The prefill workers with their own caches, tiers and blocks, cheapest first. Without those that reach the
         limit: a prompt token costs ``token_ns`` or more, and target and transfer ``rest_ns`` or more."""
         num_tokens, size, held = demand.num_tokens, self._block_size, demand.held
+        ready, raise_ns = demand.ready, demand.raise_ns
         num_blocks, num_pairs, least_ns = -(-num_tokens // size), pairs(num_tokens, 0), num_tokens * token_ns
         target_ns, exposed_ns = rest_ns
         senders: list[_Sender] = []
         for queue_ns, position, prices in chain.from_iterable(prefills):
-            cached = held[position]
-            if cached:
+            if cached := ready[position]:
                 left = num_tokens - cached
-                own_ns = prompt_ns(prices, left, cached) + prices.block * (-(-left // size))
+                own_ns = prompt_ns(prices, left, cached) + raise_ns[position]
+                own_ns += prices.block * (-(-(num_tokens - held[position]) // size))
                 senders.append((queue_ns + own_ns, position, work_ns(prices, left, cached), queue_ns))
             elif queue_ns + least_ns + target_ns + exposed_ns < limit_ns:
                 own_ns = num_tokens * prices.token + num_pairs * prices.pair + num_blocks * prices.block
@@ -152,24 +165,25 @@ class PairSearch:
         return Pair(limit_ns + rest_ns, position, target[2], cached, work_ns(prices, left, cached), queue_ns)
 
     def _holders(self, prefills: PrefillOffers, demand: RequestDemand) -> PrefillOffers | None:
-        """The prefill workers that hold something of the prompt; None when none does."""
-        held = demand.held
-        holders = [[offer for offer in mates if held[offer[1]]] for mates in prefills]
+        """The prefill workers that need not compute all of the prompt; None when there are none."""
+        ready = demand.ready
+        holders = [[offer for offer in mates if ready[offer[1]]] for mates in prefills]
         return holders if any(holders) else None
 
     def _copied(
         self, holders: list[PrefillOffer], target: DecodeOffer, demand: RequestDemand, found: Pair | None
     ) -> Pair | None:
-        """The prefill worker of the target's domain that holds more than the target does, copies that into the target's
-        blocks and computes the rest."""
+        """The prefill worker of the target's domain that holds more than the target does, in its cache and below it,
+        copies that into the target's blocks and computes the rest."""
         better = None
         limit_ns = found.cost_ns if found else UNBOUNDED
         for queue_ns, position, prices in holders:
-            cached = demand.held[position]
+            cached = demand.ready[position]
             if cached <= -target[1]:
                 continue
             left = demand.num_tokens - cached
-            cost_ns = queue_ns + prompt_ns(prices, left, cached) + target[0] + self._links.memory_latency_ns
+            cost_ns = queue_ns + prompt_ns(prices, left, cached) + demand.raise_ns[position]
+            cost_ns += target[0] + self._links.memory_latency_ns
             if cost_ns < limit_ns:
                 limit_ns = cost_ns
                 better = Pair(cost_ns, position, target[2], cached, work_ns(prices, left, cached), queue_ns)
@@ -192,6 +206,6 @@ class PairSearch:
                 cost_ns += self._links.exposed_ns(link, left, int(prompt_work_ns))
                 if cost_ns < limit_ns:
                     limit_ns = cost_ns
-                    cached = demand.held[position]
+                    cached = demand.ready[position]
                     better = Pair(cost_ns, position, target[2], cached, prompt_work_ns, queue_ns)
         return better

@@ -1,13 +1,14 @@
 """Which worker holds which blocks: an exact index from the workers' own events, and predictions for what is coming.
 
 One dictionary from block hash to a bit mask of workers: a lookup walks the prompt once, however many workers there are.
-Owns sequence numbers and gaps: of a worker with a missing event nothing is known until a snapshot comes. Predictions
-are kept apart from what workers reported, and count for one to two periods.
+Of a worker with a missing event nothing is known until a snapshot comes. Predictions are kept apart from what workers
+reported, and count for one to two periods.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import islice, repeat, takewhile
 
+from diptych.control.router.event_order import EventOrder
 from diptych.control.slo import NS_PER_S
 
 PERIOD_NS = 15 * NS_PER_S  # a prediction is believed for one to two of these
@@ -72,8 +73,7 @@ class PrefixIndex:
         self.num_workers = 0
         self._masks: dict[bytes, int] = {}
         self._blocks: list[set[bytes]] = []  # what each worker has reported
-        self._sequence: list[int] = []  # of the last event received
-        self._has_gap: list[bool] = []
+        self._order = EventOrder()
         self._believed = (_Beliefs(0), _Beliefs(0))  # of this period, of the one before
         self._period_end_ns = 0
         for _ in range(num_workers):
@@ -83,8 +83,7 @@ class PrefixIndex:
         """One more, with the next number."""
         self.num_workers += 1
         self._blocks.append(set())
-        self._sequence.append(0)
-        self._has_gap.append(False)
+        self._order.add_worker()
         for beliefs in self._believed:
             beliefs.add_worker()
 
@@ -96,13 +95,10 @@ class PrefixIndex:
         Returns False when events are missing in between: the index then knows nothing of this worker until
         ``on_snapshot``. An event that came before is ignored.
         """
-        if sequence <= self._sequence[worker]:
-            return not self._has_gap[worker]
-        if self._has_gap[worker] or sequence != self._sequence[worker] + 1:
-            self._forget_blocks(worker)
-            self._has_gap[worker] = True
-            return False
-        self._sequence[worker] = sequence
+        if not self._order.take(worker, sequence):
+            if not self._order.is_complete(worker):
+                self._forget_blocks(worker)
+            return self._order.is_complete(worker)
         if evicted:
             for beliefs in self._believed:
                 beliefs.open_all(worker)
@@ -114,11 +110,9 @@ class PrefixIndex:
 
     def on_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes]) -> None:
         """All that the worker holds, as of its event ``sequence``. A snapshot older than the last event is ignored."""
-        if sequence < self._sequence[worker]:
+        if not self._order.begin_at(worker, sequence):
             return
         self._forget_blocks(worker)
-        self._sequence[worker] = sequence
-        self._has_gap[worker] = False
         for block_hash in hashes:
             self._add(worker, block_hash)
 
@@ -185,8 +179,7 @@ class PrefixIndex:
     def remove(self, worker: int) -> None:
         """The worker is gone, and a later one of this number starts empty, with event 1."""
         self._forget_blocks(worker)
-        self._sequence[worker] = 0
-        self._has_gap[worker] = False
+        self._order.begin_again(worker)
         for beliefs in self._believed:
             beliefs.clear(worker)
 

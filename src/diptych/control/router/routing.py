@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
+from diptych.control.engine.kvcache.tier_records import Tier
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError
 from diptych.control.length_predictor import DEFAULT_TOKENS
@@ -144,22 +145,28 @@ class Router(Protocol):
         ...
 
     def on_kv_events(
-        self, worker: int, sequence: int, stored: Iterable[bytes] = (), evicted: Sequence[bytes] = ()
+        self,
+        worker: int,
+        sequence: int,
+        stored: Iterable[bytes] = (),
+        evicted: Sequence[bytes] = (),
+        tier: Tier = "device",
     ) -> bool:
-        """Changes of a worker's prefix cache, numbered from 1; False: some before them are missing, ask for a
-        snapshot."""
+        """Changes of what one tier of a worker holds, numbered from 1 in each; False: some before them are missing, ask
+        for a snapshot."""
         ...
 
-    def on_kv_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes]) -> None:
-        """All that a worker's prefix cache holds, as of its changes number ``sequence``."""
+    def on_kv_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes], tier: Tier = "device") -> None:
+        """All that one tier of a worker holds, as of its changes number ``sequence``."""
         ...
 
     def on_queued(self, request_id: str, worker: int) -> None:
         """A worker took the request into its queue: its next load report counts it."""
         ...
 
-    def on_admitted(self, request_id: str, worker: int, num_cached_tokens: int) -> None:
-        """A worker gave the request (or its reservation) blocks, and found this many tokens in its cache."""
+    def on_admitted(self, request_id: str, worker: int, num_cached_tokens: int, num_tier_tokens: int = 0) -> None:
+        """A worker gave the request (or its reservation) blocks, and found this many tokens: of these, so many in the
+        tiers below its cache."""
         ...
 
     def on_first_token(self, request_id: str) -> None:

@@ -20,6 +20,7 @@ MAX_PAYLOAD_BYTES = 64 * 1024  # of a commit
 MAX_ATTEMPT_ID_BYTES = 1024
 MIN_SECRET_BYTES = 32
 MAX_FRAME_BYTES = 1 << 24
+RESUME_TIMEOUT_S = 10.0  # unless something else is said
 
 CodecName = Literal["none", "int8", "int4", "auto"]
 
@@ -38,7 +39,7 @@ class TransferOptions:
     secret: bytes = field(repr=False)
     listen: str = "tcp://127.0.0.1:0"
     codec: CodecName = "none"
-    resume_timeout_s: float = 10.0
+    resume_timeout_s: float = RESUME_TIMEOUT_S
     frame_bytes: int = 1 << 19
     encrypts: bool = False
 

@@ -275,9 +275,9 @@ class Fleet:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, submissions: Iterable[Submission]) -> None:
-        """Requests whose answers the streams know."""
-        self.tell(*(Arrived(submission) for submission in submissions))
+    def submit(self, submissions: Iterable[Submission], num_tokens: int = 0) -> None:
+        """Requests whose answers the streams know, which go on after so many tokens."""
+        self.tell(*(Arrived(submission, num_tokens) for submission in submissions))
 
     def abort(self, generation: Generation) -> None:
         """Its client wants no more of it: cancel it wherever it is."""

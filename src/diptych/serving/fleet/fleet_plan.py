@@ -18,6 +18,7 @@ from diptych.control.router.topology import ROLES, LinkCosts
 from diptych.processor import Processor, read_processor
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.transfer import CONNECTORS
+from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S
 from diptych.serving.fleet.fleet_options import CoreShare, FleetOptions, check_codec, divide_cores
 from diptych.serving.fleet.group_cores import divide_between_groups
 from diptych.serving.fleet.host_cores import HostCores
@@ -86,6 +87,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
             listen="" if join is None else join.kv_listen,
             encrypts=join is not None and not join.transfer_plain,
             publishes_blocks=cluster.routing.routing == "kv_aware" or explains,
+            resume_timeout_s=RESUME_TIMEOUT_S if join is None else fleet.heartbeat_timeout_s,
         )
         record = None if options.record is None else _numbered(Path(options.record), number)
         own = _on_cores(wanted[number], cores[number % len(cores)] if cores else None)

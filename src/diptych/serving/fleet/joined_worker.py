@@ -80,7 +80,8 @@ class JoinedWorker:
             self.num_restarts += 1
         self.site = WorkerSite(registration.host, registration.rack, registration.role)
         self.agent, self.life = registration.agent, life
-        self.state, self._link, self._vital = WorkerState.STARTING, link, None
+        heard_ns = int(asyncio.get_running_loop().time() * NS_PER_S)
+        self.state, self._link, self._vital = WorkerState.STARTING, link, (heard_ns, Vital())  # it has just registered
         self._failure, self._crashed = None, False
         self._has_own_clock = registration.clock != clock_identity()
         self._distances.clear()

@@ -14,7 +14,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.slo import Slo
 from diptych.processor import parse_cpu_list
 from diptych.runtime.tiers.extent_format import DiskCodecName
-from diptych.runtime.transfer.connector import CodecName
+from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S, CodecName
 
 DTypeName = Literal["auto", "bfloat16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -71,7 +71,8 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     transfer: a name of CONNECTORS. pool: with a connector that shares one (None: its own memory, and KV is copied).
     weights_fd: of a memfd with prepared weights. secret: shared by all workers; it is never on a command line. listen:
     address of its KV connector ("": as the connector has it). encrypts: KV travels over TLS. publishes_blocks: report
-    what enters and leaves the prefix cache, for a router.
+    what enters and leaves the prefix cache, for a router. resume_timeout_s: a transfer is broken when its connection
+    stays broken for so long.
     """
 
     transfer: str
@@ -84,6 +85,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     listen: str = ""
     encrypts: bool = False
     publishes_blocks: bool = True
+    resume_timeout_s: float = RESUME_TIMEOUT_S
 
     def __repr__(self) -> str:
         return f"WorkerPlace(number={self.number}, role={self.role!r}, transfer={self.transfer!r}, ...)"

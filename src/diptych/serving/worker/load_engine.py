@@ -192,7 +192,11 @@ def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path
     kind = CONNECTORS[place.transfer]
     assert kind.shares_pool == (place.pool is not None), f"{place.transfer} and pool {place.pool}"
     transfer = TransferOptions(
-        place.secret, place.listen or kind.listen_in(directory), place.codec, encrypts=place.encrypts
+        place.secret,
+        place.listen or kind.listen_in(directory),
+        place.codec,
+        resume_timeout_s=place.resume_timeout_s,
+        encrypts=place.encrypts,
     )
     return make_connector(place.transfer, runner.kv.layers, kv_format(runner), transfer)
 

@@ -15,7 +15,8 @@ class ClientRequest:
     """submitted_ns: when the front end began with it. num_tokens: of the answer, that the client had when the current
     attempt began. has_token: the first token of this attempt has come. is_taken_over: the front end knows that the
     decode worker has taken it over. num_final: the attempt has ended at its worker after this many tokens, and the
-    report is on its way. first_token_ns: of all attempts. worker: where its tokens come from.
+    report is on its way. first_token_ns: of all attempts. worker: where its tokens come from. num_losses: front ends
+    that have died with it.
     """
 
     number: int
@@ -31,6 +32,12 @@ class ClientRequest:
     is_taken_over: bool = False
     num_final: int = 0
     first_token_ns: int = -1
+    num_losses: int = 0
+
+    @property
+    def request_id(self) -> str:
+        """By which the front end of the present knows it."""
+        return self.attempt_id.partition("~")[0]
 
     @property
     def is_handoff(self) -> bool:

@@ -69,7 +69,7 @@ class ProcessLives:
         """Schedule these faults (ControlChannels handles those of messages)."""
         for fault in faults:
             is_of_process = fault.channel == "control" and not fault.is_of_control_messages
-            if is_of_process and fault.worker < len(self._workers):
+            if is_of_process and fault.kind != "front_end_crash" and fault.worker < len(self._workers):
                 self._environment.at(fault.at_ns, MESSAGE, partial(self._strike, fault))
 
     def is_alive(self, worker: int) -> bool:
@@ -170,6 +170,29 @@ class ProcessLives:
         notice_ns = min(now + self._watch.heartbeat_ns, until_ns)
         self._environment.at(notice_ns, MESSAGE, partial(self._give_up, worker, process.life))
         self._environment.at(until_ns, MESSAGE, partial(self._reconnect, worker, process.life))
+
+    def lose_front_end(self, until_ns: int) -> list[dict[str, int]]:
+        """The front end dies, and nothing is known of any process; none finds another before ``until_ns``. Returns how
+        many tokens each attempt had got from each worker, as far as the front end knew."""
+        given = []
+        cut = []
+        for worker, process in enumerate(self._processes):
+            if process.is_alive and not process.is_isolated:
+                process.is_isolated = True
+                process.tokens = self._workers[worker].cut_off()
+                cut.append(worker)
+            process.isolated_until_ns = max(process.isolated_until_ns, until_ns)
+            process.back_ns = max(process.back_ns, until_ns)
+            given.append(process.tokens if process.is_known else {})
+            process.is_known, process.tokens = False, {}
+        for worker in range(len(self._processes)):
+            self._front_end.on_cut(worker)
+        for worker, process in enumerate(self._processes):
+            if process.is_alive:
+                self._workers[worker].abandon()
+        for worker in cut:
+            self._environment.at(until_ns, MESSAGE, partial(self._reconnect, worker, self._processes[worker].life))
+        return given
 
     def _give_up(self, worker: int, life: int) -> None:
         """Neither end has heard the other for too long."""

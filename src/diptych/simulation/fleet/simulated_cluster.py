@@ -52,6 +52,7 @@ from diptych.simulation.environment import MESSAGE, Environment
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.fleet.client_request import ClientRequest, attempt_spec
 from diptych.simulation.fleet.control_channels import ControlChannels
+from diptych.simulation.fleet.front_end_life import FrontEndLife
 from diptych.simulation.fleet.kv_network import KVNetwork
 from diptych.simulation.fleet.kv_transfers import KVTransfers
 from diptych.simulation.fleet.members import fleet, make_workers
@@ -112,6 +113,7 @@ class SimulatedCluster:
             resume_ns = scenario.watch.resume_ns
             self.transfers = KVTransfers(self.environment, self.infos, pools, wires, resume_ns, self._on_transfer_event)
         self.lives = ProcessLives(self.environment, scenario.watch, self.workers, self)
+        self.front_end = FrontEndLife(self.environment, self)
 
     @property
     def hit_error(self) -> float | None:
@@ -123,6 +125,7 @@ class SimulatedCluster:
         for worker in range(len(self.workers)):
             self._begin_life(worker)
         self.lives.schedule(self._scenario.faults)
+        self.front_end.schedule(self._scenario.faults)
         for change in self._scenario.worker_changes:
             self.environment.at(change.at_ns, MESSAGE, partial(self.change, change))
         workload = self._scenario.workload
@@ -161,40 +164,49 @@ class SimulatedCluster:
             self._submit(number, spec, client)
 
     def _submit(self, number: int, spec: RequestSpec, client: int) -> None:
+        if not self.front_end.when_up(partial(self._submit, number, spec, client)):
+            return
         request_id, now = str(number), self.environment.now
         options = DEFAULT_OPTIONS
         if spec.slo is not None or spec.priority or spec.service_class != options.service_class:
             options = RequestOptions(priority=spec.priority, slo=spec.slo, service_class=spec.service_class)
-        self._open[request_id] = ClientRequest(number, spec, request_id, options, now, client)
+        request = self._open[request_id] = ClientRequest(number, spec, request_id, options, now, client)
+        if spec.abort_after_ns is not None:
+            self.environment.at(now + spec.abort_after_ns, MESSAGE, partial(self._hang_up, request))
+        self._begin(request)
+
+    def _begin(self, request: ClientRequest) -> None:
+        """The front end learns of a request, which its client may have begun with another one."""
+        spec = request.spec
         hashes: tuple[bytes, ...] = ()
         if self._hashes_matter and spec.hash_ids:
             hashes = tuple(block_hashes(spec, spec.prompt_tokens, self._scenario.engine.cache.block_size))
         max_tokens = spec.max_tokens or spec.output_tokens
-        if spec.abort_after_ns is not None:
-            self.environment.at(now + spec.abort_after_ns, MESSAGE, partial(self._hang_up, request_id))
-        self._tell(Arrived(Submission(request_id, spec.prompt_tokens, max_tokens, hashes, options)))
+        submission = Submission(request.request_id, spec.prompt_tokens, max_tokens, hashes, request.options)
+        self._tell(Arrived(submission, request.num_tokens))
 
     def _spec_of(self, request_id: str) -> RequestSpec | None:
         request = self._open.get(request_id)
         return None if request is None else request.spec
 
-    def _hang_up(self, request_id: str) -> None:
+    def _hang_up(self, request: ClientRequest) -> None:
         """The client goes away."""
-        request = self._open.get(request_id)
-        if request is None:
+        if self._open.get(request.request_id) is not request:
             return
         account = self.workers[request.worker].account(request.attempt_id) if request.worker >= 0 else None
         event = request.abandoned(self.environment.now, account, self._scenario.engine.slo)
         if self.log is not None:
             self.log.extend(FRONT_END, [event])
         self._close(request, event)
-        self._tell(Cancelled(request_id, event.latency.num_output_tokens))
+        self._tell(Cancelled(request.request_id, event.latency.num_output_tokens))
 
     # -- the core -----------------------------------------------------------------------------------------------------
 
     def change(self, change: WorkerChange) -> None:
-        """A worker changes now."""
+        """A worker changes now, if there is a front end that knows it (no operator can change another)."""
         worker = change.worker
+        if worker not in self.core.members.infos:
+            return
         if change.scheduler is not None:
             self._tell(SchedulerChanged(worker, change.scheduler))
         if change.share is not None:
@@ -221,6 +233,8 @@ class SimulatedCluster:
     def _tell(self, event: ClusterEvent, *, later: bool = False) -> None:
         """Give the core an event and carry out its commands. later: commands to workers leave after this nanosecond
         (which worker ends its step first within it must not matter)."""
+        if not self.front_end.is_up:
+            return
         commands = self.core.on_event(event, self.environment.now)
         if self.watcher is not None:
             self.watcher(event, commands, self.environment.now)
@@ -323,12 +337,16 @@ class SimulatedCluster:
         request = self._open.get(command.request_id)
         if request is None:
             return
+        self._begin_again(request, command.attempt_id, command.num_output_tokens)
+
+    def _begin_again(self, request: ClientRequest, attempt_id: str, num_tokens: int) -> None:
+        """Another attempt, after ``num_tokens`` of the answer."""
         last_ns = request.first_token_ns
         if request.worker >= 0 and (request.is_taken_over or not request.is_handoff):
             last_ns = max(last_ns, self.collector.last_token_ns(request.worker))
         last_ns = last_ns if request.first_token_ns >= 0 else -1
-        self.collector.restart(request.attempt_id, command.attempt_id, last_ns)
-        request.begin_attempt(command.attempt_id, command.num_output_tokens)
+        self.collector.restart(request.attempt_id, attempt_id, last_ns)
+        request.begin_attempt(attempt_id, num_tokens)
 
     # -- workers (see simulated_worker.Surroundings) ------------------------------------------------------------------
 
@@ -399,13 +417,38 @@ class SimulatedCluster:
     def on_down(self, worker: int, tokens: dict[str, int], *, crashed: bool) -> None:
         """It is lost; what it had sent and the front end has not read is lost, too."""
         self._channels.on_down(worker)
-        most, longest = self._scenario.watch.max_lost_tokens, self._contexts[worker]
         progress = {
-            request_id: request.kept(worker, tokens, self._rng.randrange(most + 1) if most else 0, longest)
+            request_id: self._kept(request, worker, tokens)
             for request_id, request in self._open.items()
             if worker in (request.worker, request.prefill)
         }
         self._tell(WorkerDown(worker, progress, crashed=crashed))
+
+    def _kept(self, request: ClientRequest, worker: int, tokens: dict[str, int]) -> int:
+        """How many tokens its client has, of all that this worker had given."""
+        most, longest = self._scenario.watch.max_lost_tokens, self._contexts[worker]
+        return request.kept(worker, tokens, self._rng.randrange(most + 1) if most else 0, longest)
+
+    def on_front_end_lost(self, until_ns: int) -> None:
+        """It is gone with its core; every stream ends, with what its client has by then."""
+        given = self.lives.lose_front_end(until_ns + 1)
+        self._orders.clear()
+        self._tick_ns = None
+        requests, self._open = list(self._open.values()), {}
+        for request in requests:
+            worker, num_tokens = request.worker, request.num_tokens + request.has_token
+            if worker >= 0:
+                num_tokens = self._kept(request, worker, given[worker])
+            request.num_losses += 1
+            self._begin_again(request, f"{request.number}.{request.num_losses}", num_tokens)
+            self._open[request.request_id] = request
+
+    def on_front_end_back(self) -> None:
+        """Another one, with a core that knows of nothing; clients go on with their streams."""
+        self.core = ClusterCore(self._scenario.cluster_config)
+        for request in list(self._open.values()):
+            request.submitted_ns = self.environment.now
+            self._begin(request)
 
     def on_up(self, worker: int) -> None:
         """A new process is ready, or one that was isolated is back."""
@@ -441,7 +484,7 @@ class SimulatedCluster:
         self._close(request, event)
 
     def _close(self, request: ClientRequest, event: RequestFinished) -> None:
-        del self._open[str(request.number)]
+        del self._open[request.request_id]
         self.last_end_ns = self.environment.now
         spec = request.spec
         self.collector.add_row(event, request.number, spec.arrival_ns, request.worker, spec.kind, request.attempt_id)

@@ -4,10 +4,11 @@ A load is begun where it is faster than computing by a margin: by the measured t
 in the queue of the disk. A request waits for it no longer than computing would have taken from then on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
+from diptych.control.engine.kvcache.disk_journal import DiskJournal
 from diptych.control.engine.kvcache.tier_records import CancelLoad, DiskContents, LoadBlocks, RunLoaded, TierAction
 from diptych.control.request import Request, Standing
 
@@ -45,6 +46,7 @@ class DiskLoads:
         self.missed_blocks = 0  # that were asked for, and could not be read
         self.num_cancelled = 0
         self._on_disk: dict[bytes, None] = {}
+        self.journal = DiskJournal()  # of ``_on_disk``
         self._loads: dict[int, _DiskLoad] = {}
         self._load_of: dict[bytes, int] = {}  # hashes that are being loaded -> the load
         self._waits_for: dict[str, int] = {}  # requests -> the load
@@ -67,6 +69,20 @@ class DiskLoads:
         """Blocks known to be on disk."""
         return len(self._on_disk)
 
+    @property
+    def hashes(self) -> Iterable[bytes]:
+        """Of the blocks known to be on disk."""
+        return self._on_disk
+
+    def price_at(self, now: int) -> int:
+        """Nanoseconds of reading one block; 0: nothing is read now."""
+        return max(1, self.load_block_ns) if self.is_on and now >= self._rests_until_ns else 0
+
+    @property
+    def wait_ns(self) -> int:
+        """How long a load that is begun now waits for those before it."""
+        return self._num_ahead * self.load_block_ns
+
     def holds(self, block_hash: bytes) -> bool:
         """Whether the disk has this content."""
         return block_hash in self._on_disk
@@ -74,8 +90,11 @@ class DiskLoads:
     def change(self, contents: DiskContents) -> None:
         """What can be found on disk has changed."""
         for block_hash in contents.removed:
-            self._on_disk.pop(block_hash, None)
-        self._on_disk.update(dict.fromkeys(contents.added))
+            self._lose(block_hash)
+        for block_hash in contents.added:
+            if block_hash not in self._on_disk:
+                self._on_disk[block_hash] = None
+                self.journal.add(block_hash)
 
     def pays(self, start: int, num_blocks: int, work_ns: WorkNs) -> bool:
         """Whether reading so many blocks of a prompt, from the block ``start`` on, would pay if nothing else was
@@ -137,7 +156,7 @@ class DiskLoads:
                 del self._load_of[block_hash]
         if not load.is_over:  # else it was cut short, and says nothing of what is on disk
             for block_hash in load.hashes[count:]:
-                self._on_disk.pop(block_hash, None)
+                self._lose(block_hash)
             self.missed_blocks += len(load.hashes) - count
             self._slow_in_row = 0
         self.loaded_blocks += count
@@ -179,8 +198,17 @@ class DiskLoads:
 
     def _price_ns(self, num_blocks: int) -> int:
         """Until so many more blocks are on the device, after the loads that were begun before."""
-        ahead = sum(len(load.hashes) for load in self._loads.values() if not load.is_over)
-        return (ahead + num_blocks) * self.load_block_ns + num_blocks * self._copy_block_ns
+        return self.wait_ns + num_blocks * (self.load_block_ns + self._copy_block_ns)
+
+    @property
+    def _num_ahead(self) -> int:
+        """Blocks of the loads that were begun."""
+        return sum(len(load.hashes) for load in self._loads.values() if not load.is_over)
+
+    def _lose(self, block_hash: bytes) -> None:
+        if block_hash in self._on_disk:
+            del self._on_disk[block_hash]
+            self.journal.remove(block_hash)
 
     def _wait(self, request: Request, load_id: int, host: list[int]) -> None:
         self._hold(request, host)

@@ -6,6 +6,9 @@ host blocks that it names belong to it.
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+Tier = Literal["device", "host", "disk"]  # where KV lies, from the top
 
 
 @dataclass(frozen=True, slots=True)

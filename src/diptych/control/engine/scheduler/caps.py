@@ -19,9 +19,9 @@ class Caps:
         self._num_partial = 0
         self._num_long = 0
 
-    def is_long(self, uncached_tokens: int) -> bool:
-        """Whether a prompt with this much left to compute counts as long."""
-        return self._threshold > 0 and uncached_tokens > self._threshold
+    def is_long(self, request: Request, uncached_tokens: int) -> bool:
+        """Whether a prompt with this much left to compute counts as long; that of a stream never does."""
+        return not request.is_stream and self._threshold > 0 and uncached_tokens > self._threshold
 
     def open(self, admitted: Iterable[Request]) -> None:
         """A new step; every admitted prompt is unfinished so far."""

@@ -2,20 +2,30 @@
 those that may join.
 
 Owns these three places; the scheduler decides when a request moves from one to the next.
+
+What the tiers of this worker hold of a prompt that another worker will compute *into its blocks* is copied into these
+first, and the reservation is reported when that is done: so the other worker never reads a block that is not written.
 """
 
+from diptych.control.engine.kvcache.disk_loads import WorkNs
+from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.scheduler.budget import Budget
+from diptych.control.engine.scheduler.step_plan import StepPlan
+from diptych.control.events import HandoffReserved
 from diptych.control.request import Request
 
 
 class Incoming:
     """In order of arrival: ``waiting`` for blocks (by standing first), ``reserved`` until the KV has come,
-    ``delivered`` until the next plan. ``recalled``: those of the reserved whose blocks a stream needs."""
+    ``delivered`` until the next plan. ``recalled``: those of the reserved whose blocks a stream needs. ``raising``:
+    those of the reserved for which copies are to come, or are in the step at hand."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Request] = {}
         self.reserved: dict[str, Request] = {}
         self.delivered: dict[str, Request] = {}
         self.recalled: dict[str, Request] = {}
+        self.raising: dict[str, Request] = {}
 
     def __len__(self) -> int:
         """Requests that hold blocks."""
@@ -44,15 +54,42 @@ class Incoming:
                 num_blocks -= len(request.block_ids) - request.num_shared_blocks
         return list(self.recalled.values())
 
-    def seat(self, request: Request) -> None:
-        """The first in the queue got its blocks."""
+    def seat(
+        self, request: Request, cached: list[int], expected_tokens: int, kv: KVCacheManager, work_ns: WorkNs
+    ) -> None:
+        """The first in the queue gets its blocks, of which ``cached`` hold something."""
+        kv.admit(request, cached, expected_tokens)
+        below: list[int] = []
+        if request.is_lent:
+            below = kv.blocks_below(request, cached, work_ns)
+            kv.tiers.attach(request, below)
+        request.num_cached_tokens = (len(cached) + len(below)) * kv.block_size
         del self.waiting[request.request_id]
         self.reserved[request.request_id] = request
+        if below:
+            self.raising[request.request_id] = request
+
+    def raise_blocks(self, plan: StepPlan, budget: Budget, kv: KVCacheManager) -> None:
+        """Copy up what is wanted for the reserved ones, as much as the step has time for."""
+        for request in self.raising.values():
+            num_below = len(request.host_block_ids)
+            count = budget.copies(num_below, kv.config.tiers.copy_block_ns)
+            plan.swap_in += kv.raise_blocks(request, count)
+            if count < num_below:
+                break
+
+    def take_raised(self) -> list[Request]:
+        """A step has ended: those whose last copies were in it."""
+        raised = [request for request in self.raising.values() if not request.host_block_ids]
+        for request in raised:
+            del self.raising[request.request_id]
+        return raised
 
     def deliver(self, request: Request) -> None:
         """Its KV is here, and its first token is known."""
         del self.reserved[request.request_id]
         self.recalled.pop(request.request_id, None)
+        request.is_lent = False
         request.num_computed_tokens = request.num_scheduled_tokens = request.num_prompt_tokens
         request.num_output_tokens = 1
         self.delivered[request.request_id] = request
@@ -65,5 +102,12 @@ class Incoming:
 
     def remove(self, request_id: str) -> None:
         """The request ends, wherever it is."""
-        for place in (self.waiting, self.reserved, self.delivered, self.recalled):
+        for place in (self.waiting, self.reserved, self.delivered, self.recalled, self.raising):
             place.pop(request_id, None)
+
+
+def reservation(request: Request, block_size: int, now: int) -> HandoffReserved:
+    """The report that a reserved request has its blocks, and in these what is cached of it."""
+    num_cached = request.num_cached_tokens
+    num_below = num_cached - request.num_shared_blocks * block_size
+    return HandoffReserved(now, request.request_id, num_cached, tuple(request.block_ids), num_below)

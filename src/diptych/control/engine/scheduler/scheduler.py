@@ -33,6 +33,7 @@ from diptych.control.engine.scheduler.caps import Caps
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
 from diptych.control.engine.scheduler.giving_way import GivingWay
 from diptych.control.engine.scheduler.holders import Holders
+from diptych.control.engine.scheduler.incoming import reservation
 from diptych.control.engine.scheduler.order import ORDERS
 from diptych.control.engine.scheduler.preemption import Preemption
 from diptych.control.engine.scheduler.speculation import Speculation
@@ -40,7 +41,7 @@ from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.engine.scheduler.stride import StandingRefusal, steps_that_stand
 from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
-from diptych.control.events import Event, HandoffRecalled, HandoffReserved, RequestAdmitted, RequestResumed
+from diptych.control.events import Event, HandoffRecalled, RequestAdmitted, RequestResumed
 from diptych.control.request import Request
 from diptych.control.step import ResumedDecode, SchedulerOutput
 
@@ -108,19 +109,26 @@ class Scheduler:
 
     def add_computed(self, request: Request) -> None:
         """It waits for admission; what is only on disk is computed."""
+        if request.is_lent:
+            self._await_blocks(request)
+            return
         request.cached_tokens_at_arrival = self._kv.num_ready_tokens(request)
         if request.is_stream:
             self.interrupted[request.request_id] = request
         self._queue(request)
 
     def _queue(self, request: Request) -> None:
-        request.is_long = self._is_long(request, request.num_tokens - request.cached_tokens_at_arrival)
+        request.is_long = self._caps.is_long(request, request.num_tokens - request.cached_tokens_at_arrival)
         request.order_key = self._order.key(request)
         self.waiting.push(request, is_long=request.is_long)
 
-    def reserve(self, request: Request) -> None:
-        """A request that another worker prefills waits for its blocks here."""
+    def reserve(self, request: Request, now: int) -> None:
+        """A request that another worker prefills waits for its blocks here, or first for a load from disk into them."""
         self.giving_way.add(request)
+        if not (request.is_lent and self._kv.fetch(request, self._model.prefill_work_ns, now)):
+            self._await_blocks(request)
+
+    def _await_blocks(self, request: Request) -> None:
         request.order_key = self._order.key(request)
         self.incoming.add(request)
 
@@ -163,8 +171,7 @@ class Scheduler:
             self._plan_work(plan)
         features = plan.features
         predicted_ns = self._model.predict_ns(features)
-        is_compute = bool(plan.prefills or plan.num_decodes)
-        plan.swap_out += self._kv.tiers.copy_down(predicted_ns if is_compute else 0, step_id)
+        plan.swap_out += self._kv.tiers.copy_down(predicted_ns if plan.prefills or plan.num_decodes else 0, step_id)
         if plan.is_empty and not finished:
             return None, plan.events
         if plan.num_decodes:
@@ -184,6 +191,7 @@ class Scheduler:
             or self.prefilling
             or self.joining
             or self.swapped
+            or self.incoming.raising
             or plan.extra_rows
             or self._kv.pool.has_changes
             or self._kv.tiers.has_moves
@@ -245,8 +253,7 @@ class Scheduler:
         for request in self.incoming.take_delivered():
             request.handoff_end_ns = plan.now
             self.batch.join(request, request.num_prompt_tokens, 1)
-            blocks = tuple(request.block_ids)
-            plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, blocks))
+            plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, tuple(request.block_ids)))
         for request in self.joining.values():
             if request.hands_off:
                 self.outgoing[request.request_id] = request
@@ -269,13 +276,9 @@ class Scheduler:
             if not self._has_room(plan, request, cached, self._refused_incoming):
                 self._recall(plan, request)
                 return
-            self._kv.admit(request, cached, self.holders.expected(request))
-            request.num_cached_tokens = len(cached) * self._kv.block_size
-            incoming.seat(request)
-            reserved = HandoffReserved(
-                plan.now, request.request_id, request.num_cached_tokens, tuple(request.block_ids)
-            )
-            plan.events.append(reserved)
+            incoming.seat(request, cached, self.holders.expected(request), self._kv, self._model.prefill_work_ns)
+            if request.request_id not in incoming.raising:
+                plan.events.append(reservation(request, self._kv.block_size, plan.now))
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         """Every member of the decode batch takes a token or more; those at the end of a block get a new one first."""
@@ -305,9 +308,8 @@ class Scheduler:
             return
         first_to_compute = min((stream.order_key for stream in self.interrupted.values()), default=None)
         for request in sorted(self.swapped.values(), key=lambda swapped: swapped.order_key):
-            if first_to_compute is not None and first_to_compute < request.order_key:
-                break
-            if self._only_others and request.gives_way:
+            is_behind = first_to_compute is not None and first_to_compute < request.order_key
+            if is_behind or (self._only_others and request.gives_way):
                 break
             has_seat = self.holders.num_running < self._settings.max_num_seqs
             if not has_seat or plan.takes_away(request) or not self._fits_back(plan, request):
@@ -329,9 +331,10 @@ class Scheduler:
         self._refused.clear()
         for request in self.ahead.take_unparked():
             self.waiting.push(request, is_long=request.is_long)
-        if not self.waiting and not self.prefilling:
+        if not self.waiting and not self.prefilling and not self.incoming.raising:
             return
         self._budget.open(plan.features, self.batch)
+        self.incoming.raise_blocks(plan, self._budget, self._kv)
         self._caps.open(request for request in self.prefilling.values() if not request.is_stream)
         for request in self.prefilling.values():
             request.order_key = self._order.key(request)
@@ -397,7 +400,7 @@ class Scheduler:
         below = self._kv.blocks_below(request, cached, self._model.prefill_work_ns)
         start = self._kv.num_cached_tokens(request, cached) + len(below) * self._kv.block_size
         remaining = request.num_tokens - start
-        request.is_long = self._is_long(request, remaining)
+        request.is_long = self._caps.is_long(request, remaining)
         is_stream = request.is_stream  # then it waits for no prompt: neither for its blocks nor for a cap
         if not is_stream and self._kv.awaits_sibling(request, len(cached) + len(below)):
             return _Verdict.SKIP
@@ -427,9 +430,6 @@ class Scheduler:
             self._caps.started(is_long=request.is_long)
         self._continue(plan, request)
         return _Verdict.ADMITTED
-
-    def _is_long(self, request: Request, remaining: int) -> bool:
-        return not request.is_stream and self._caps.is_long(remaining)
 
     def _recall(self, plan: StepPlan, request: Request) -> None:
         """A stream found no room: prompts that other workers are to compute give up the blocks they hold for it."""
