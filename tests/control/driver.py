@@ -113,10 +113,11 @@ class Driver:
         scheduler, caps = core.scheduler, settings.caps
         if caps.max_partial_prefills and not self.is_configured:
             prompts = [request for request in scheduler.prefilling.values() if not request.is_stream]
+            prompts = [request for request in prompts if not request.options.gives_way]  # these may come back at once
             assert len(prompts) <= caps.max_partial_prefills
         if caps.max_long_partial_prefills and not self.is_configured:
             in_step = {chunk.request_id for chunk in output.prefills} | set(scheduler.prefilling)
-            longs = [r for r in in_step if core.requests[r].is_long]
+            longs = [r for r in in_step if core.requests[r].is_long and not core.requests[r].options.gives_way]
             assert len(longs) <= caps.max_long_partial_prefills
         assert scheduler.holders.num_running <= self.config.scheduler.max_num_seqs
         tokens = output.features.prefill_tokens + output.features.decode_seqs
