@@ -164,6 +164,17 @@ class OutputStreams:
         self._metrics.on_gaps(gaps, num_tokens)
         return stopped
 
+    def on_relayed(self, worker: int, attempt_id: str, token_ids: list[int]) -> None:
+        """Later tokens of one answer whose text is not made here: as ``on_tokens`` of a step with nothing else."""
+        stream = self._fed.get(attempt_id)
+        if stream is None or stream.worker != worker:
+            return
+        now = time.monotonic()
+        self._metrics.on_gap(now - stream.last_token_s, len(token_ids))
+        stream.last_token_s = now
+        stream.token_ids += token_ids
+        self._news.append(stream.mark())
+
     def on_delivered(
         self, worker: int, attempt_id: str, first_token: int, logprobs: TokenLogprobs | None
     ) -> Takeover | None:

@@ -19,7 +19,6 @@ from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConflictError
 from diptych.control.router.topology import Role, has_both_phases
 from diptych.control.slo import Slo
-from diptych.control.step import StepTokens
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan
@@ -35,7 +34,6 @@ from diptych.serving.front.relay_stream import RelayStream
 from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
 from diptych.serving.link.messages import Ready
 
-NOT_STOPPED: frozenset[str] = frozenset()
 NOT_OURS = "the engine is not this server's: {} cannot be changed from here"
 
 
@@ -155,10 +153,10 @@ class ExternalFleet(Fleet):
                 found[request_id] = stream.request.max_tokens
         return found
 
-    def feed(self, worker: int, tokens: StepTokens) -> None:
+    def feed(self, worker: int, attempt_id: str, token_ids: list[int]) -> None:
         """Tokens of one stream, and nothing else: as ``on_message`` would, by a shorter way. (An engine reports each
         token of each stream by itself.)"""
-        self.streams.on_tokens(worker, tokens, NOT_STOPPED)
+        self.streams.on_relayed(worker, attempt_id, token_ids)
         self.streams.deliver()
 
     def make_changes(self, started: Sequence[SchedulerConfig], cores: HostCores) -> WorkerChanges:

@@ -59,8 +59,8 @@ STALE_PROBES = 4
 
 
 class ExternalWorker:
-    """See WorkerPort. relay_of: the open stream of a request. feed: takes a worker's tokens where
-    nothing else has happened. num_up: how many engines there are to try. prices: of all engines."""
+    """See WorkerPort. relay_of: the open stream of a request. feed: takes tokens of one of its
+    attempts, where nothing else has happened. num_up: how many engines there are to try. prices: of all engines."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ExternalWorker:
         spec: EngineSpec,
         options: FrontOptions,
         relay_of: Callable[[str], RelayStream | None],
-        feed: Callable[[int, StepTokens], None],
+        feed: Callable[[int, str, list[int]], None],
         num_up: Callable[[], int],
         clock: Callable[[], int],
         prices: LearnedPrices,
@@ -397,12 +397,13 @@ class ExternalWorker:
 
     def report(self, events: Sequence[Event], tokens: StepTokens | None = None) -> None:
         """See ExchangeOwner."""
-        if self._listener is None or self.state is not WorkerState.READY:
-            return
-        if tokens is not None and not events:
-            self._feed(self.number, tokens)
-        else:
+        if self._listener is not None and self.state is WorkerState.READY:
             self._listener.on_message(self.number, StepReport(pack_events(events), tokens))
+
+    def feed(self, attempt_id: str, token_ids: list[int]) -> None:
+        """See ExchangeOwner."""
+        if self.state is WorkerState.READY:
+            self._feed(self.number, attempt_id, token_ids)
 
     def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
         """See ExchangeOwner."""
@@ -410,17 +411,15 @@ class ExternalWorker:
             report = StepReport(pack_events(events), first_tokens={attempt_id: (token_id, None)})
             self._listener.on_message(self.number, report)
 
-    def on_tokens(self, exchange: EngineExchange, num_tokens: int) -> None:
+    def on_tokens(self, exchange: EngineExchange, num_tokens: int, now: int) -> None:
         """See ExchangeOwner."""
-        now = self.clock()
         if exchange.num_tokens:
             self.load.on_gap(exchange.attempt_id, now - exchange.last_ns, num_tokens)
         else:
             self.load.on_first_token(exchange.attempt_id, now)
-            self.on_prompt_computed(exchange.stream)
 
     def on_prompt_computed(self, stream: RelayStream) -> None:
-        """See HandoffOwner."""
+        """See ExchangeOwner."""
         self.cache.on_computed(stream.hashes, self.clock())
 
     def on_usage(self, exchange: EngineExchange, usage: EngineUsage) -> int:
