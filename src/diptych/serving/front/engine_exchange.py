@@ -49,16 +49,16 @@ class ExchangeOwner(Protocol):
         """Tell the fleet."""
         ...
 
-    def feed(self, attempt_id: str, token_ids: list[int]) -> None:
-        """Tell the fleet of tokens, where nothing else has happened."""
+    def feed(self, attempt_id: str, token_ids: list[int], gap_ns: int) -> None:
+        """Later tokens came, so long after those before, and nothing else has happened."""
         ...
 
     def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
         """Tell the fleet that this engine goes on with what another has computed; its first token."""
         ...
 
-    def on_tokens(self, exchange: "EngineExchange", num_tokens: int, now: int) -> None:
-        """Tokens came; those before, at ``exchange.last_ns``."""
+    def on_first_token(self, exchange: "EngineExchange") -> None:
+        """The prompt is computed."""
         ...
 
     def on_prompt_computed(self, stream: RelayStream) -> None:
@@ -155,13 +155,14 @@ class EngineExchange:
     def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
         """See ReplyListener."""
         self._status, self.has_bytes = status, True
-        self._is_events = headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+        is_events = headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+        self._is_events = status == 200 and is_events
 
     def on_data(self, data: bytes) -> None:
         """See ReplyListener."""
         if self.is_over:
             return
-        if self._status == 200 and self._is_events:
+        if self._is_events:
             self._on_events(data)
             return
         self._body += data
@@ -201,7 +202,8 @@ class EngineExchange:
                     break
         except UnreadableReplyError as error:
             end = partial(self.break_off, str(error))
-        self._count(token_ids)
+        if token_ids:
+            self._count(token_ids)
         if self.is_over:
             return
         if end is not None:
@@ -213,20 +215,24 @@ class EngineExchange:
         """Relay an event, and add its tokens. Returns what ends the answer, if it does."""
         if payload == DONE:
             return partial(self._on_done, "the stream ended without a finish_reason")
-        chunk = read_chunk(payload)
+        chunk, stream = read_chunk(payload), self.stream
         if chunk.error is not None:
             message = error_message(payload, "the engine reported an error without a message")
             return partial(self._on_error, chunk.error, message)
         if chunk.usage is not None:
             self._usage = chunk.usage
         found = self._tokens_of(chunk)
-        if len(self.stream.token_ids) + len(token_ids) + len(found) > self._most_tokens:
+        if len(stream.token_ids) + len(token_ids) + len(found) > self._most_tokens:
             return self._on_excess
+        token_ids += found
         if self._question.resumes:
             self._relay_resumed(chunk)
         elif chunk.choices or not self._question.adds_usage:
-            self._relay(chunk, payload)
-        token_ids += found
+            if stream.first_chunk is None and chunk.id:
+                stream.first_chunk = (chunk.id, chunk.created, chunk.model)
+            if self._question.adds_ids and b"token_ids" in payload:
+                payload = without_token_ids(payload)
+            stream.add(b"data: %b\n\n" % payload)
         return None
 
     def _on_error(self, error: Any, message: str) -> None:
@@ -265,13 +271,6 @@ class EngineExchange:
         most = self.stream.request.max_tokens
         self._fail(WorkerError(f"{self._owner.name} gave more than max_tokens ({most}) tokens"))
 
-    def _relay(self, chunk: EngineChunk, payload: bytes) -> None:
-        if self.stream.first_chunk is None and chunk.id:
-            self.stream.first_chunk = (chunk.id, chunk.created, chunk.model)
-        if self._question.adds_ids and b"token_ids" in payload:
-            payload = without_token_ids(payload)
-        self.stream.add(b"data: %b\n\n" % payload)
-
     def _relay_resumed(self, chunk: EngineChunk) -> None:
         """A completion's chunk, in the format of the client's request."""
         for choice in chunk.choices:
@@ -279,20 +278,19 @@ class EngineExchange:
                 self.stream.add(self.stream.chunk(choice.text or "", choice.finish_reason))
 
     def _count(self, token_ids: list[int]) -> None:
-        if not token_ids:
-            return
+        """Tell the fleet of tokens, at least one."""
         owner = self._owner
         now = owner.clock()
-        owner.on_tokens(self, len(token_ids), now)
+        before_ns, self.last_ns = self.last_ns, now
         self.num_tokens += len(token_ids)
-        self.last_ns = now
         if self.first_ns:
-            owner.feed(self.attempt_id, token_ids)
+            owner.feed(self.attempt_id, token_ids, now - before_ns)
             return
         self.first_ns = now
         self.stream.served_by = owner.name
+        owner.on_first_token(self)
         self._begin_answer(token_ids, now)
-        owner.on_prompt_computed(self.stream)  # the client's token goes first
+        owner.on_prompt_computed(self.stream)  # after the client has its token
 
     def _begin_answer(self, token_ids: list[int], now: int) -> None:
         events: list[Event] = [FirstToken(now, self.attempt_id)]

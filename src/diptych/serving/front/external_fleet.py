@@ -93,7 +93,9 @@ class ExternalLauncher:
             return fleet.core.members.num_usable
 
         spec = self._front.engines[number]
-        return ExternalWorker(number, spec, self._front, fleet.relay_of, fleet.feed, num_up, self._clock, self._prices)
+        return ExternalWorker(
+            number, spec, self._front, fleet.relay_of, fleet.streams.on_relayed, num_up, self._clock, self._prices
+        )
 
 
 class ExternalFleet(Fleet):
@@ -152,12 +154,6 @@ class ExternalFleet(Fleet):
             if stream is not None and not stream.can_resume:
                 found[request_id] = stream.request.max_tokens
         return found
-
-    def feed(self, worker: int, attempt_id: str, token_ids: list[int]) -> None:
-        """Tokens of one stream, and nothing else: as ``on_message`` would, by a shorter way. (An engine reports each
-        token of each stream by itself.)"""
-        self.streams.on_relayed(worker, attempt_id, token_ids)
-        self.streams.deliver()
 
     def make_changes(self, started: Sequence[SchedulerConfig], cores: HostCores) -> WorkerChanges:
         """See Fleet."""

@@ -400,9 +400,10 @@ class ExternalWorker:
         if self._listener is not None and self.state is WorkerState.READY:
             self._listener.on_message(self.number, StepReport(pack_events(events), tokens))
 
-    def feed(self, attempt_id: str, token_ids: list[int]) -> None:
+    def feed(self, attempt_id: str, token_ids: list[int], gap_ns: int) -> None:
         """See ExchangeOwner."""
         if self.state is WorkerState.READY:
+            self.load.on_gap(attempt_id, gap_ns, len(token_ids))
             self._feed(self.number, attempt_id, token_ids)
 
     def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
@@ -411,12 +412,9 @@ class ExternalWorker:
             report = StepReport(pack_events(events), first_tokens={attempt_id: (token_id, None)})
             self._listener.on_message(self.number, report)
 
-    def on_tokens(self, exchange: EngineExchange, num_tokens: int, now: int) -> None:
+    def on_first_token(self, exchange: EngineExchange) -> None:
         """See ExchangeOwner."""
-        if exchange.num_tokens:
-            self.load.on_gap(exchange.attempt_id, now - exchange.last_ns, num_tokens)
-        else:
-            self.load.on_first_token(exchange.attempt_id, now)
+        self.load.on_first_token(exchange.attempt_id, exchange.first_ns)
 
     def on_prompt_computed(self, stream: RelayStream) -> None:
         """See ExchangeOwner."""

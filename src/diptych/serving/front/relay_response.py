@@ -25,12 +25,4 @@ class RelayResponse(GenerationResponse):
         if body is None:
             return None
         generation.count_unsent = body.count_unsent
-
-        def write() -> bool:
-            if not body.takes_more:
-                return False
-            if data := generation.take_data():  # an empty chunk would end the body
-                body.write(data)
-            return True
-
-        return write
+        return body.writes(generation.take_data)

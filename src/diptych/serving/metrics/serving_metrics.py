@@ -57,11 +57,6 @@ class ServingMetrics(Collector):
         for gap_s, count in gaps.items():
             self.inter_token_latency.observe(gap_s, count)
 
-    def on_gap(self, gap_s: float, num_tokens: int) -> None:
-        """A step of a single sequence: as ``on_gaps``."""
-        self.num_generated_tokens += num_tokens
-        self.inter_token_latency.observe(gap_s)
-
     def on_finished(self, end: RequestFinished, e2e_s: float) -> None:
         """A request ended."""
         self.num_ended[end.reason] += 1
