@@ -121,7 +121,8 @@ def build_front_app(
     _add_information(app, service)
     add_batch_routes(app, batches, ERRORS)
     add_timeline_routes(app, front.timeline, ERRORS)
-    add_ui_routes(app, front, model_name or OWN_NAME, ERRORS, has_admin_key=admin_key is not None, has_steps=False)
+    has_key = admin_key is not None
+    add_ui_routes(app, front, model_name or OWN_NAME, ERRORS, has_admin_key=has_key, watched=front.watched)
     add_admin_routes(app, front, ERRORS)
     app.add_middleware(NativePanics)
     serve_lines(app, batches, front, service.names, LINE_ENDPOINTS)

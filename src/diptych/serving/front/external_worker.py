@@ -31,6 +31,7 @@ from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLong
 from diptych.serving.front.engine_exchange import EngineExchange, RequestFields, fields_of
 from diptych.serving.front.engine_handoff import PrefillLeg
 from diptych.serving.front.engine_load import EngineLoad, LearnedPrices
+from diptych.serving.front.engine_pages import DIAGNOSED_KINDS, EnginePages
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.handoff_port import HandoffPort
 from diptych.serving.front.relay_request import RelayRequest
@@ -47,6 +48,7 @@ from diptych.serving.link.messages import (
     pack_events,
     unpack_command,
 )
+from diptych.timeline.watched_server import WatchedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class ExternalWorker:
         self.cache = EngineCache(options, spec, clock)
         self.steps = StepWatch(spec.step_events, self._on_step, clock)
         self.handoffs = HandoffPort(self)
+        self._pages = EnginePages()
 
     # -- WorkerPort ---------------------------------------------------------------------------------------------------
 
@@ -166,6 +169,11 @@ class ExternalWorker:
             "steps": self.steps.described(),
         }
 
+    def watched(self) -> WatchedEngine | None:
+        """What its metrics said lately; None: nothing that could be diagnosed."""
+        pages = self._pages.found() if self.facts is not None else []
+        return WatchedEngine(name=self.spec.url, version=self.facts.version, pages=pages) if self.facts and pages else None
+
     # -- its life -----------------------------------------------------------------------------------------------------
 
     async def _live(self) -> None:
@@ -211,6 +219,7 @@ class ExternalWorker:
         self.load = EngineLoad(blocks, self._options.block_size, due_ns, self.clock(), self._prices)
         self.cache.begin(blocks, facts.num_blocks or MAX_ENGINE_BLOCKS, self.report)
         self.steps.begin()
+        self._pages.clear()
 
     @property
     def num_blocks(self) -> int:
@@ -286,6 +295,8 @@ class ExternalWorker:
         except (ConnectionError, TimeoutError):
             self._check_soon()
             return
+        if status == 200 and self.spec.kind in DIAGNOSED_KINDS:
+            self._pages.add(page, self.clock())
         gauges = self._adapter.read_gauges(page) if status == 200 else None
         if gauges is not None:
             self.load.on_gauges(gauges, self.clock())
