@@ -1,15 +1,19 @@
 """Servers that are hurt on purpose: does ``diptych diagnose`` name the cause, and is the predicted gain true?
 
-    python benchmarks/diagnosis.py [MODEL_DIR] [--cases sequence_limit,...] [--loads 5] [--healthy 20] [--vllm VENV]
+    python benchmarks/diagnosis.py [MODEL_DIR] [--cases queue-cap,...] [--loads 5] [--healthy 20] [--vllm VENV]
                                    [--apply] [--doctors VENV] [--seconds 20] [--json FILE]
 
 Each case starts a server with one thing wrong and sends it ``--loads`` loads of different rates (``diptych bench``; a
-slow reader and conversations are made here). The objectives are FACTOR times what the same server takes when nothing is
-wrong, measured first. A run counts as right when the first cause is the injected one; a healthy run when there is none.
-With --doctors, published tools look at the same server (other_doctors.py). With --apply the first advice that has a
-predicted gain and an option of ``diptych serve`` is applied: the same load runs again, and sign and size of the
-measured gain are compared with the prediction. A slow link cannot be injected on one machine without privileges;
-tests/diagnosis does it in the simulator.
+slow reader and conversations are made here). What is too much for one machine is nothing to another, so rates, floods
+and caches are given in what the server itself was measured to do alone: seconds per prompt token and per token of an
+answer. The objectives are FACTORS times the latencies of the same requests on a healthy server that they do not fill.
+A run counts as right when the first cause is the injected one; a healthy run when there is none. With --doctors,
+published tools look at the same server (other_doctors.py). With --apply the first advice that has a predicted gain and
+an option of ``diptych serve`` is applied: the same load runs again, and sign and size of the measured gain are compared
+with the prediction. A slow link cannot be injected on one machine without privileges; tests/diagnosis does it in the
+simulator. Speculation is off: answers of random weights repeat themselves, and would take no time. Use a model whose
+steps take some milliseconds (``make_random_model.py llama-20m``): of a smaller one the clients are the load, of a
+larger one a window holds too few prompts.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import http.client
 import json
 import multiprocessing
 import shlex
+import socket
 import statistics
 import subprocess
 import sys
@@ -24,7 +29,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +42,7 @@ from servers import PORT, PROGRAM, URL, Server, bench, diptych_server, vllm_serv
 from diptych.diagnosis.engine_settings import DIPTYCH
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
-FACTOR = 3.0  # objectives over the latencies of the healthy server
+FACTORS = (3.0, 3.0)  # objectives of TTFT and TPOT over the latencies of the healthy server
 RATE_STEPS = (0.8, 0.9, 1.0, 1.1, 1.2)  # of a case's rate
 MIXED = """
 [workload]
@@ -48,19 +54,36 @@ classes = [
 
 
 @dataclass(frozen=True)
-class Load:
-    """What a server gets: requests per second (times ``scale``) with these mean lengths; a document every tenth request
-    where ``document`` is given; ``flood``: so many batch requests at once in the middle."""
+class Speed:
+    """What the healthy server does alone: seconds per prompt token, and per token of an answer."""
 
-    rate: float = 4.0
+    prompt_s: float
+    token_s: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a server gets, with these mean lengths: prompts that fill ``use`` of its time, or so many ``streams``
+    at once (whichever is given), times a scale. A document every tenth request where ``document`` is given;
+    ``flood_s``: batch requests of so many seconds of work at once in the middle."""
+
+    use: float = 0.0
+    streams: float = 0.0
     prompt: int = 120
     output: int = 60
     document: int = 0
-    flood: int = 0
+    flood_s: float = 0.0
 
-    def run(self, seconds: float, scale: float, seed: int) -> None:
+    def rate(self, speed: Speed, scale: float) -> float:
+        """Requests per second."""
+        prompt = 0.9 * self.prompt + 0.1 * self.document if self.document else self.prompt
+        by_use = self.use / (prompt * speed.prompt_s)
+        by_streams = self.streams / (self.output * speed.token_s)
+        return scale * (by_use or by_streams)
+
+    def run(self, seconds: float, speed: Speed, scale: float, seed: int) -> None:
         """Send it."""
-        rate = self.rate * scale
+        rate = self.rate(speed, scale)
         count = max(20, round(rate * seconds))
         options = ["--rate", f"{rate:g}", "--num-requests", str(count), "--seed", str(seed)]
         with tempfile.TemporaryDirectory() as folder:
@@ -70,30 +93,34 @@ class Load:
                 options += ["--workload", str(path)]
             else:
                 options += ["--prompt-tokens", str(self.prompt), "--output-tokens", str(self.output)]
-            flood = threading.Thread(target=self._flood, args=(seconds / 2, seed))
+            flood = threading.Thread(target=self._flood, args=(seconds / 2, speed, seed))
             flood.start()
             bench(URL, *options)
             flood.join()
 
-    def _flood(self, after_s: float, seed: int) -> None:
-        if self.flood:
+    def _flood(self, after_s: float, speed: Speed, seed: int) -> None:
+        if self.flood_s:
             time.sleep(after_s)
+            count = round(self.flood_s / (400 * speed.prompt_s))
             bench(
-                URL, "--rate", "1000", "--num-requests", str(self.flood), "--prompt-tokens", "400", "--output-tokens",
+                URL, "--rate", "1000", "--num-requests", str(count), "--prompt-tokens", "400", "--output-tokens",
                 "40", "--extra", '{"service_class": "batch"}', "--seed", str(seed + 100),
             )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that is wrong. options: of ``diptych serve`` (vllm: of vLLM; None: it is not injected there). beside:
-    runs during the load. expected: causes that count as right, "" for none."""
+    """One thing that is wrong. expected: causes that count as right, none for a healthy server. options: of ``diptych
+    serve`` (vllm: of vLLM; None: it is not injected there), in which ``{kv}`` stands for the bytes of ``kv_tokens``
+    tokens. beside: runs during the load. factors: see FACTORS."""
 
     expected: tuple[str, ...]
     options: str = ""
-    load: Load = field(default_factory=Load)
+    load: Load = field(default_factory=lambda: Load(streams=1))
     vllm: str | None = None
     beside: Callable[[float], None] | None = None
+    kv_tokens: int = 0
+    factors: tuple[float, float] = FACTORS
 
 
 def slow_reader(seconds: float) -> None:
@@ -104,6 +131,9 @@ def slow_reader(seconds: float) -> None:
     open_connections = []
     for _ in range(6):
         connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
+        connection.sock = socket.socket()
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sock.connect(("127.0.0.1", PORT))
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         open_connections.append(connection)
         connection.getresponse().read(100)
@@ -156,28 +186,67 @@ def _spin(seconds: float) -> None:
 
 
 CASES = {
-    "healthy": Case((), vllm=""),
-    "long prompts": Case(("prefill_queueing",), "--shape unified", Load(3, document=6000), vllm=""),
+    "healthy": Case((), load=Load(streams=1.5), vllm=""),
+    "long-prompts": Case(("prefill_queueing",), "--shape unified", Load(use=0.5, document=6000), vllm=""),
     "interference": Case(
         ("prefill_interference",), "--budget fixed --max-batched-tokens 4096 --max-num-seqs 64",
-        Load(3, output=150, document=4000), vllm="--max-num-batched-tokens 4096",
+        Load(use=0.4, output=150, document=4000), vllm="--max-num-batched-tokens 4096",
     ),
-    "KV too small": Case(("kv_cache_full",), "--kv-cache-memory 8MiB", Load(6, output=150)),
-    "queue cap": Case(("sequence_limit",), "--max-num-seqs 2", Load(8, output=100), vllm="--max-num-seqs 2"),
-    "slow client": Case(("slow_client",), load=Load(2), beside=slow_reader),
-    "too few prefill workers": Case(
-        ("too_few_prefill_workers",), "--prefill 1 --decode 2 --disaggregate always", Load(8, 2500, 4)
+    "kv-too-small": Case(
+        ("kv_cache_full",), "--kv-cache-memory {kv}", Load(streams=8, output=150), kv_tokens=640,
+        vllm="--num-gpu-blocks-override 8 --max-model-len 1024",
     ),
-    "too few decode workers": Case(
+    "queue-cap": Case(
+        ("sequence_limit",), "--max-num-seqs 2", Load(streams=6, output=100), vllm="--max-num-seqs 2"
+    ),
+    "slow-client": Case(("slow_client",), load=Load(streams=1), beside=slow_reader, factors=(10.0, 10.0)),
+    "too-few-prefill-workers": Case(
+        ("too_few_prefill_workers",), "--prefill 1 --decode 1 --disaggregate always",
+        Load(use=1.4, prompt=1200, output=16),
+    ),
+    "too-few-decode-workers": Case(
         ("too_few_decode_workers", "kv_cache_full"),
-        "--prefill 2 --decode 1 --disaggregate always --kv-cache-memory 8MiB", Load(6, 60, 200),
+        "--prefill 1 --decode 1 --disaggregate always --kv-cache-memory {kv}",
+        Load(streams=8, prompt=60, output=200), kv_tokens=800,
     ),
-    "broken prefix": Case(("prefix_misses",), "--explain-misses on", Load(1), beside=conversations(always_another)),
-    "cold cache": Case(("cold_cache", "prefix_misses"), load=Load(1), beside=conversations(coming_back)),
-    "busy cores": Case(("oversubscribed_cores",), load=Load(4), vllm="", beside=busy_cores),
-    "batch flood": Case(("batch_flood",), load=Load(4, flood=300), vllm=""),
-    "capacity": Case(("capacity", "decode_batch"), load=Load(60, 600, 60), vllm=""),
+    "broken-prefix": Case(
+        ("prefix_misses",), "--explain-misses on", Load(streams=0.3), beside=conversations(always_another)
+    ),
+    "cold-cache": Case(
+        ("cold_cache", "prefix_misses"), load=Load(streams=0.3), beside=conversations(coming_back), factors=(6.0, 3.0)
+    ),
+    "busy-cores": Case(("oversubscribed_cores",), load=Load(streams=1.5), vllm="", beside=busy_cores),
+    "batch-flood": Case(("batch_flood",), load=Load(streams=1.5, flood_s=8), vllm=""),
+    "capacity": Case(("capacity", "decode_batch"), load=Load(use=2, prompt=600), vllm=""),
 }  # fmt: skip
+
+
+def measured_speed() -> Speed:
+    """Of the server that is up, alone: the best of three prompts and answers."""
+    prompts, answers = [], []
+    for number in range(3):
+        prompts.append(_seconds(2000, 1, 100 + number) / 2000)
+        answers.append((_seconds(16, 65, 200 + number) - _seconds(16, 1, 300 + number)) / 64)
+    return Speed(min(prompts), min(answers))
+
+
+def _seconds(num_prompt_tokens: int, max_tokens: int, first_token: int) -> float:
+    prompt = [first_token, *(200 + at % 700 for at in range(num_prompt_tokens - 1))]
+    body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 1})
+    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=120)
+    begun = time.monotonic()
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    connection.getresponse().read()
+    connection.close()
+    return time.monotonic() - begun
+
+
+def kv_bytes_per_token(model: Path) -> int:
+    """Of 16-bit keys and values."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 4 * int(config["num_hidden_layers"]) * int(heads) * int(size)
 
 
 def diagnosed(slo: str, window: float) -> dict[str, Any]:
@@ -189,11 +258,11 @@ def diagnosed(slo: str, window: float) -> dict[str, Any]:
 
 
 def observe(
-    case: Case, seconds: float, scale: float, seed: int, slo: str, doctors: Path | None = None
+    case: Case, seconds: float, speed: Speed, scale: float, seed: int, slo: str, doctors: Path | None = None
 ) -> dict[str, Any]:
     """Run a load; diagnose in its last third."""
     beside = threading.Thread(target=case.beside or time.sleep, args=(seconds,))
-    load = threading.Thread(target=case.load.run, args=(seconds, scale, seed))
+    load = threading.Thread(target=case.load.run, args=(seconds, speed, scale, seed))
     beside.start()
     load.start()
     time.sleep(2 * seconds / 3)
@@ -206,24 +275,28 @@ def observe(
 
 def means(found: dict[str, Any]) -> tuple[float, float]:
     """Measured mean TTFT, and seconds per token after it."""
-    return tuple(found["attribution"].get(name, {}).get("mean_s", 0.0) for name in ("ttft", "itl"))  # type: ignore[return-value]
+    return tuple(found["attribution"].get(name, {}).get("mean_s", 0.0) for name in ("ttft", "itl"))
 
 
-def objectives(start: Callable[[str], Server], options: str, seconds: float) -> str:
-    """FACTOR times the latencies of the healthy server, under half its load."""
-    with start(options):
-        found = observe(Case(()), seconds, 0.5, 1, "ttft=1000s,tpot=1000s")
-    ttft_s, itl_s = means(found)
-    return f"ttft={max(1.0, FACTOR * ttft_s * 1000):.0f}ms,tpot={max(1.0, FACTOR * itl_s * 1000):.0f}ms"
+def healthy_latencies(load: Load, seconds: float, speed: Speed) -> tuple[float, float]:
+    """Mean TTFT and seconds per token of its requests (without documents) on the healthy server that is up."""
+    light = Case((), load=Load(streams=0.5, prompt=load.prompt, output=load.output))
+    return means(observe(light, seconds, speed, 1.0, 1, "ttft=1000s,tpot=1000s"))
+
+
+def objectives(latencies: tuple[float, float], factors: tuple[float, float]) -> str:
+    """As ``--slo`` takes them."""
+    ttft_ms, tpot_ms = (max(1.0, factor * value * 1000) for value, factor in zip(latencies, factors, strict=True))
+    return f"ttft={ttft_ms:.0f}ms,tpot={tpot_ms:.0f}ms"
 
 
 def applied(
     given: dict[str, Any], start: Callable[[str], Server], case: Case, arguments: Sequence[Any]
 ) -> dict[str, Any]:
     """The gain that was predicted for an advice, and what the same load shows with it."""
-    seconds, scale, seed, slo, before = arguments
+    seconds, speed, scale, seed, slo, before = arguments
     with start(f"{case.options} {given['option']}"):
-        after = observe(case, seconds, scale, seed, slo)
+        after = observe(case, seconds, speed, scale, seed, slo)
     predicted = given["gain"]["ttft_seconds"]
     measured = means(before)[0] - means(after)[0]
     return {
@@ -235,35 +308,58 @@ def applied(
     }
 
 
-def runs(engine: str, name: str, case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All loads of a case."""
-    own = case.options if engine == "diptych" else case.vllm
-    if own is None:
-        return []
+def runs(engine: str, names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All loads of all cases. A server of our own is started for each load; vLLM, which needs a minute for it, for each
+    case."""
+    rows: list[dict[str, Any]] = []
 
     def start(words: str) -> Server:
         if engine == "diptych":
-            return diptych_server(options.model, *shlex.split(words))
-        return vllm_server(options.vllm, "vllm", options.model, slots=16, slot_tokens=8192)
+            return diptych_server(options.model, "--speculation", "off", *shlex.split(words))
+        return vllm_server(options.vllm, "vllm", options.model, slots=32, slot_tokens=8192, options=shlex.split(words))
 
-    slo = objectives(start, "", options.seconds)
-    count = options.healthy if name == "healthy" else options.loads
-    rows = []
-    for number in range(count):
-        scale = RATE_STEPS[number % len(RATE_STEPS)]
-        with start(own):
-            found = observe(case, options.seconds, scale, number + 1, slo, options.doctors)
-        first = found["causes"][0]["cause"] if found["causes"] else ""
-        is_right = first in case.expected if case.expected else not found["causes"]
-        rows.append({"engine": engine, "case": name, "load": number + 1, "first cause": first, "right": is_right,
-                     "requests": found["num_requests"], "took s": round(found["took_s"], 2)})  # fmt: skip
-        for tool, finding in found["others"].items():
-            rows[-1] |= {tool: finding, f"{tool} right": doctor_is_right(finding, case.expected)}
-        advice = [given for cause in found["causes"] for given in cause["advice"] if _can_apply(given)]
-        if options.apply and engine == "diptych" and advice:
-            rows[-1] |= applied(advice[0], start, case, (options.seconds, scale, number + 1, slo, found))
-        print(rows[-1], file=sys.stderr)
+    cases = {name: CASES[name] for name in names if engine == "diptych" or CASES[name].vllm is not None}
+    healthy: dict[tuple[int, int], tuple[float, float]] = {}
+    with start(""):
+        speed = measured_speed()
+        print(
+            f"{engine}: {1 / speed.prompt_s:.0f} prompt tokens/s, {speed.token_s * 1000:.2f} ms a token",
+            file=sys.stderr,
+        )
+        for case in cases.values():
+            lengths = (case.load.prompt, case.load.output)
+            healthy[lengths] = healthy.get(lengths) or healthy_latencies(case.load, options.seconds / 2, speed)
+    for name, case in cases.items():
+        words = case.options if engine == "diptych" else case.vllm or ""
+        words = words.format(kv=case.kv_tokens * kv_bytes_per_token(options.model))
+        case = replace(case, options=words)
+        with start(words) if engine == "vllm" else nullcontext():
+            for number in range(options.healthy if name == "healthy" else options.loads):
+                with nullcontext() if engine == "vllm" else start(words):
+                    scale = RATE_STEPS[number % len(RATE_STEPS)]
+                    objective = objectives(healthy[case.load.prompt, case.load.output], case.factors)
+                    found = observe(case, options.seconds, speed, scale, number + 1, objective, options.doctors)
+                rows.append(row_of(engine, name, case, number, found))
+                advice = [given for cause in found["causes"] for given in cause["advice"] if _can_apply(given)]
+                if options.apply and engine == "diptych" and advice:
+                    arguments = (options.seconds, speed, scale, number + 1, objective, found)
+                    rows[-1] |= applied(advice[0], start, case, arguments)
+                print(rows[-1], file=sys.stderr)
     return rows
+
+
+def row_of(engine: str, name: str, case: Case, number: int, found: dict[str, Any]) -> dict[str, Any]:
+    """What a run has shown."""
+    causes = {cause["cause"]: round(cause["share_of_misses"], 2) for cause in found["causes"]}
+    first = next(iter(causes), "")
+    row = {
+        "engine": engine, "case": name, "load": number + 1, "first cause": first,
+        "right": first in case.expected if case.expected else not causes, "causes": causes,
+        "requests": found["num_requests"], "took s": round(found["took_s"], 2),
+    }  # fmt: skip
+    for tool, finding in found["others"].items():
+        row |= {tool: finding, f"{tool} right": doctor_is_right(finding, case.expected)}
+    return row
 
 
 def _can_apply(given: dict[str, Any]) -> bool:
@@ -286,8 +382,7 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for engine in ("diptych", "vllm") if options.vllm else ("diptych",):
-        for name in options.cases.split(","):
-            rows += runs(engine, name, CASES[name], options)
+        rows += runs(engine, options.cases.split(","), options)
     hurt = [row["right"] for row in rows if row["case"] != "healthy"]
     alarms = sum(not row["right"] for row in rows if row["case"] == "healthy")
     share = statistics.fmean(hurt) if hurt else 0.0

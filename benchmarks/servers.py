@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,15 +85,18 @@ def diptych_server(model: Path, *options: str) -> Server:
     return Server([PROGRAM, "serve", "--model", str(model), "--port", str(PORT), *options], ready="/ready")
 
 
-def vllm_server(venv: Path, case: str, model: Path, *, slots: int, slot_tokens: int) -> Server:
+def vllm_server(
+    venv: Path, case: str, model: Path, *, slots: int, slot_tokens: int, options: Sequence[str] = ()
+) -> Server:
     """vLLM's CPU build from the environment that ``scripts/bench-peers`` makes, as ``case`` says: ``vllm``, or with
-    ``:N`` the most tokens of a step. slots: requests at once, each of at most ``slot_tokens``."""
+    ``:N`` the most tokens of a step. slots: requests at once, each of at most ``slot_tokens``. options: more of vLLM's
+    own, which win."""
     command = [str(venv / "bin/vllm"), "serve", str(model), "--dtype", "bfloat16", "--port", str(PORT)]
     command += ["--host", "127.0.0.1", "--served-model-name", model.name]
     command += ["--max-model-len", str(slot_tokens), "--max-num-seqs", str(slots)]
     if step_tokens := case.partition(":")[2]:
         command += ["--max-num-batched-tokens", step_tokens]
-    return Server(command, vllm_environment(venv))
+    return Server([*command, *options], vllm_environment(venv))
 
 
 def vllm_version(venv: Path) -> str:

@@ -33,6 +33,7 @@ SHAPES: dict[str, tuple[tuple[str, int, int, int, int, int, int, int, bool], dic
         ("Llama", 128256, 2048, 8192, 16, 32, 8, 131072, True),
         {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE, "head_dim": 64},
     ),
+    "llama-20m": (("Llama", 4096, 384, 1024, 12, 6, 2, 8192, True), {}),
     "tiny-llama": (("Llama", 4096, 128, 256, 2, 4, 2, 4096, False), {}),
     "tiny-mistral": (("Mistral", 4096, 128, 256, 2, 4, 2, 4096, False), {"sliding_window": 256}),
     "tiny-qwen2": (("Qwen2", 4096, 128, 256, 2, 4, 2, 4096, True), {}),

@@ -228,9 +228,9 @@ def test_without_a_worker_a_request_waits_and_then_fails_with_the_reason() -> No
 def test_attempts_without_a_token_are_bounded() -> None:
     fleet = Fleet("both", max_attempts=3)
     fleet.submit()
-    for _ in range(2):
-        assert fleet.tell(WorkerDown(0)) == []
-        assert isinstance(fleet.up(0)[0], Restarted)
+    for number in (1, 2):
+        assert fleet.tell(WorkerDown(0)) == [Restarted("a", f"a~{number}", 0)]
+        assert fleet.up(0) == [Serve(0, "a", f"a~{number}", 0)]
     (end,) = fleet.tell(WorkerDown(0))
     assert isinstance(end, End) and isinstance(end.error, WorkerError)
     fleet.core.check_idle()

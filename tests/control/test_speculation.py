@@ -112,6 +112,17 @@ def test_a_budget_in_tokens_counts_them() -> None:
     assert streams.rows(offer(0, *[1.0] * 100)) == {"r0": 63}
 
 
+def test_a_prompt_that_waits_keeps_half_of_the_room() -> None:
+    streams = Streams(4, budget=BudgetConfig("fixed", 64))
+    offers = [offer(number, *[1.0] * 100) for number in range(4)]
+    assert sum(streams.rows(*offers).values()) == 60
+    streams.step(*offers)
+    streams.core.add_request(Request("late", 200, 4), streams.now)
+    output = streams.step()
+    assert sum(rows.num_tokens for rows in output.extra_rows) == 30
+    assert [(chunk.request_id, chunk.num_tokens) for chunk in output.prefills] == [("late", 30)]
+
+
 def test_objectives_bound_the_step() -> None:
     slack = Streams(1, slo=Slo(tpot_ns=60 * NS_PER_MS))
     tight = Streams(1, slo=Slo(tpot_ns=26 * NS_PER_MS))

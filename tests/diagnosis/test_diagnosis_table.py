@@ -1,10 +1,12 @@
 """Every row of the diagnosis table is named when its cause is injected, and none when nothing is wrong."""
 
+from collections import Counter
+
 import pytest
 
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.diagnosis.adapters.timeline_records import reread_signals
-from diptych.diagnosis.causes import UNAVOIDABLE, evidence_of, lost_to
+from diptych.diagnosis.causes import UNAVOIDABLE, Evidence, evidence_of, lost_to
 from diptych.diagnosis.diagnosis import Diagnosis, diagnose
 from diptych.diagnosis.diagnosis_table import BY_CAUSE, ROWS
 from diptych.diagnosis.engine_settings import CATALOGUE
@@ -85,6 +87,13 @@ def test_what_a_request_lost_to_its_causes_is_all_that_it_took() -> None:
         assert sum(before.values()) == pytest.approx(parts.ttft_ns)
         assert sum(after.values()) == pytest.approx(parts.decode_ns)
         assert before[UNAVOIDABLE] >= 0
+
+
+def test_the_pause_of_a_handoff_blames_the_decode_workers_only_where_they_lack_something() -> None:
+    parts = RequestParts("a", 0, 0, 100, ttft=Counter(reserve=5), decode=Counter(handoff=7))
+    assert lost_to(parts, Evidence(transfer_limits=False)) == ({"front_end": 5}, {"front_end": 7})
+    short = Evidence(transfer_limits=False, decode_pool_limits=True)
+    assert lost_to(parts, short) == ({"too_few_decode_workers": 5}, {"too_few_decode_workers": 7})
 
 
 def test_what_is_computed_again_because_it_was_evicted_is_the_memory_s_fault() -> None:

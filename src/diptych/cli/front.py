@@ -7,12 +7,10 @@ from typing import Annotated, Any
 from diptych.cli.batch_options import BatchTaking, batch_options
 from diptych.cli.command_line import own_command
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.http_options import HttpOptions, manners
+from diptych.cli.http_options import HttpOptions, default_slo, manners
 from diptych.cli.options import SLO_HELP, Number, Strings, Text, Whole, option, picked, takes, with_objectives
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
-from diptych.control.errors import ConfigError
 from diptych.control.router.routing import RoutingName
-from diptych.control.slo import NS_PER_MS, Slo
 from diptych.serving.front.engine_spec import EVENT_BLOCK, TEXT_BLOCK, FrontOptions, parse_engine, read_engines
 from diptych.serving.link.engine_options import parse_bytes
 
@@ -93,7 +91,7 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     from diptych.serving.front.external_fleet import ExternalFleet
     from diptych.serving.front.served_engines import EngineFront
 
-    slo = Slo(_nanoseconds(given["ttft_slo_ms"]), _nanoseconds(given["tpot_slo_ms"]))
+    slo = default_slo(given)
     fleet = ExternalFleet(options, cluster_config(**picked(given, *CLUSTER_OPTIONS)), slo, given["record"])
     end = EngineFront(fleet)
     keys, admin_key = tuple(given["api_key"] or ()), given["admin_key"] or None
@@ -121,9 +119,3 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     with StartScreen(name or OWN_NAME, has_key=bool(keys), chat_command=chat_command) as screen:
         screen.kind = "chat"
         run_server(end, server, screen.on_loading, screen.on_ready, make_app)
-
-
-def _nanoseconds(milliseconds: float | None) -> int | None:
-    if milliseconds is not None and not milliseconds > 0:
-        raise ConfigError(f"an objective is {milliseconds} ms; it must be more than 0", param="slo")
-    return None if milliseconds is None else int(milliseconds * NS_PER_MS)

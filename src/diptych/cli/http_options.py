@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from diptych.cli.options import Strings, Text, option
+from diptych.control.errors import ConfigError
+from diptych.control.slo import NS_PER_MS, Slo
 from diptych.serving.api.manners import Manners, is_loopback
 
 SERVER = "Server"
@@ -41,3 +43,14 @@ def manners(given: Mapping[str, Any]) -> Manners:
         access_log=given["access_log"],
         is_strict=given.get("strict", False),
     )
+
+
+def default_slo(given: Mapping[str, Any]) -> Slo:
+    """The objectives of requests that name none. Raises ConfigError."""
+    return Slo(*(_nanoseconds(name, given[name]) for name in ("ttft_slo_ms", "tpot_slo_ms")))
+
+
+def _nanoseconds(name: str, milliseconds: float | None) -> int | None:
+    if milliseconds is not None and not milliseconds > 0:
+        raise ConfigError(f"{name} is {milliseconds:g}; it must be more than 0", param=name)
+    return None if milliseconds is None else int(milliseconds * NS_PER_MS)

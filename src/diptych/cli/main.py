@@ -27,7 +27,7 @@ from diptych.cli.error_messages import errors_in_words
 from diptych.cli.examples import examples
 from diptych.cli.front import front
 from diptych.cli.guide import guide
-from diptych.cli.http_options import HttpOptions, manners
+from diptych.cli.http_options import HttpOptions, default_slo, manners
 from diptych.cli.options import (
     Text,
     model_name,
@@ -56,7 +56,6 @@ from diptych.control.cluster.core_split import parse_core_split
 from diptych.control.config import DEFAULT_SHAPE, ShapeName, scheduler_config
 from diptych.control.errors import ConfigError
 from diptych.control.planner.planner_config import PlanMode, PlannerConfig
-from diptych.control.slo import NS_PER_MS, Slo
 from diptych.processor import Processor, read_processor
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.join_options import JoinOptions
@@ -127,7 +126,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
     if given["cores"]:
         parse_cores(given["cores"])
     memory = given["kv_cache_memory"]
-    slo = Slo(_nanoseconds(given["ttft_slo_ms"]), _nanoseconds(given["tpot_slo_ms"]))
+    slo = default_slo(given)
     return EngineOptions(
         model=str(path),
         device=DeviceOptions(**picked(given, "device", "dtype", "threads", "cores", "instruction_set", "quantize")),
@@ -208,10 +207,6 @@ def _groups(given: dict[str, Any]) -> tuple[WorkerGroup, ...]:
         given["pool"] or (),
         picked(given | {"shape": given["shape"] or DEFAULT_SHAPE}, "shape", *SCHEDULER_OPTIONS),
     )
-
-
-def _nanoseconds(milliseconds: float | None) -> int | None:
-    return None if milliseconds is None else int(milliseconds * NS_PER_MS)
 
 
 def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict[str, Any]) -> None:

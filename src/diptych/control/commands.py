@@ -151,8 +151,8 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The request begins another attempt after ``num_output_tokens`` of its answer: from now on its tokens come under
-    ``attempt_id``."""
+    """The request begins another attempt, now or when a worker can take it, after ``num_output_tokens`` of its answer:
+    from now on its tokens come under ``attempt_id``, and none of an older attempt counts."""
 
     request_id: str
     attempt_id: str

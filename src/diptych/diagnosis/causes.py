@@ -117,7 +117,7 @@ def _shares_with_cores(account: str, parts: RequestParts, evidence: Evidence) ->
         case "queue_memory":
             return {"too_few_decode_workers" if evidence.decode_pool_limits else "kv_cache_full": 1.0}
         case "reserve":
-            return {"too_few_decode_workers": 1.0}
+            return {_short_decode(evidence): 1.0}
         case "prefill_own":
             return _computed_again(evidence, UNAVOIDABLE)
         case "mixed_prefill" | "stalled_by_prefill":
@@ -132,11 +132,16 @@ def _shares_with_cores(account: str, parts: RequestParts, evidence: Evidence) ->
         case "retried":
             return {"worker_losses": 1.0}
         case "handoff":
-            return {"slow_transfer" if evidence.transfer_limits else "too_few_decode_workers": 1.0}
+            return {"slow_transfer" if evidence.transfer_limits else _short_decode(evidence): 1.0}
         case "queue_slow" | "prefill_slow" | "decode_slow":
             return {"oversubscribed_cores" if evidence.lacks_cores else UNAVOIDABLE: 1.0}
         case _:  # idle, delivery
             return {"oversubscribed_cores" if evidence.lacks_cores else "front_end": 1.0}
+
+
+def _short_decode(evidence: Evidence) -> str:
+    """Why a decode worker was waited for: it has too much to do or no blocks, or it was messages and a step's end."""
+    return "too_few_decode_workers" if evidence.decode_pool_limits or evidence.kv_is_full else "front_end"
 
 
 def _prompts_of_others(parts: RequestParts, evidence: Evidence) -> Mapping[str, float]:

@@ -4,6 +4,7 @@ Owns the routes. Pages are rendered and panels are computed in a process of thei
 that mounts these routes beside others is not disturbed; here replies are only passed on.
 """
 
+import contextlib
 import threading
 import webbrowser
 from collections.abc import AsyncIterator, Callable
@@ -53,7 +54,8 @@ def run_guide(host: str, port: int, on_ready: Callable[[str], None], *, opens: b
     panels = PanelHost()
     config = uvicorn.Config(guide_app(panels), host=host, port=port, log_level="warning", lifespan="off")
     try:
-        _Server(config, panels, on_ready, opens).run()
+        with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
+            _Server(config, panels, on_ready, opens).run()
     finally:
         panels.close()
 

@@ -45,7 +45,6 @@ from diptych.control.commands import (
     Configure,
     End,
     ForgetPeer,
-    Restarted,
     attempt_id_of,
 )
 from diptych.control.engine.reports import LoadReport
@@ -202,20 +201,23 @@ class ClusterCore:
         return commands
 
     def _place(self, entry: OpenRequest, now: int) -> list[Command]:
-        """Begin the next attempt, or wait for a worker."""
+        """Begin the next attempt, or wait for a worker; what an older attempt still gives does not count any more."""
         submission = entry.submission
         request_id = submission.request_id
         num_expected = self.lengths.mean(entry.length_group, entry.num_tokens, submission.max_tokens)
         asked = RoutingRequest(submission, entry.num_tokens, num_expected, entry.avoid, entry.must_stay_whole)
         route = self.paths.route(self.router, asked, now, self.attempts.closes_circle)
         if route is None:
-            self._parked.setdefault(request_id, now + self.config.park_ns)
-            return []
+            if request_id in self._parked:
+                return []
+            self._parked[request_id] = now + self.config.park_ns
+            return entry.restarted()
         return self.begin(entry, route, now) + self._relocation.ask_for_way(entry, route.decode)
 
     def begin(self, entry: OpenRequest, route: Route, now: int) -> list[Command]:
         """The next attempt, on these workers."""
         request_id = entry.submission.request_id
+        restarted = [] if request_id in self._parked else entry.restarted()
         self._parked.pop(request_id, None)
         self.counts[f"placed_{route.reason}"] += 1
         entry.epoch += 1
@@ -231,10 +233,7 @@ class ClusterCore:
         )
         entry.attempt, entry.is_untouched, entry.is_computing = attempt, True, False
         self._num_untouched += 1
-        commands: list[Command] = []
-        if entry.epoch:
-            commands.append(Restarted(request_id, attempt.attempt_id, entry.num_tokens))
-        return commands + self.attempts.begin(attempt, now)
+        return restarted + self.attempts.begin(attempt, now)
 
     def _end(
         self, entry: OpenRequest, *, finished: RequestFinished | None = None, error: DiptychError | None = None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from diptych.control.cluster.attempts import Attempt
 from diptych.control.cluster.cluster_config import OnFailure
+from diptych.control.commands import Command, Restarted, attempt_id_of
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.control.events import RequestFinished
 from diptych.control.length_predictor import LengthGroup, LengthPredictor
@@ -44,6 +45,13 @@ class OpenRequest:
         """A new one."""
         group = lengths.group(submission.options.service_class, submission.num_prompt_tokens, submission.hashes)
         return cls(submission, now, group, lengths.mean(group, 0, submission.max_tokens))
+
+    def restarted(self) -> list[Command]:
+        """What the front end must know between two attempts, once."""
+        if self.epoch < 0:
+            return []
+        request_id = self.submission.request_id
+        return [Restarted(request_id, attempt_id_of(request_id, self.epoch + 1), self.num_tokens)]
 
     def on_admitted(self, num_cached_tokens: int, now: int) -> None:
         """Its prompt begins to be computed."""

@@ -271,7 +271,10 @@ class Scheduler:
         plan.decode_context = self.batch.context
         if self.speculation.has_offers:
             self._budget.open(plan.features, self.batch)
-            self.speculation.add_rows(plan, *self._budget.room())
+            num_rows, room_ns = self._budget.room()
+            if self.waiting or self.prefilling:  # good guesses must not keep a prompt, or a lost stream, from its step
+                num_rows, room_ns = num_rows // 2, room_ns / 2
+            self.speculation.add_rows(plan, num_rows, room_ns)
 
     def _resume_swapped(self, plan: StepPlan) -> None:
         if not self.swapped:
