@@ -171,8 +171,12 @@ class ExternalWorker:
 
     def watched(self) -> WatchedEngine | None:
         """What its metrics said lately; None: nothing that could be diagnosed."""
-        pages = self._pages.found() if self.facts is not None else []
-        return WatchedEngine(name=self.spec.url, version=self.facts.version, pages=pages) if self.facts and pages else None
+        pages, facts = self._pages.found(), self.facts
+        return (
+            None
+            if facts is None or not pages
+            else WatchedEngine(name=self.spec.url, version=facts.version, pages=pages)
+        )
 
     # -- its life -----------------------------------------------------------------------------------------------------
 

@@ -107,9 +107,7 @@ class EngineFront(ServedFleet):
             urls = " ".join(engine.spec.url for engine in engines if engine.spec.kind == "llamacpp")
             words = f"llama.cpp says too little in its metrics alone; run: diptych diagnose {urls}"
         else:
-            words = (
-                "of the kind openai no metrics are known"
-            )
+            words = "of the kind openai no metrics are known"
         raise ConflictError(f"nothing can be said of what limits these engines: {words}", code="no_engine_metrics")
 
     def _resumes(self, request: RelayRequest) -> bool:
