@@ -6,7 +6,7 @@
 
 prefix: conversations with a system prompt that others share; each turn repeats what came before. Cached tokens are
 those that the engines report in their usage; the oracle is one cache without limits that holds every prompt that was
-answered, in whole blocks of the engine. Each way gets conversations of its own, so that none finds what another has
+asked, in whole blocks of the engine. Each way gets conversations of its own, so that none finds what another has
 left. goodput: the mixed load of goodput.py (chats and long documents, open loop), by ``diptych bench``; of each way the
 share of requests that met --slo, at each rate. Ways take turns over the same servers. faults: see front_faults.py.
 
@@ -43,7 +43,8 @@ WORDS = ("time", "river", "stone", "light", "paper", "green", "seven", "quiet", 
 
 
 class Oracle:
-    """One prefix cache without limits. It knows prompts from when they were answered."""
+    """One prefix cache without limits. It holds a prompt from the moment at which it was asked: an engine, which has
+    to compute it first, cannot find more."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -61,7 +62,7 @@ class Oracle:
         return end
 
     def add(self, ids: Sequence[int]) -> None:
-        """It was answered."""
+        """It was asked."""
         self._known.update(tuple(ids[:end]) for end in range(BLOCK, len(ids) + 1, BLOCK))
 
 
@@ -92,6 +93,7 @@ async def converse(url: str, model: str, seed: int, options: argparse.Namespace,
             prompt += " user " + words(own, 40, 150)
             ids = oracle.tokens(prompt)
             could = oracle.cached(ids)
+            oracle.add(ids)
             begin = time.perf_counter()
             body = {"model": model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
             reply = await asyncio.to_thread(post, url, body)
@@ -99,7 +101,6 @@ async def converse(url: str, model: str, seed: int, options: argparse.Namespace,
             usage = reply["usage"]
             if usage["prompt_tokens"] != len(ids):
                 raise RuntimeError(f"the engine counts {usage['prompt_tokens']} tokens, the tokenizer {len(ids)}")
-            oracle.add(ids)
             counts["prompt tokens"] += len(ids)
             counts["cached"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             counts["oracle"] += could

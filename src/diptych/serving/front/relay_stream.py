@@ -151,9 +151,9 @@ class RelayStream(AnswerStream):
         self.is_dirty = False
         data = self._data[0] if len(self._data) == 1 else b"".join(self._data)
         self._data.clear()
-        was_full, self._num_unread = self.is_full, 0
-        if was_full and self.on_read is not None:
+        if self._num_unread > UNREAD_BYTES and self.on_read is not None:
             self.on_read()
+        self._num_unread = 0
         return data
 
     def end(self, finished: RequestFinished) -> None:
