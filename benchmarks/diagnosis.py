@@ -65,7 +65,7 @@ class Speed:
 class Load:
     """What a server gets, with these mean lengths: prompts that fill ``use`` of its time, or so many ``streams``
     at once (whichever is given), times a scale. A document every tenth request where ``document`` is given;
-    ``flood_s``: batch requests of so many seconds of work at once in the middle."""
+    ``flood_s``: batch requests of so many seconds of work at once after a quarter of the time."""
 
     use: float = 0.0
     streams: float = 0.0
@@ -93,7 +93,7 @@ class Load:
                 options += ["--workload", str(path)]
             else:
                 options += ["--prompt-tokens", str(self.prompt), "--output-tokens", str(self.output)]
-            flood = threading.Thread(target=self._flood, args=(seconds / 2, speed, seed))
+            flood = threading.Thread(target=self._flood, args=(seconds / 4, speed, seed))
             flood.start()
             bench(URL, *options)
             flood.join()
@@ -216,7 +216,7 @@ CASES = {
         ("cold_cache", "prefix_misses"), load=Load(streams=0.3), beside=conversations(coming_back), factors=(6.0, 3.0)
     ),
     "busy-cores": Case(("oversubscribed_cores",), load=Load(streams=1.5), vllm="", beside=busy_cores),
-    "batch-flood": Case(("batch_flood",), load=Load(streams=1.5, flood_s=8), vllm=""),
+    "batch-flood": Case(("batch_flood",), load=Load(streams=1.5, flood_s=12), vllm=""),
     "capacity": Case(("capacity", "decode_batch"), load=Load(use=2, prompt=600), vllm=""),
 }  # fmt: skip
 

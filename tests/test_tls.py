@@ -1,6 +1,7 @@
 """One key makes both ends' certificates; who has another key, or poses as the other role, gets no connection."""
 
 import contextlib
+import hashlib
 import ssl
 import subprocess
 from pathlib import Path
@@ -9,32 +10,9 @@ import pytest
 
 from diptych.control.errors import ConfigError
 from diptych.tls.certificate import make_certificate
-from diptych.tls.ed25519 import public_key, sign
 from diptych.tls.shared_key import SharedKey, read_key_file
 
 KEY = SharedKey(b"k" * 32)
-
-# RFC 8032, section 7.1: seed, public key, message, signature
-VECTORS = [
-    (
-        "9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60",
-        "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a",
-        "",
-        "e5564300c360ac729086e2cc806e828a84877f1eb8e5d974d873e065224901555fb8821590a33bacc61e39701cf9b46bd25bf5f0595bbe24655141438e7a100b",
-    ),
-    (
-        "4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb",
-        "3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c",
-        "72",
-        "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00",
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("seed", "verifier", "message", "signature"), VECTORS)
-def test_signatures_are_those_of_the_rfc(seed: str, verifier: str, message: str, signature: str) -> None:
-    assert public_key(bytes.fromhex(seed)).hex() == verifier
-    assert sign(bytes.fromhex(seed), bytes.fromhex(message)).hex() == signature
 
 
 def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
@@ -52,7 +30,8 @@ def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
 
 
 def test_both_ends_derive_the_same_certificates_and_speak_tls_1_3() -> None:
-    assert make_certificate(b"s" * 32, "a") == make_certificate(b"s" * 32, "a")
+    made = make_certificate(b"s" * 32, "a").certificate.encode()  # these bytes, whichever library signs
+    assert hashlib.sha256(made).hexdigest() == "e34744262703302589d3747b09c5bd5fbce325e76b85ddee579493009e932ec1"
     server = SharedKey(b"k" * 32).server_tls("front end", "worker")
     assert shake(server, KEY.client_tls("worker", "front end")) == "TLSv1.3"
 

@@ -1,14 +1,13 @@
 """A self-signed X.509 certificate of an Ed25519 key, the same bytes whenever and wherever it is made.
 
 Two processes that know one secret can so derive the same certificate, and each can check that the other end holds its
-private key. Encodings: DER as in RFC 5280 (certificate), RFC 5958 and RFC 8410 (private key).
+private key. Encodings: DER as in RFC 5280 (certificate), RFC 5958 and RFC 8410 (private key), written here and not by
+the library that signs, so that any two of its versions make the same bytes.
 """
 
 import base64
 import hashlib
 from dataclasses import dataclass, field
-
-from diptych.tls.ed25519 import public_key, sign
 
 _ED25519 = bytes.fromhex("300506032b6570")  # AlgorithmIdentifier
 _COMMON_NAME = bytes.fromhex("0603550403")
@@ -28,7 +27,10 @@ class Certificate:
 
 def make_certificate(seed: bytes, name: str) -> Certificate:
     """The certificate of the key that grows from this seed of 32 bytes."""
-    verifier = public_key(seed)
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # of use with a key only: 30 ms
+
+    signer = Ed25519PrivateKey.from_private_bytes(seed)
+    verifier = signer.public_key().public_bytes_raw()
     subject = _tag(0x30, _tag(0x31, _tag(0x30, _COMMON_NAME + _tag(0x0C, name.encode()))))
     serial = b"\x01" + hashlib.sha256(verifier).digest()[:15]
     constraints = _tag(0x30, _BASIC_CONSTRAINTS + _TRUE + _tag(0x04, _tag(0x30, _TRUE)))  # it signs itself
@@ -43,7 +45,7 @@ def make_certificate(seed: bytes, name: str) -> Certificate:
         + _tag(0x30, _ED25519 + _tag(0x03, b"\0" + verifier))
         + _tag(0xA3, _tag(0x30, constraints)),
     )
-    whole = _tag(0x30, signed + _ED25519 + _tag(0x03, b"\0" + sign(seed, signed)))
+    whole = _tag(0x30, signed + _ED25519 + _tag(0x03, b"\0" + signer.sign(signed)))
     key = _tag(0x30, _tag(0x02, b"\0") + _ED25519 + _tag(0x04, _tag(0x04, seed)))
     return Certificate(_pem("CERTIFICATE", whole), _pem("PRIVATE KEY", key))
 
