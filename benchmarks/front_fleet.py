@@ -162,7 +162,7 @@ def goodput_part(options: argparse.Namespace, engines: Sequence[Engine]) -> list
         workload = Path(folder) / "load.toml"
         workload.write_text(WORKLOAD)
         load = ["--workload", str(workload), "--slo", options.slo, "--timeout", "120s", "--model", options.model.name]
-        load += ["--prompts", "text", "--send-slo"] if options.sends_slo else ["--prompts", "text"]
+        load += ["--send-slo"] if options.sends_slo else []
         for repetition in range(options.repetitions):
             for name, command in ways(options, engines).items():
                 seed = options.seed + repetition  # the arrivals of all; their texts differ in each run
