@@ -77,7 +77,8 @@ class Engine:
                 return
             except OSError:
                 time.sleep(0.2)
-        raise RuntimeError(f"{' '.join(self.command)} was not ready within {READY_S:g} s")
+        why = f"was not ready within {READY_S:g} s" if self.process.poll() is None else "ended before it was ready"
+        raise RuntimeError(f"{' '.join(self.command)} {why}")
 
     def signal(self, number: int) -> None:
         """Send a signal to each of its processes."""

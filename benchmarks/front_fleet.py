@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--parts", default="prefix,goodput,faults")
     parser.add_argument("--ways", default="diptych-events,diptych-assumed,cache_aware,kv_aware")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max-len", type=int, default=8192, help="longest sequence of vLLM")
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--rates", type=lambda text: [float(one) for one in text.split(",")], default=[0.5, 1, 2])
@@ -216,7 +217,10 @@ def main() -> None:
     options = parser.parse_args()
     parts, rows = options.parts.split(","), []
     if options.vllm is not None and {"prefix", "goodput"} & set(parts):
-        engines = [vllm_engine(options.vllm, options.model, core, dtype=options.dtype, max_len=8192) for core in (0, 1)]
+        engines = [
+            vllm_engine(options.vllm, options.model, core, dtype=options.dtype, max_len=options.max_len)
+            for core in (0, 1)
+        ]
         with running(engines):
             rows += prefix_part(options, engines) if "prefix" in parts else []
             rows += goodput_part(options, engines) if "goodput" in parts else []
