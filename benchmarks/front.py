@@ -46,19 +46,19 @@ def cpu_s(pid: int) -> float:
 
 
 @contextmanager
-def process(command: list[str], port: int) -> Iterator[int]:
-    """A server process that listens; gives its id."""
+def process(command: list[str], port: int, model: str = "fake") -> Iterator[int]:
+    """A server process that answers requests for this model; gives its id."""
     started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        asyncio.run(_listening(port, started))
+        asyncio.run(_listening(port, started, model))
         yield started.pid
     finally:
         end_process(started, 10)
 
 
-async def _listening(port: int, started: "subprocess.Popen[bytes]") -> None:
+async def _listening(port: int, started: "subprocess.Popen[bytes]", model: str = "fake") -> None:
     """Until an answer to a whole request has come through."""
-    body = json.dumps({"model": "fake", "prompt": "x", "max_tokens": 1, "stream": True}).encode()
+    body = json.dumps({"model": model, "prompt": "x", "max_tokens": 1, "stream": True}).encode()
     end = time.monotonic() + READY_S
     while time.monotonic() < end and started.poll() is None:
         try:

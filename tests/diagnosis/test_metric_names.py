@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from diptych.control.errors import ConfigError
@@ -14,8 +15,10 @@ from diptych.diagnosis.adapters.sglang_metrics import SGLANG
 from diptych.diagnosis.adapters.vllm_metrics import VLLM
 from diptych.diagnosis.diagnosis import diagnose
 from diptych.diagnosis.engine_advice import advise
+from diptych.diagnosis.live_diagnosis import engines_diagnosis
 from diptych.diagnosis.objectives_presets import PRESETS, objectives_in_words, parse_objectives
 from diptych.diagnosis.observation import Distribution, Observation
+from diptych.timeline.watched_server import WatchedEngine, WatchedEngines
 
 SLO = Slo(500 * NS_PER_MS, 50 * NS_PER_MS)
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -158,3 +161,21 @@ def test_urls_are_read_as_people_write_them() -> None:
         Site.of("ftp://example.org")
     with pytest.raises(ConfigError, match="cannot reach"):
         Site.of("http://127.0.0.1:9").get("/metrics")
+
+
+def test_of_several_engines_the_one_that_loses_most_is_shown() -> None:
+    def engine(name: str, ttft_s: float) -> WatchedEngine:
+        text = histogram("vllm:time_to_first_token_seconds", {ttft_s: 40})
+        text += histogram("vllm:request_queue_time_seconds", {0.9 * ttft_s: 40})
+        text += "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{} 4\n"
+        text += "# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{} 9\n"
+        pages = [(0.0, b""), *((float(second), text.encode()) for second in range(1, 8))]
+        return WatchedEngine(name=name, version="0.32", pages=pages)
+
+    engines = [engine("a", 0.01), engine("b", 5.0), engine("c", 1.0)]
+    found = msgspec.json.decode(engines_diagnosis(msgspec.msgpack.encode(WatchedEngines(engines=engines, own_slo=SLO))))
+    assert found["sentence"].startswith("b: ") and found["verdict"] == "limited" and found["causes"]
+    assert [server["verdict"] for server in found["servers"]] == ["healthy", "limited", "limited"]
+    asked = WatchedEngines(engines=engines[:1], own_slo=SLO, slo="ttft=1ms", with_advice=True)
+    alone = msgspec.json.decode(engines_diagnosis(msgspec.msgpack.encode(asked)))
+    assert alone["verdict"] == "limited" and "servers" not in alone and alone["objectives"]["ttft_ms"] == 1.0

@@ -77,15 +77,18 @@ class Direct:
         self.written: list[bytes] = []
         self._is_full = is_full
 
-    @property
-    def takes_more(self) -> bool:
-        return not self._is_full
-
     def count_unsent(self) -> int:
         return 0
 
-    def write(self, body: bytes) -> None:
-        self.written.append(body)
+    def writes(self, take: Callable[[], bytes]) -> Callable[[], bool]:
+        def write() -> bool:
+            if self._is_full:
+                return False
+            if body := take():
+                self.written.append(body)
+            return True
+
+        return write
 
 
 def response(llm: FakeLLM, *, stream: bool, writer: Words | None = None, max_tokens: int = 4) -> GenerationResponse:

@@ -3,6 +3,7 @@
 import msgspec
 
 from diptych.control.fleet_settings import FleetSettings
+from diptych.control.slo import Slo
 from diptych.timeline.records import (
     AnswerRecord,
     RequestRecord,
@@ -28,3 +29,20 @@ class WatchedServer(msgspec.Struct, frozen=True, kw_only=True):
     slo: str = ""
     with_advice: bool = False
     computed: dict[str, int] = {}
+
+
+class WatchedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine of others. pages: of its metrics, the oldest first, with seconds."""
+
+    name: str
+    version: str
+    pages: list[tuple[float, bytes]]
+
+
+class WatchedEngines(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines behind a server, where they export metrics. own_slo: the server's. Others as in WatchedServer."""
+
+    engines: list[WatchedEngine]
+    own_slo: Slo
+    slo: str = ""
+    with_advice: bool = False

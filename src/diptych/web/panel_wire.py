@@ -15,9 +15,10 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``page``: a page's HTML (``name``: its template and chapter). ``panel``: a panel's JSON. ``begin``: the first
     event of a panel that answers in events; ``next``: the one after it; ``drop``: no more of them are wanted.
-    ``diagnosis``: of the server in ``body`` (timeline/watched_server.py). packs: the client can read gzip."""
+    ``diagnosis``, ``engines``: of the server, or the engines, in ``body`` (timeline/watched_server.py). packs: the
+    client can read gzip."""
 
-    kind: Literal["page", "panel", "begin", "next", "drop", "diagnosis"]
+    kind: Literal["page", "panel", "begin", "next", "drop", "diagnosis", "engines"]
     name: str = ""
     query: dict[str, str] = {}
     stream: int = 0

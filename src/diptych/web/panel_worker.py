@@ -58,6 +58,10 @@ class PanelWorker:
             from diptych.diagnosis.live_diagnosis import live_diagnosis
 
             return Reply(body=live_diagnosis(call.body))
+        if call.kind == "engines":
+            from diptych.diagnosis.live_diagnosis import engines_diagnosis
+
+            return Reply(body=engines_diagnosis(call.body))
         if call.kind == "begin":
             events = steps(read(ChooseQuery, call.query))
             first = next(events)

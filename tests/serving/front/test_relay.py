@@ -6,6 +6,9 @@ import pytest
 from fake_engine import FakeEngine, answer_to
 from front_harness import fronted
 
+from diptych.control.slo import NS_PER_S
+from diptych.serving.front import engine_pages
+
 KINDS = ("vllm", "sglang", "llamacpp", "openai")
 pytestmark = pytest.mark.asyncio
 
@@ -132,8 +135,52 @@ async def test_pages_say_what_is_known_and_refuse_what_is_not() -> None:
         assert engines[0]["degraded"] == [] and engines[0]["capabilities"]["tokens_out"]
         assert any("--enable-metrics" in words for words in engines[1]["degraded"])
         refused = await client.http.get("/diagnosis")
-        assert refused.status_code == 409 and refused.json()["error"]["code"] == "no_step_telemetry"
+        assert refused.status_code == 409 and refused.json()["error"]["code"] == "no_engine_metrics"
         assert (await client.http.get("/ready")).status_code == 200
         assert (await client.http.get("/ui/state")).json()["workers"][0]["is_up"]
         assert (await client.http.get("/v1/models")).json()["data"][0]["id"] == "fake-model"
         assert "vllm:generation_tokens_total" in (await client.http.get("/metrics")).text
+
+
+async def test_the_engines_behind_it_are_diagnosed_by_their_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_pages, "FEWEST_NS", 1)
+    async with fronted(FakeEngine(), FakeEngine(), FakeEngine("llamacpp")) as client:
+        async with asyncio.timeout(10):
+            while sum(engine.watched() is not None for engine in client.front.external.engines) < 2:
+                await asyncio.sleep(0.02)
+        found = (await client.http.get("/diagnosis?slo=ttft=300ms")).json()
+        assert found["engine"] == "vllm" and found["version"] == "0.32.0-fake" and found["num_requests"] == 0
+        urls = [engine.url for engine in client.engines[:2]]
+        assert [server["source"] for server in found["servers"]] == urls and found["sentence"].startswith(urls[0])
+        wrong = await client.http.get("/diagnosis?slo=ttft")
+        assert wrong.status_code == 400
+
+
+async def test_a_diagnosis_that_cannot_be_made_here_says_where() -> None:
+    async with fronted(FakeEngine("llamacpp")) as client:
+        refused = await client.http.get("/diagnosis")
+        assert refused.status_code == 409
+        assert refused.json()["error"]["message"].endswith(f"run: diptych diagnose {client.engines[0].url}")
+    async with fronted(FakeEngine("openai")) as client:
+        assert (await client.http.get("/diagnosis")).status_code == 409
+
+
+async def test_pages_of_the_last_minute_are_kept_at_distances() -> None:
+    pages = engine_pages.EnginePages()
+    assert pages.found() == []
+    for second in range(200):
+        pages.add(b"%d" % second, second * NS_PER_S)
+    assert pages.found() == [(float(second), b"%d" % second) for second in (144, 152, 160, 168, 176, 184, 192, 199)]
+    pages.clear()
+    pages.add(b"0", 0)
+    assert pages.found() == []
+
+
+async def test_events_that_come_at_once_are_the_events_that_come_one_by_one() -> None:
+    for delay_s in (0.0, 0.005):
+        async with fronted(FakeEngine(delay_s=delay_s)) as client:
+            answer = await client.complete("abc", 12, stream_options={"include_usage": True})
+            assert (answer.text, answer.finish_reason, answer.is_done) == (answer_to("abc", 12), "length", True)
+            assert answer.usage is not None and answer.usage["completion_tokens"] == 12
+            await client.idle()
+            assert client.front.metrics.num_generated_tokens == 12

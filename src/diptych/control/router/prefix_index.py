@@ -102,10 +102,8 @@ class PrefixIndex:
         if evicted:
             for beliefs in self._believed:
                 beliefs.open_all(worker)
-        for block_hash in evicted:
-            self._discard(worker, block_hash)
-        for block_hash in stored:
-            self._add(worker, block_hash)
+        self._discard(worker, evicted)
+        self._add(worker, stored)
         return True
 
     def on_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes]) -> None:
@@ -113,8 +111,7 @@ class PrefixIndex:
         if not self._order.begin_at(worker, sequence):
             return
         self._forget_blocks(worker)
-        for block_hash in hashes:
-            self._add(worker, block_hash)
+        self._add(worker, hashes)
 
     def predict(self, worker: int, hashes: Sequence[bytes], now: int) -> None:
         """A prompt was just sent there: its blocks will soon be. Believed until they are evicted, or for a while."""
@@ -191,30 +188,34 @@ class PrefixIndex:
                 union[block_hash] = union.get(block_hash, 0) | 1 << worker
         assert union == self._masks
 
-    def _add(self, worker: int, block_hash: bytes) -> None:
-        self._blocks[worker].add(block_hash)
-        for beliefs in self._believed:
-            if block_hash in beliefs.chains[worker]:
-                beliefs.open(worker, block_hash)
-        self._masks[block_hash] = self._masks.get(block_hash, 0) | 1 << worker
+    def _add(self, worker: int, hashes: Iterable[bytes]) -> None:
+        held, masks, bit = self._blocks[worker], self._masks, 1 << worker
+        new, old = self._believed[0].chains[worker], self._believed[1].chains[worker]
+        for block_hash in hashes:
+            held.add(block_hash)
+            masks[block_hash] = masks.get(block_hash, 0) | bit
+            if block_hash in new:
+                self._believed[0].open(worker, block_hash)
+            if block_hash in old:
+                self._believed[1].open(worker, block_hash)
 
-    def _discard(self, worker: int, block_hash: bytes) -> None:
+    def _discard(self, worker: int, hashes: Sequence[bytes]) -> None:
+        held, masks, rest = self._blocks[worker], self._masks, ~(1 << worker)
         for beliefs in self._believed:
-            beliefs.blocks[worker].discard(block_hash)
-        if block_hash not in self._blocks[worker]:
-            return
-        self._blocks[worker].discard(block_hash)
-        mask = self._masks[block_hash] & ~(1 << worker)
-        if mask:
-            self._masks[block_hash] = mask
-        else:
-            del self._masks[block_hash]
+            beliefs.blocks[worker].difference_update(hashes)
+        for block_hash in hashes:
+            if block_hash in held:
+                held.remove(block_hash)
+                mask = masks[block_hash] & rest
+                if mask:
+                    masks[block_hash] = mask
+                else:
+                    del masks[block_hash]
 
     def _forget_blocks(self, worker: int) -> None:
         for beliefs in self._believed:
             beliefs.open_all(worker)
-        for block_hash in list(self._blocks[worker]):
-            self._discard(worker, block_hash)
+        self._discard(worker, list(self._blocks[worker]))
 
     def _pass_time(self, now: int) -> None:
         """Forget what was predicted in the period before the last one."""

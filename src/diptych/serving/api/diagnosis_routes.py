@@ -6,6 +6,7 @@ portions between which the event loop is free.
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -14,10 +15,9 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from diptych import __version__
-from diptych.control.errors import ConflictError
 from diptych.serving.fleet.settings_view import settings_of
 from diptych.serving.served_fleet import ServedFleet
-from diptych.timeline.watched_server import WatchedServer
+from diptych.timeline.watched_server import WatchedEngine, WatchedEngines, WatchedServer
 from diptych.web.panel_host import PanelHost
 from diptych.web.panel_wire import Call
 
@@ -37,6 +37,14 @@ class DiagnosisReply(BaseModel):
     miss_share: float | None
     causes: list[dict[str, Any]]
     attribution: dict[str, dict[str, Any]]
+
+
+class EngineDiagnosisReply(DiagnosisReply):
+    """Of the engine that loses most; servers: of all, where there are several."""
+
+    engine: str
+    source: str
+    servers: list[dict[str, Any]] = []
 
 
 def add_diagnosis_routes(
@@ -63,17 +71,24 @@ def add_diagnosis_routes(
         return Response(reply.body, reply.status, media_type="application/json")
 
 
-def refuse_diagnosis(app: FastAPI, errors: dict[int | str, dict[str, Any]]) -> None:
-    """Add a ``/diagnosis`` that says why there is none: engines of others report less than workers do."""
+def add_engine_diagnosis_routes(
+    app: FastAPI,
+    llm: ServedFleet,
+    watched: Callable[[], list[WatchedEngine]],
+    panels: PanelHost,
+    errors: dict[int | str, dict[str, Any]],
+) -> None:
+    """Add ``/diagnosis`` over engines of others, which report less than workers do: from their metrics. watched: of the
+    engines that have any; raises ConflictError where none has."""
+    refusals: dict[int | str, dict[str, Any]] = {status: errors[status] for status in (400, 401, 409, 503)}
 
-    @app.get("/diagnosis", responses={status: errors[status] for status in (401, 409)})
-    async def diagnosis() -> Response:
-        """No diagnosis: it needs all that happens at the workers."""
-        raise ConflictError(
-            "no step telemetry: the engines behind this server do not report steps and queues as workers do, so that "
-            "nothing can be said of what limits them (diptych diagnose reads the metrics of one engine)",
-            code="no_step_telemetry",
-        )
+    @app.get("/diagnosis", responses={**refusals, 200: {"model": EngineDiagnosisReply}})
+    async def diagnosis(request: Request, slo: Objectives = "", advice: WithAdvice = False) -> Response:
+        """What limits the engine that loses most time, from what the metrics of all said in the last minute."""
+        asked = WatchedEngines(engines=watched(), own_slo=llm.options.slo, slo=slo, with_advice=advice)
+        call = Call(kind="engines", body=msgspec.msgpack.encode(asked))
+        reply = await panels.ask(call, request.is_disconnected)
+        return Response(reply.body, reply.status, media_type="application/json")
 
 
 async def _encoded(llm: ServedFleet) -> list[msgspec.Raw]:

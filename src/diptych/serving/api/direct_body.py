@@ -1,11 +1,12 @@
 """A way to write to a streamed reply at once, outside of the task that sends it: the ASGI extension DIRECT_BODY.
 
-It must not write more than the client reads: its user asks ``takes_more`` first, and otherwise waits in ``send``.
+It does not write more than the client reads: its user then waits in ``send``.
 """
 
 import array
 import fcntl
 import termios
+from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -20,11 +21,19 @@ class DirectBody:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 
-    @property
-    def takes_more(self) -> bool:
-        """Whether ``write`` may be called now: the client is there, reads what it gets, and takes chunks."""
+    def writes(self, take: Callable[[], bytes]) -> Callable[[], bool]:
+        """A function that sends what ``take`` gives. It returns False, and takes nothing, while the client is not
+        there, does not read what it gets, or takes no chunks."""
         cycle = self._cycle
-        return not (cycle.flow.write_paused or cycle.disconnected) and cycle.chunked_encoding is True
+
+        def write() -> bool:
+            if cycle.flow.write_paused or cycle.disconnected or cycle.chunked_encoding is not True:
+                return False
+            if body := take():  # an empty chunk would end the body
+                cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            return True
+
+        return write
 
     def count_unsent(self) -> int:
         """Bytes of this connection that its client has not taken: those that wait here, and those in the kernel that
@@ -36,7 +45,3 @@ class DirectBody:
         except (OSError, ValueError, AttributeError):  # closed meanwhile, or no socket
             return waiting
         return waiting + unacknowledged[0]
-
-    def write(self, body: bytes) -> None:
-        """Send a part of the body (not empty)."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))

@@ -20,14 +20,13 @@ from diptych.serving.api.bodies import tenant_in
 from diptych.serving.api.manners import Manners
 from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
 from diptych.serving.api.reply import encode_json
-from diptych.serving.api.responses import GenerationResponse
 from diptych.serving.api.timeline_routes import add_timeline_routes
 from diptych.serving.api.ui_routes import add_ui_routes
 from diptych.serving.batches.batch_routes import add_batch_routes, upload_limits
 from diptych.serving.batches.batch_service import BatchService
 from diptych.serving.batches.line_host import serve_lines
 from diptych.serving.front.relay_request import RelayPath, read_request
-from diptych.serving.front.relay_stream import RELAY, RelayWriter
+from diptych.serving.front.relay_response import RelayResponse
 from diptych.serving.front.served_engines import EngineFront
 
 OBJECT: dict[str, Any] = {"content": {"application/json": {"schema": {"type": "object"}}}}
@@ -70,9 +69,7 @@ class FrontService:
                 found.append((b"x-diptych-recovery", self.front.recovery_of(stream).encode()))
             return found
 
-        return GenerationResponse(
-            self.front, generation, RelayWriter(), stream=asked.is_stream, dialect=RELAY, more_headers=headers
-        )
+        return RelayResponse(self.front, generation, stream=asked.is_stream, more_headers=headers)
 
     def card(self) -> dict[str, Any]:
         """The model."""
@@ -124,7 +121,8 @@ def build_front_app(
     _add_information(app, service)
     add_batch_routes(app, batches, ERRORS)
     add_timeline_routes(app, front.timeline, ERRORS)
-    add_ui_routes(app, front, model_name or OWN_NAME, ERRORS, has_admin_key=admin_key is not None, has_steps=False)
+    has_key = admin_key is not None
+    add_ui_routes(app, front, model_name or OWN_NAME, ERRORS, has_admin_key=has_key, watched=front.watched)
     add_admin_routes(app, front, ERRORS)
     app.add_middleware(NativePanics)
     serve_lines(app, batches, front, service.names, LINE_ENDPOINTS, workers_give_way=False)

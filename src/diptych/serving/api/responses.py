@@ -164,12 +164,4 @@ class GenerationResponse(WholeResponse):
         if body is None:
             return None
         generation.count_unsent = body.count_unsent
-
-        def write() -> bool:
-            if not body.takes_more:
-                return False
-            if events := writer.events(generation.take()):  # an empty chunk would end the body
-                body.write(events)
-            return True
-
-        return write
+        return body.writes(lambda: writer.events(generation.take()))

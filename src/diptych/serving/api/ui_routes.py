@@ -4,6 +4,7 @@ Owns the shape of ``/ui/state``. Measures nothing: it reads metrics, timeline an
 """
 
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -16,10 +17,11 @@ from diptych.control.engine.reports import TierStats
 from diptych.control.planner.planner_events import Decision
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.serving.api.admin_routes import is_local
-from diptych.serving.api.diagnosis_routes import add_diagnosis_routes, refuse_diagnosis
+from diptych.serving.api.diagnosis_routes import add_diagnosis_routes, add_engine_diagnosis_routes
 from diptych.serving.fleet.fleet_planner import FleetPlanner
 from diptych.serving.metrics.rolling_window import WINDOW_S, Recent
 from diptych.serving.served_fleet import ServedFleet
+from diptych.timeline.watched_server import WatchedEngine
 from diptych.web.assets import page_route, static_routes, without_slash
 from diptych.web.guide_app import guide_routes
 from diptych.web.panel_host import PanelHost
@@ -197,20 +199,20 @@ def add_ui_routes(
     errors: dict[int | str, dict[str, Any]],
     *,
     has_admin_key: bool,
-    has_steps: bool = True,
+    watched: Callable[[], list[WatchedEngine]] | None = None,
 ) -> None:
     """Add ``/ui``, its files and ``/ui/state``, ``/docs``, ``/guide`` and ``/compare``. errors: documented replies from
-    400 on. has_steps: whether the workers report their steps, without which nothing is diagnosed."""
+    400 on. watched: engines of others, which are diagnosed by their metrics (None: workers of ours)."""
     recent = _recent(llm)
     app.router.routes += [page_route("/ui", "ui/index.html"), without_slash("/ui"), *static_routes()]
     app.router.routes.append(Route("/", _to_live_page, methods=["GET"], include_in_schema=False))
     app.router.routes.append(page_route("/docs", "reference/index.html"))
     panels = app.state.panels = PanelHost(gives_way=True)
     app.router.routes += guide_routes(panels, live=True)
-    if has_steps:
+    if watched is None:
         add_diagnosis_routes(app, llm, model_name, panels, errors)
     else:
-        refuse_diagnosis(app, errors)
+        add_engine_diagnosis_routes(app, llm, watched, panels, errors)
 
     @app.get("/ui/state", responses={401: errors[401], 200: {"model": UiState}})
     async def state(request: Request) -> Response:

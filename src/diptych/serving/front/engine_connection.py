@@ -237,9 +237,9 @@ class _Connection(asyncio.Protocol):
         if parser is None:  # nothing was asked for
             self.drop()
             return
-        self._has_begun = True
-        self._request = b""
         if not self._has_head:
+            self._has_begun = True
+            self._request = b""
             self._head_bytes += len(data)
         try:
             parser.feed_data(data)

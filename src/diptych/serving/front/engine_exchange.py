@@ -8,8 +8,9 @@ The bytes go to the client's stream; the fleet gets counts and events. An exchan
 begun, its client has left) writes nothing any more. Ends exactly once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from diptych.control.errors import DiptychError, ErrorRecord, InvalidRequestError, WorkerError
@@ -48,12 +49,20 @@ class ExchangeOwner(Protocol):
         """Tell the fleet."""
         ...
 
+    def feed(self, attempt_id: str, token_ids: list[int], gap_ns: int) -> None:
+        """Later tokens came, so long after those before, and nothing else has happened."""
+        ...
+
     def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
         """Tell the fleet that this engine goes on with what another has computed; its first token."""
         ...
 
-    def on_tokens(self, exchange: "EngineExchange", num_tokens: int) -> None:
-        """Tokens came (0: the first byte of another kind)."""
+    def on_first_token(self, exchange: "EngineExchange") -> None:
+        """The prompt is computed."""
+        ...
+
+    def on_prompt_computed(self, stream: RelayStream) -> None:
+        """The engine has the prompt in its cache."""
         ...
 
     def on_usage(self, exchange: "EngineExchange", usage: EngineUsage) -> int:
@@ -146,27 +155,20 @@ class EngineExchange:
     def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
         """See ReplyListener."""
         self._status, self.has_bytes = status, True
-        self._is_events = headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+        is_events = headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+        self._is_events = status == 200 and is_events
 
     def on_data(self, data: bytes) -> None:
         """See ReplyListener."""
         if self.is_over:
             return
-        try:
-            if self._status == 200 and self._is_events:
-                for payload in self._splitter.feed(data):
-                    self._on_event(payload)
-                    if self.is_over:
-                        return
-                if self.stream.is_full and self._call is not None:
-                    self._call.pause()
-                return
-            self._body += data
-            limit = BODY_LIMIT if self._status == 200 else REFUSAL_LIMIT
-            if len(self._body) > limit:
-                raise UnreadableReplyError(f"the reply (status {self._status}) is longer than {limit} bytes")
-        except UnreadableReplyError as error:
-            self.break_off(str(error))
+        if self._is_events:
+            self._on_events(data)
+            return
+        self._body += data
+        limit = BODY_LIMIT if self._status == 200 else REFUSAL_LIMIT
+        if len(self._body) > limit:
+            self.break_off(f"the reply (status {self._status}) is longer than {limit} bytes")
 
     def on_end(self) -> None:
         """See ReplyListener."""
@@ -185,27 +187,53 @@ class EngineExchange:
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
-    def _on_event(self, payload: bytes) -> None:
-        if self.stream.attempt_id != self.attempt_id or self.stream.worker != self._feeder:
+    def _on_events(self, data: bytes) -> None:
+        """The tokens of all events that came at once are told at once; what ends the answer comes after them."""
+        stream = self.stream
+        if stream.attempt_id != self.attempt_id or stream.worker != self._feeder:
             self.cancel()  # of an attempt that is over
             return
+        token_ids: list[int] = []
+        end: Callable[[], None] | None = None
+        try:
+            for payload in self._splitter.feed(data):
+                end = self._on_event(payload, token_ids)
+                if end is not None:
+                    break
+        except UnreadableReplyError as error:
+            end = partial(self.break_off, str(error))
+        if token_ids:
+            self._count(token_ids)
+        if self.is_over:
+            return
+        if end is not None:
+            end()
+        elif stream.is_full and self._call is not None:
+            self._call.pause()
+
+    def _on_event(self, payload: bytes, token_ids: list[int]) -> Callable[[], None] | None:
+        """Relay an event, and add its tokens. Returns what ends the answer, if it does."""
         if payload == DONE:
-            self._on_done("the stream ended without a finish_reason")
-            return
-        chunk = read_chunk(payload)
+            return partial(self._on_done, "the stream ended without a finish_reason")
+        chunk, stream = read_chunk(payload), self.stream
         if chunk.error is not None:
-            self._on_error(chunk.error, error_message(payload, "the engine reported an error without a message"))
-            return
+            message = error_message(payload, "the engine reported an error without a message")
+            return partial(self._on_error, chunk.error, message)
         if chunk.usage is not None:
             self._usage = chunk.usage
-        token_ids = self._tokens_of(chunk)
-        if self._is_excess(token_ids):
-            return
+        found = self._tokens_of(chunk)
+        if len(stream.token_ids) + len(token_ids) + len(found) > self._most_tokens:
+            return self._on_excess
+        token_ids += found
         if self._question.resumes:
             self._relay_resumed(chunk)
         elif chunk.choices or not self._question.adds_usage:
-            self._relay(chunk, payload)
-        self._count(token_ids)
+            if stream.first_chunk is None and chunk.id:
+                stream.first_chunk = (chunk.id, chunk.created, chunk.model)
+            if self._question.adds_ids and b"token_ids" in payload:
+                payload = without_token_ids(payload)
+            stream.add(b"data: %b\n\n" % payload)
+        return None
 
     def _on_error(self, error: Any, message: str) -> None:
         """An error in the middle of a stream: the request's own fault, or the engine's."""
@@ -238,20 +266,10 @@ class EngineExchange:
                 found += choice.token_ids
         return found
 
-    def _is_excess(self, token_ids: Sequence[int]) -> bool:
-        """Whether the engine goes on after the longest answer that was asked for: it would never end."""
-        if self.stream.num_tokens + len(token_ids) <= self._most_tokens:
-            return False
+    def _on_excess(self) -> None:
+        """The engine goes on after the longest answer that was asked for: it would never end."""
         most = self.stream.request.max_tokens
         self._fail(WorkerError(f"{self._owner.name} gave more than max_tokens ({most}) tokens"))
-        return True
-
-    def _relay(self, chunk: EngineChunk, payload: bytes) -> None:
-        if self.stream.first_chunk is None and chunk.id:
-            self.stream.first_chunk = (chunk.id, chunk.created, chunk.model)
-        if self._question.adds_ids and b"token_ids" in payload:
-            payload = without_token_ids(payload)
-        self.stream.add(b"data: %b\n\n" % payload)
 
     def _relay_resumed(self, chunk: EngineChunk) -> None:
         """A completion's chunk, in the format of the client's request."""
@@ -260,17 +278,22 @@ class EngineExchange:
                 self.stream.add(self.stream.chunk(choice.text or "", choice.finish_reason))
 
     def _count(self, token_ids: list[int]) -> None:
-        if not token_ids:
-            return
-        now = self._owner.clock()
-        events: list[Event] = []
-        if not self.first_ns:
-            self.first_ns = now
-            self.stream.served_by = self._owner.name
-            events.append(FirstToken(now, self.attempt_id))
-        self._owner.on_tokens(self, len(token_ids))
+        """Tell the fleet of tokens, at least one."""
+        owner = self._owner
+        now = owner.clock()
+        before_ns, self.last_ns = self.last_ns, now
         self.num_tokens += len(token_ids)
-        self.last_ns = now
+        if self.first_ns:
+            owner.feed(self.attempt_id, token_ids, now - before_ns)
+            return
+        self.first_ns = now
+        self.stream.served_by = owner.name
+        owner.on_first_token(self)
+        self._begin_answer(token_ids, now)
+        owner.on_prompt_computed(self.stream)  # after the client has its token
+
+    def _begin_answer(self, token_ids: list[int], now: int) -> None:
+        events: list[Event] = [FirstToken(now, self.attempt_id)]
         if self.is_handoff and self._feeder != self._owner.number:
             self._feeder = self._owner.number
             events.append(HandoffDelivered(now, self.attempt_id, 0, now - self.begun_ns))

@@ -19,7 +19,6 @@ from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConflictError
 from diptych.control.router.topology import Role, has_both_phases
 from diptych.control.slo import Slo
-from diptych.control.step import StepTokens
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan
@@ -35,7 +34,6 @@ from diptych.serving.front.relay_stream import RelayStream
 from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
 from diptych.serving.link.messages import Ready
 
-NOT_STOPPED: frozenset[str] = frozenset()
 NOT_OURS = "the engine is not this server's: {} cannot be changed from here"
 
 
@@ -95,7 +93,9 @@ class ExternalLauncher:
             return fleet.core.members.num_usable
 
         spec = self._front.engines[number]
-        return ExternalWorker(number, spec, self._front, fleet.relay_of, fleet.feed, num_up, self._clock, self._prices)
+        return ExternalWorker(
+            number, spec, self._front, fleet.relay_of, fleet.streams.on_relayed, num_up, self._clock, self._prices
+        )
 
 
 class ExternalFleet(Fleet):
@@ -154,12 +154,6 @@ class ExternalFleet(Fleet):
             if stream is not None and not stream.can_resume:
                 found[request_id] = stream.request.max_tokens
         return found
-
-    def feed(self, worker: int, tokens: StepTokens) -> None:
-        """Tokens of one stream, and nothing else: as ``on_message`` would, by a shorter way. (An engine reports each
-        token of each stream by itself.)"""
-        self.streams.on_tokens(worker, tokens, NOT_STOPPED)
-        self.streams.deliver()
 
     def make_changes(self, started: Sequence[SchedulerConfig], cores: HostCores) -> WorkerChanges:
         """See Fleet."""

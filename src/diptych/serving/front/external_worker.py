@@ -31,6 +31,7 @@ from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLong
 from diptych.serving.front.engine_exchange import EngineExchange, RequestFields, fields_of
 from diptych.serving.front.engine_handoff import PrefillLeg
 from diptych.serving.front.engine_load import EngineLoad, LearnedPrices
+from diptych.serving.front.engine_pages import DIAGNOSED_KINDS, EnginePages
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.handoff_port import HandoffPort
 from diptych.serving.front.relay_request import RelayRequest
@@ -47,6 +48,7 @@ from diptych.serving.link.messages import (
     pack_events,
     unpack_command,
 )
+from diptych.timeline.watched_server import WatchedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +61,8 @@ STALE_PROBES = 4
 
 
 class ExternalWorker:
-    """See WorkerPort. relay_of: the open stream of a request. feed: takes a worker's tokens where
-    nothing else has happened. num_up: how many engines there are to try. prices: of all engines."""
+    """See WorkerPort. relay_of: the open stream of a request. feed: takes tokens of one of its
+    attempts, where nothing else has happened. num_up: how many engines there are to try. prices: of all engines."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class ExternalWorker:
         spec: EngineSpec,
         options: FrontOptions,
         relay_of: Callable[[str], RelayStream | None],
-        feed: Callable[[int, StepTokens], None],
+        feed: Callable[[int, str, list[int]], None],
         num_up: Callable[[], int],
         clock: Callable[[], int],
         prices: LearnedPrices,
@@ -101,6 +103,7 @@ class ExternalWorker:
         self.cache = EngineCache(options, spec, clock)
         self.steps = StepWatch(spec.step_events, self._on_step, clock)
         self.handoffs = HandoffPort(self)
+        self._pages = EnginePages()
 
     # -- WorkerPort ---------------------------------------------------------------------------------------------------
 
@@ -166,6 +169,15 @@ class ExternalWorker:
             "steps": self.steps.described(),
         }
 
+    def watched(self) -> WatchedEngine | None:
+        """What its metrics said lately; None: nothing that could be diagnosed."""
+        pages, facts = self._pages.found(), self.facts
+        return (
+            None
+            if facts is None or not pages
+            else WatchedEngine(name=self.spec.url, version=facts.version, pages=pages)
+        )
+
     # -- its life -----------------------------------------------------------------------------------------------------
 
     async def _live(self) -> None:
@@ -211,6 +223,7 @@ class ExternalWorker:
         self.load = EngineLoad(blocks, self._options.block_size, due_ns, self.clock(), self._prices)
         self.cache.begin(blocks, facts.num_blocks or MAX_ENGINE_BLOCKS, self.report)
         self.steps.begin()
+        self._pages.clear()
 
     @property
     def num_blocks(self) -> int:
@@ -286,6 +299,8 @@ class ExternalWorker:
         except (ConnectionError, TimeoutError):
             self._check_soon()
             return
+        if status == 200 and self.spec.kind in DIAGNOSED_KINDS:
+            self._pages.add(page, self.clock())
         gauges = self._adapter.read_gauges(page) if status == 200 else None
         if gauges is not None:
             self.load.on_gauges(gauges, self.clock())
@@ -397,12 +412,14 @@ class ExternalWorker:
 
     def report(self, events: Sequence[Event], tokens: StepTokens | None = None) -> None:
         """See ExchangeOwner."""
-        if self._listener is None or self.state is not WorkerState.READY:
-            return
-        if tokens is not None and not events:
-            self._feed(self.number, tokens)
-        else:
+        if self._listener is not None and self.state is WorkerState.READY:
             self._listener.on_message(self.number, StepReport(pack_events(events), tokens))
+
+    def feed(self, attempt_id: str, token_ids: list[int], gap_ns: int) -> None:
+        """See ExchangeOwner."""
+        if self.state is WorkerState.READY:
+            self.load.on_gap(attempt_id, gap_ns, len(token_ids))
+            self._feed(self.number, attempt_id, token_ids)
 
     def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
         """See ExchangeOwner."""
@@ -410,17 +427,12 @@ class ExternalWorker:
             report = StepReport(pack_events(events), first_tokens={attempt_id: (token_id, None)})
             self._listener.on_message(self.number, report)
 
-    def on_tokens(self, exchange: EngineExchange, num_tokens: int) -> None:
+    def on_first_token(self, exchange: EngineExchange) -> None:
         """See ExchangeOwner."""
-        now = self.clock()
-        if exchange.num_tokens:
-            self.load.on_gap(exchange.attempt_id, now - exchange.last_ns, num_tokens)
-        else:
-            self.load.on_first_token(exchange.attempt_id, now)
-            self.on_prompt_computed(exchange.stream)
+        self.load.on_first_token(exchange.attempt_id, exchange.first_ns)
 
     def on_prompt_computed(self, stream: RelayStream) -> None:
-        """See HandoffOwner."""
+        """See ExchangeOwner."""
         self.cache.on_computed(stream.hashes, self.clock())
 
     def on_usage(self, exchange: EngineExchange, usage: EngineUsage) -> int:

@@ -77,6 +77,8 @@ class RelayBody(msgspec.Struct):
     metadata: dict[str, str] | None = None
 
 
+LARGE_FIELDS = ("messages", "prompt", "input", "tools", "chat_template_kwargs")  # of RelayBody: read as they are
+SMALL_FIELDS = tuple(name for name in RelayBody.__struct_fields__ if name not in LARGE_FIELDS)
 _body_decoder = msgspec.json.Decoder(RelayBody)
 _fields_decoder = msgspec.json.Decoder(dict[str, Raw])
 _ids_decoder = msgspec.json.Decoder(list[int])
@@ -158,11 +160,11 @@ class RelayRequest:
         width, data = max(1, int(block_size * bytes_per_token)), memoryview(self.prompt)
         before = (self.path, self.body.cache_salt or "", self.body.model or "")
         seed = "\0".join(before).encode() + bytes(self.body.tools) + bytes(self.body.chat_template_kwargs)
-        parent = blake2b(seed, digest_size=HASH_BYTES).digest()
+        chain = blake2b(blake2b(seed, digest_size=HASH_BYTES).digest(), digest_size=HASH_BYTES)
         found = []
         for end in range(width, len(data) + 1, width):
-            parent = blake2b(parent + data[end - width : end], digest_size=HASH_BYTES).digest()
-            found.append(parent)
+            chain.update(data[end - width : end])
+            found.append(chain.digest())  # of all that came before
         return tuple(found)
 
     def engine_fields(self, model: str, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,8 +195,8 @@ def _neutral(name: str) -> tuple[bytes, ...]:
 def read_request(path: RelayPath, data: bytes) -> RelayRequest:
     """The request of a body. Raises InvalidRequestError that names the field."""
     try:
-        body = _body_decoder.decode(data)
         fields = _fields_decoder.decode(data)
+        body = _read_body(fields)
     except msgspec.ValidationError as error:
         words = str(error)
         param = words.rpartition("`$.")[2].rstrip("`").split(".")[0].split("[")[0] if "`$." in words else None
@@ -204,6 +206,15 @@ def read_request(path: RelayPath, data: bytes) -> RelayRequest:
     request = RelayRequest(path, body, fields, len(data))
     _check(request)
     return request
+
+
+def _read_body(fields: Mapping[str, Raw]) -> RelayBody:
+    """The prompt is not parsed again."""
+    body = _body_decoder.decode(encode_json({name: fields[name] for name in SMALL_FIELDS if name in fields}))
+    for name in LARGE_FIELDS:
+        if name in fields:
+            setattr(body, name, fields[name])
+    return body
 
 
 def _check(request: RelayRequest) -> None:

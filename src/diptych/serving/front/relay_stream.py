@@ -77,7 +77,7 @@ class RelayStream(AnswerStream):
     as the engine counted them (0: it has not yet). hashes: of its blocks. prompt_ids: of its prompt, where an engine
     named them. is_exact: whether all tokens so far are known. refusal: an engine's reply to pass on as it is.
     served_by: the engine that gave the first byte. refused_by: workers that did not want the request now. on_read:
-    called when the client has taken everything."""
+    called when the client has taken what was too much."""
 
     __slots__ = (
         "_data",
@@ -144,13 +144,17 @@ class RelayStream(AnswerStream):
 
     def take(self) -> RelayDelta:
         """What is new since the last call."""
+        return RelayDelta(0, "", [], [], self.finish_reason, self.take_data())
+
+    def take_data(self) -> bytes:
+        """What is new since the last call, as the client gets it."""
         self.is_dirty = False
         data = self._data[0] if len(self._data) == 1 else b"".join(self._data)
         self._data.clear()
-        self._num_unread = 0
-        if self.on_read is not None:
+        if self._num_unread > UNREAD_BYTES and self.on_read is not None:
             self.on_read()
-        return RelayDelta(0, "", [], [], self.finish_reason, data)
+        self._num_unread = 0
+        return data
 
     def end(self, finished: RequestFinished) -> None:
         """See AnswerStream."""
@@ -196,6 +200,11 @@ class RelayGeneration(Generation):
     def fail(self, error: Exception) -> None:
         """See Generation."""
         super().fail(self.relay.refusal or error)
+
+    def take_data(self) -> bytes:
+        """What is new, as ``take`` for a reader that waits: nothing has waited for it."""
+        self._dirty.clear()
+        return self.relay.take_data()
 
 
 class RelayWriter:

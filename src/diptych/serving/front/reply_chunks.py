@@ -5,7 +5,6 @@ engine for more than the client did (usage, token ids): that is taken out again.
 """
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -26,12 +25,13 @@ class EventSplitter:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes) -> list[bytes]:
         """The payloads of the events that are whole now; comments and events without data give none. Raises
         UnreadableReplyError for an event that is too long."""
-        if not self._rest and data.startswith(b"data: ") and data.find(b"\n\n") == len(data) - 2 and b"\r" not in data:
-            yield data[6:-2] if b"\n" not in data[:-2] else _payload(data[:-2]) or b""  # one event, as most are
-            return
+        is_whole = data.startswith(b"data: ") and data.endswith(b"\n\n") and not self._rest
+        if is_whole and data.count(b"\n") == 2 and b"\r" not in data:
+            return [data[6:-2]]  # one event, as most are
+        payloads: list[bytes] = []
         searched = max(0, len(self._rest) - 3)  # a blank line may have been cut
         self._rest = self._rest + data if self._rest else data
         begin = 0
@@ -39,10 +39,11 @@ class EventSplitter:
             event, begin = self._rest[begin : found.start()], found.end()
             payload = _payload(event)
             if payload is not None:
-                yield payload
+                payloads.append(payload)
         self._rest = self._rest[begin:]
         if len(self._rest) > MAX_EVENT_BYTES:
             raise UnreadableReplyError(f"an event of the stream is longer than {MAX_EVENT_BYTES} bytes")
+        return payloads
 
     @property
     def has_rest(self) -> bool:

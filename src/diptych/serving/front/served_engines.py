@@ -4,14 +4,16 @@ import asyncio
 import uuid
 from dataclasses import replace
 
-from diptych.control.errors import OverloadedError, UnavailableError
+from diptych.control.errors import ConflictError, OverloadedError, UnavailableError
 from diptych.control.request import Submission
 from diptych.serving.front.engine_metrics import engine_families
+from diptych.serving.front.engine_pages import DIAGNOSED_KINDS
 from diptych.serving.front.external_fleet import ExternalFleet
 from diptych.serving.front.external_worker import ExternalWorker
 from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest, options_for, prompt_token_ids
 from diptych.serving.front.relay_stream import RelayGeneration, RelayStream
 from diptych.serving.served_fleet import ServedFleet
+from diptych.timeline.watched_server import WatchedEngine
 
 MAX_OPEN = 65_536  # requests that are open at once
 ID_PREFIXES = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
@@ -91,6 +93,22 @@ class EngineFront(ServedFleet):
         """The engine that feeds this stream."""
         engines = self.external.engines
         return engines[stream.worker] if 0 <= stream.worker < len(engines) else None
+
+    def watched(self) -> list[WatchedEngine]:
+        """What the metrics of the engines said in the last minute. Raises ConflictError where none can be read so."""
+        engines = self.external.engines
+        found = [watched for engine in engines if (watched := engine.watched()) is not None]
+        if found:
+            return found
+        kinds = {engine.spec.kind for engine in engines}
+        if kinds & set(DIAGNOSED_KINDS):
+            words = "no engine has shown its metrics for a moment yet, or none exports any (/engines says what is off)"
+        elif "llamacpp" in kinds:
+            urls = " ".join(engine.spec.url for engine in engines if engine.spec.kind == "llamacpp")
+            words = f"llama.cpp says too little in its metrics alone; run: diptych diagnose {urls}"
+        else:
+            words = "of the kind openai no metrics are known"
+        raise ConflictError(f"nothing can be said of what limits these engines: {words}", code="no_engine_metrics")
 
     def _resumes(self, request: RelayRequest) -> bool:
         names_tokens = [

@@ -30,7 +30,7 @@ export class DiagnosisCard {
       this.#show(found);
       if (advice) this.#showAdvice(found);
     } catch (error) {
-      const isRefused = error instanceof ServerError && (advice || error.status === 409); // 409: no step telemetry
+      const isRefused = error instanceof ServerError && (advice || error.status === 409); // 409: engines without metrics
       if (isRefused) setText($("#diagnosis-sentence"), error.message);
     } finally {
       this.asking = false;

@@ -1,0 +1,36 @@
+"""The newest pages of an engine's metrics, for its diagnosis: a few of the last minute, at even distances."""
+
+from collections import deque
+
+from diptych.control.slo import NS_PER_S
+
+DIAGNOSED_KINDS = ("vllm", "sglang")  # whose metrics have histograms
+NUM_PAGES = 8
+PAUSE_NS = 8 * NS_PER_S  # between two pages that are kept
+FEWEST_NS = 2 * NS_PER_S  # from the first page to the last
+
+
+class EnginePages:
+    """Memory: at most NUM_PAGES pages, and the newest."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=NUM_PAGES - 1)
+        self._newest: tuple[int, bytes] | None = None
+
+    def clear(self) -> None:
+        """The engine has come up: its counters begin again."""
+        self._kept.clear()
+        self._newest = None
+
+    def add(self, page: bytes, now: int) -> None:
+        """A page came."""
+        self._newest = now, page
+        if not self._kept or now - self._kept[-1][0] >= PAUSE_NS:
+            self._kept.append(self._newest)
+
+    def found(self) -> list[tuple[float, bytes]]:
+        """The pages, with seconds; none, where they say too little."""
+        if self._newest is None or self._newest[0] - self._kept[0][0] < FEWEST_NS:
+            return []
+        pages = [*self._kept] if self._kept[-1] is self._newest else [*self._kept, self._newest]
+        return [(time_ns / NS_PER_S, page) for time_ns, page in pages]

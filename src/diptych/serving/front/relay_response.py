@@ -1,0 +1,28 @@
+"""The reply to a request that was passed on: bytes of an engine, straight to the connection as they come."""
+
+from collections.abc import Callable
+
+from starlette.types import Scope
+
+from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
+from diptych.serving.api.responses import GenerationResponse, MoreHeaders
+from diptych.serving.front.relay_stream import RELAY, RelayGeneration, RelayWriter
+from diptych.serving.served_fleet import ServedFleet
+
+
+class RelayResponse(GenerationResponse):
+    """See GenerationResponse. A stream's events are written without records in between."""
+
+    def __init__(
+        self, front: ServedFleet, generation: RelayGeneration, *, stream: bool, more_headers: MoreHeaders
+    ) -> None:
+        super().__init__(front, generation, RelayWriter(), stream=stream, dialect=RELAY, more_headers=more_headers)
+        self._relay = generation
+
+    def _direct_writes(self, scope: Scope) -> Callable[[], bool] | None:
+        generation = self._relay
+        body: DirectBody | None = scope.get("extensions", {}).get(DIRECT_BODY, {}).get("body")
+        if body is None:
+            return None
+        generation.count_unsent = body.count_unsent
+        return body.writes(generation.take_data)
