@@ -58,7 +58,7 @@ class Server:
 
     def answer(self, prompt: list[int], salt: str | None = None) -> list[int]:
         name, self._number = f"r{self._number}", self._number + 1
-        self.core.model.coefficients = (1e6, 1e6, 1e3, 1e6, 1e3)  # a slow machine: tiers pay, however fast this one is
+        self.core.model.coefficients = (1e6, 1e7, 1e3, 1e6, 1e3)  # a slow machine: tiers pay, however busy the disk is
         self.engine.add(name, prompt, TOKENS, salt=salt)
         tokens: list[int] = []
         while (outcome := self.engine.step()) is not None:
