@@ -275,7 +275,7 @@ def test_models_health_ready_version_and_metrics(client: openai.OpenAI, server: 
         now = server.metrics()
         return sum(now[name] - before[name] for name in names)
 
-    wait_until(lambda: num_later_tokens() == 11)  # workers count guesses in their next report
+    wait_until(lambda: num_later_tokens() >= 11)  # workers count guesses, those of earlier tests too, in a later report
     for name in ("vllm:kv_cache_usage_perc", "vllm:num_preemptions_total", "diptych:step_time_model_error"):
         assert name in after
 

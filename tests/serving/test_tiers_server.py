@@ -79,7 +79,8 @@ def test_conversations_return_to_the_worker_whose_host_memory_holds_them() -> No
         assert [text for text, _ in reversed(again)] == [text for text, _ in first]
         assert sum(cached for _, cached in again) >= 6 * 31 * 32
         name = "diptych:kv_host_hit_tokens_total"
-        wait_until(lambda: sum(value for key, value in found.metrics().items() if key.startswith(name)) >= 3 * 31 * 32)
+        # Four of them are in the device caches, or most of their blocks are.
+        wait_until(lambda: sum(value for key, value in found.metrics().items() if key.startswith(name)) >= 2 * 31 * 32)
         assert found.metrics()["diptych:router_cache_alarm"] == 0
 
 
