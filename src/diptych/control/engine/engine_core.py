@@ -232,7 +232,9 @@ class EngineCore:
             self._num_steps += num_steps - 1
         self.kv.tiers.step_ended()
         events = self.take_events()
-        events += [reservation(raised, self.kv.block_size, now) for raised in self.scheduler.incoming.take_raised()]
+        if self.scheduler.incoming.raising:
+            raised = self.scheduler.incoming.take_raised()
+            events += [reservation(request, self.kv.block_size, now) for request in raised]
         if not num_steps:
             return events + self._take_back(output, result, now)
         reached_limit = self._end_prefills(output, now, events) if output.prefills else []

@@ -138,7 +138,8 @@ class SimulatedWorker:
     def post(self, orders: Sequence[Order], *, has_newcomer: bool = False) -> None:
         """The front end sent a message: these orders. has_newcomer: one begins a request that others give way to."""
         self._inbox.extend(orders)
-        if has_newcomer and self._worker.pipeline is None and not (self.is_hung or self._in_turn):
+        gives_way = has_newcomer and self.engine.scheduler.giving_way.requests
+        if gives_way and self._worker.pipeline is None and not (self.is_hung or self._in_turn):
             self._break_off(self._environment.now)
         self._wake()
 
