@@ -30,7 +30,7 @@ STRIDES_SEEDS = (3768,)  # a refused prompt and a refused reservation shared one
 REGRESSION_SEEDS = (1709, 2999, 3872, 6764, 8798, 12943, 14235, 15339, 17894, 18296, 41105, 87615)
 
 
-@pytest.mark.parametrize("seed", [*range(200), *REGRESSION_SEEDS])
+@pytest.mark.parametrize("seed", [*range(120), *REGRESSION_SEEDS])
 def test_every_law_holds_on_a_bad_day(seed: int) -> None:
     run_schedule(random_schedule(seed))
 
