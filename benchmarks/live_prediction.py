@@ -8,8 +8,8 @@ lengths) that is sent to ``diptych serve`` over HTTP, open loop, with fresh rand
 simulator gets the same list, the calibration, and nothing else. Compared are the percentiles of TTFT and TPOT as the
 HTTP client sees them. "repeat" is how much the live percentiles differ between the repeats: no prediction can be
 better than that. The worker computes on core 0 with one thread, so that the front end and the client, which share the
-machine, have a core that is theirs. "others' cores": what unrelated processes used meanwhile; it should be next to
-nothing.
+machine, have a core that is theirs. Speculation is off: a model with random weights repeats itself, and would decode
+several tokens a step. "others' cores": what unrelated processes used meanwhile; it should be next to nothing.
 """
 
 import argparse
@@ -211,7 +211,7 @@ def main() -> None:
     others: dict[Case, list[float]] = {}
     for number in range(options.repeats):
         for shape in ("chunked", "unified"):
-            with diptych_server(options.model, "--shape", shape, *MACHINE):
+            with diptych_server(options.model, "--shape", shape, "--speculation", "off", *MACHINE):
                 warm = requests_of(CASES[0], calibration, 2.0, 99)
                 measure(warm, target)
                 for case, specs, runs in zip(CASES, workloads, live, strict=True):
