@@ -156,7 +156,8 @@ class WorkerCore:
 
     def __init__(self, engine: EngineCore, *, publishes_kv: bool = True, reports_load: bool = True) -> None:
         self.engine = engine
-        self._tier_changes = TierChanges(engine.kv) if publishes_kv else None
+        self._publishes_kv = publishes_kv
+        self._tier_changes = TierChanges(engine.kv) if publishes_kv and engine.kv.host.num_blocks else None
         self._reports_load = reports_load
         self._outgoing = Outgoing(engine.config.cache.block_size)
         self._targets: dict[str, Prefill] = {}  # attempts that are prefilled here and not released yet
@@ -351,7 +352,7 @@ class WorkerCore:
                 self._has_news = True
                 if kind in _HANDOFFS:
                     self._follow(event)
-            elif kind in _KV and self._tier_changes is None:
+            elif kind in _KV and not self._publishes_kv:
                 continue
             reported.append(event)
 

@@ -1,8 +1,8 @@
 """What a router is to know of the tiers below a worker's KV cache: their changes, numbered tier by tier, as KV events.
 
-Made only where a router reads them. What lies on disk is said in parts of a bounded size, so that a full disk that a
-new worker finds does not make one message of megabytes: until all of it is said, a router knows too little, never too
-much.
+Made only where there are such tiers, and a router reads them. What lies on disk is said in parts of a bounded size, so
+that a full disk that a new worker finds does not make one message of megabytes: until all of it is said, a router knows
+too little, never too much.
 """
 
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
@@ -38,9 +38,7 @@ class TierChanges:
         return events
 
     def snapshot(self, now: int) -> list[Event]:
-        """All that the tiers hold; of the disk a first part, which ``take`` continues. Nothing without tiers."""
-        if not self._kv.host.num_blocks:
-            return []
+        """All that the tiers hold; of the disk a first part, which ``take`` continues."""
         self._kv.host.drain_changes()
         host = KVSnapshot(now, self._next("host"), tuple(self._kv.host.prefix_cache), "host")
         self._disk.begin_again(self._kv.tiers.loads.hashes)

@@ -467,7 +467,7 @@ class Scheduler:
             return False
         if not self.holders.has_room(request, cached, refusal, self._num_departures):
             return False
-        return self._clear_room(plan, partial(self.holders.fits_now, request, cached))
+        return not len(self.giving_way) or self._clear_room(plan, partial(self.holders.fits_now, request, cached))
 
     def _fits_back(self, plan: StepPlan, request: Request) -> bool:
         """Whether there are blocks for one that was swapped out, which those set aside have given up then."""
