@@ -74,7 +74,7 @@ class KVCacheManager:
         return num_cached + len(below) * self.block_size
 
     def fetch(self, request: Request, work_ns: WorkNs, now: int) -> bool:
-        """Whether the request waits for a load from disk from now on."""
+        """Whether the request waits for a load from now on."""
         return self.tiers.fetch(request, self.num_cached_tokens(request) // self.block_size, work_ns, now)
 
     def awaits_sibling(self, request: Request, num_blocks: int) -> bool:
