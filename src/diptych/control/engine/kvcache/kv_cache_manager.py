@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
 from diptych.control.engine.kvcache.demand import future_peak_blocks
-from diptych.control.engine.kvcache.disk_loads import WorkNs
+from diptych.control.engine.kvcache.tier_loads import WorkNs
 from diptych.control.engine.kvcache.tiers import Tiers
 from diptych.control.request import Request
 
