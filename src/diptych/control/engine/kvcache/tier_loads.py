@@ -31,7 +31,7 @@ MARGIN = 2  # a load is to take at most one part in so many of the time of compu
 WorkNs = Callable[[int, int], int]  # (start, num_tokens) -> predicted nanoseconds of computing them
 
 
-class _Load:
+class _HostLoad:
     """One load under way. deadline_ns: when its requests are computed instead."""
 
     __slots__ = ("deadline_ns", "hashes", "host_blocks", "is_over", "requests", "source")
@@ -58,7 +58,7 @@ class TierLoads:
         self.num_cancelled = 0
         self._on_disk: dict[bytes, None] = {}
         self.journal = DiskJournal()  # of ``_on_disk``
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, _HostLoad] = {}
         self._load_of: dict[bytes, int] = {}  # hashes that are being loaded -> the load
         self._waits_for: dict[str, int] = {}  # requests -> the load
         self._num_loads = 0
@@ -152,7 +152,7 @@ class TierLoads:
         load_id = self._num_loads
         blocks = self._host.allocate(len(run))
         gain_ns = work_ns(start * self._block_size, len(run) * self._block_size)
-        self._loads[load_id] = _Load(source, run, blocks, now + gain_ns)
+        self._loads[load_id] = _HostLoad(source, run, blocks, now + gain_ns)
         self._load_of.update(dict.fromkeys(run, load_id))
         self._wait(request, load_id, [])
         source.begun(len(run))
