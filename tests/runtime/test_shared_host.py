@@ -30,20 +30,24 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is share
 BLOCKS, BLOCK = 16, 20_000  # of more than one page, so that a copy takes a while
 FORMAT = b"one format"
 
+BIG, FEW, NAMES = 400_000, 6, 10  # so that most copies meet a writer
+
 OWNER = """
 import random, sys
-from tests.runtime.test_shared_host import BLOCK, BLOCKS, content, name_of
+from tests.runtime.test_shared_host import BIG, FEW, NAMES, content, name_of
 from diptych.runtime.tiers.shared_host import SharedHost
-fd, first, num_rounds = map(int, sys.argv[1:])
-host, rng = SharedHost(fd, BLOCKS, BLOCK), random.Random(first)
+fd, first = map(int, sys.argv[1:])
+host, rng = SharedHost(fd, FEW, BIG), random.Random(first)
 memory = host.memory.numpy()
-for number in range(num_rounds):
-    block = rng.randrange(BLOCKS)
-    name = name_of(first + rng.randrange(40))
+contents = {name: content(name, BIG) for name in map(name_of, range(first, first + NAMES))}
+number = 0
+while True:
+    block, name = rng.randrange(FEW), rng.choice(list(contents))
     with host.writing((block,)):
-        memory[block * BLOCK : (block + 1) * BLOCK] = content(name)
+        memory[block * BIG : (block + 1) * BIG] = contents[name]
     host.publish([name], [block])
-    if number == BLOCKS * 4:
+    number += 1
+    if number == 50:
         print("ready", flush=True)
 """
 
@@ -52,9 +56,9 @@ def name_of(number: int) -> bytes:
     return blake2b(number.to_bytes(4, "little"), digest_size=16).digest()
 
 
-def content(name: bytes) -> np.ndarray:
+def content(name: bytes, num_bytes: int = BLOCK) -> np.ndarray:
     """What a block of this name holds: every byte of it depends on the name."""
-    return np.resize(np.frombuffer(name, np.uint8), BLOCK)
+    return np.resize(np.frombuffer(name, np.uint8), num_bytes)
 
 
 @pytest.fixture
@@ -71,10 +75,10 @@ def write(host: SharedHost, block: int, name: bytes) -> None:
     host.publish([name], [block])
 
 
-def read(peer: PeerHost, name: bytes) -> bytes | None:
+def read(peer: PeerHost, name: bytes, num_bytes: int = BLOCK) -> bytes | None:
     """The block of this name."""
     (block,) = peer.find([name])
-    target = bytearray(BLOCK)
+    target = bytearray(num_bytes)
     return bytes(target) if block >= 0 and peer.copy(block, name, memoryview(target)) else None
 
 
@@ -136,10 +140,11 @@ def test_the_next_owner_takes_all_names_away(fd: int) -> None:
     assert read(peer, name_of(2)) is not None
 
 
-def owner(fd: int, first: int, num_rounds: int) -> subprocess.Popen[bytes]:
+def owner(fd: int, first: int) -> subprocess.Popen[bytes]:
     """A process that overwrites blocks at random."""
-    command = [sys.executable, "-c", OWNER, str(fd), str(first), str(num_rounds)]
-    process = subprocess.Popen(command, pass_fds=(fd,), stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(fd), str(first)], pass_fds=(fd,), stdout=subprocess.PIPE
+    )
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     return process
 
@@ -148,22 +153,26 @@ def test_no_byte_is_ever_wrong_while_a_process_overwrites_what_others_copy(fd: i
     """Thousands of copies against a writer that never rests; then it is killed, and another takes its place."""
     found = missed = 0
     rng, peer = random.Random(1), None
-    for life, first in enumerate((0, 40)):
-        writer = owner(fd, first, 10**9)
+    for first in (0, NAMES):
+        names = [name_of(number) for number in range(first, first + NAMES)]
+        expected = {name: content(name, BIG).tobytes() for name in names}
+        writer = owner(fd, first)
         try:
-            peer = peer or opened(fd)
-            for _ in range(3000):
-                number = first + rng.randrange(40)
-                data = read(peer, name_of(number))
-                assert data is None or data == content(name_of(number)).tobytes()
+            peer = peer or PeerHost.open(fd, BIG)
+            assert peer is not None
+            for _ in range(1500):
+                name = rng.choice(names)
+                data = read(peer, name, BIG)
+                assert data is None or data == expected[name]
                 found, missed = found + (data is not None), missed + (data is None)
         finally:
             writer.send_signal(signal.SIGKILL)
             writer.wait()
             assert writer.stdout is not None
             writer.stdout.close()
-        assert [read(peer, name_of(number)) for number in range(40 - 40 * life, 80 - 40 * life)] == [None] * 40
-    assert found > 100 and missed > 100
+        assert {read(peer, name, BIG) or expected[name] for name in names} == set(expected.values())
+    assert [read(peer, name_of(number), BIG) for number in range(NAMES)] == [None] * NAMES  # of the first life
+    assert found > 50 and missed > 50
 
 
 # -- a worker's reader -------------------------------------------------------------------------------------------------
