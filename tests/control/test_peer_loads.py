@@ -228,6 +228,23 @@ def test_every_token_is_right_whatever_peers_hold_lose_and_are_said_to_hold(seed
     assert sum(worker.core.stats().tiers.peer_hit_tokens for worker in workers) > 0
 
 
+def test_a_copy_of_what_a_peer_holds_gives_way_before_what_only_this_worker_has() -> None:
+    driver = reader(num_host_blocks=40)
+    driver.add("own", prompt(20, 15 * BLOCK))
+    settle(driver)
+    for number in range(2):  # copy the prompt down
+        driver.add(f"r{number}", prompt(30 + number))
+        settle(driver)
+    own = list(hash_blocks(prompt(20, 15 * BLOCK), BLOCK))
+    here = driver.core.kv.host.prefix_cache
+    assert all(here.get(block_hash) is not None for block_hash in own)
+    ask(driver, "a", prompt(1), WHOLE)
+    driver.run()
+    copies = set(driver.loads[0].hashes)
+    next_ones = driver.core.kv.host.oldest_cached(5)
+    assert set(next_ones) <= copies
+
+
 def test_a_recording_with_a_peer_is_replayed(tmp_path: Path) -> None:
     driver = reader()
     recorder = record_engine(tmp_path / "recording.jsonl", driver.config)

@@ -62,6 +62,7 @@ class TierLoads:
         self._load_of: dict[bytes, int] = {}  # hashes that are being loaded -> the load
         self._waits_for: dict[str, int] = {}  # requests -> the load
         self._num_loads = 0
+        self._copies: dict[int, bytes] = {}  # host blocks with what a peer holds, too -> what that was
 
     @property
     def num_loading(self) -> int:
@@ -185,6 +186,8 @@ class TierLoads:
                     self._lose(block_hash)
             source.ended(len(load.hashes), len(load.hashes) - count)
         source.measured(count, event.duration_ns)
+        if source is self.peers:
+            self._copies.update(zip(load.host_blocks[:count], load.hashes[:count], strict=True))
         if count and self._shares_host:
             actions.append(ShareBlocks(load.hashes[:count], tuple(load.host_blocks[:count])))
         requests = list(load.requests.values())
@@ -192,6 +195,17 @@ class TierLoads:
             self._release(request, [*request.host_block_ids, *load.host_blocks[:count]])
         self._host.release(load.host_blocks)
         return requests
+
+    def forget_copies(self, blocks: Sequence[int]) -> None:
+        """These host blocks were used. Of what a peer holds, too, one copy on the host is enough: this one goes first."""
+        if not self._copies:
+            return
+        here, spare = self._host.prefix_cache, []
+        for block in blocks:
+            block_hash = self._copies.pop(block, None)
+            if block_hash is not None and here.get(block_hash) == block:  # else it was given out again
+                spare.append(block)
+        self._host.evict_first(spare)
 
     def next_deadline_ns(self) -> int | None:
         """When a load will have taken as long as computing."""

@@ -157,6 +157,7 @@ class Tiers:
         """The copies of the last plan are done."""
         if self._in_step:
             self.host.release(self._in_step)
+            self.loads.forget_copies(self._in_step)
             self._in_step.clear()
         if self._copied:
             hashes, blocks = zip(*self._copied, strict=True)
