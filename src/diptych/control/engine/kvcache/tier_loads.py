@@ -197,7 +197,7 @@ class TierLoads:
         return requests
 
     def forget_copies(self, blocks: Sequence[int]) -> None:
-        """These host blocks were used. Of what a peer holds, too, one copy on the host is enough: this one goes first."""
+        """These host blocks were used. Of what a peer holds, too, one copy on the host is enough: this one goes."""
         if not self._copies:
             return
         here, spare = self._host.prefix_cache, []
