@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from diptych.control.cluster.attempts import Attempt
+from diptych.control.cluster.cluster_recording import canonical_command
+from diptych.control.commands import Prefill, Reserve, Serve
 from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig, TierConfig
 from diptych.control.engine.kvcache.load_source import SLOW_LOADS
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
@@ -256,3 +259,21 @@ def test_a_recording_with_a_peer_is_replayed(tmp_path: Path) -> None:
     assert [load.peer for load in driver.loads] == [0, 0]
     report = replay(recorder.path)
     assert report.difference is None and report.num_steps > 5
+
+
+def test_the_commands_of_an_attempt_say_which_peer_each_worker_may_read() -> None:
+    here, there = PeerRun(3, 0, 9), PeerRun(4, 2, 5)
+    whole = Attempt("a", "a", 0, 1, 1, False, 0, here, here)
+    assert [getattr(command, "peer_run", None) for command in whole.begin()] == [here]
+    for is_borrowed in (False, True):
+        attempt = Attempt("a", "a", 0, 1, 2, is_borrowed, 0, here, there)
+        commands = [*attempt.begin(), *attempt.on_reserved(0, (7, 8))]
+        said = {type(command): command.peer_run for command in commands if isinstance(command, Reserve | Prefill)}
+        assert said == {Reserve: there, Prefill: here}
+
+
+def test_a_command_that_names_no_peer_is_recorded_as_before_there_were_peers() -> None:
+    assert canonical_command(Serve(0, "a", "a", 1)) == (
+        "Serve(worker=0, request_id='a', attempt_id='a', num_output_tokens=1)"
+    )
+    assert "PeerRun(peer=3" in canonical_command(Serve(0, "a", "a", 1, PeerRun(3, 0, 9)))
