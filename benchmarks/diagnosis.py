@@ -65,7 +65,8 @@ class Speed:
 class Load:
     """What a server gets, with these mean lengths: prompts that fill ``use`` of its time, or so many ``streams``
     at once (whichever is given), times a scale. A document every tenth request where ``document`` is given;
-    ``flood_s``: batch requests of so many seconds of work at once after a quarter of the time."""
+    ``flood_s``: a job's requests of so many seconds of work at once after a quarter of the time, which do not say that
+    they are of class batch (those that do give way)."""
 
     use: float = 0.0
     streams: float = 0.0
@@ -104,7 +105,7 @@ class Load:
             count = round(self.flood_s / (400 * speed.prompt_s))
             bench(
                 URL, "--rate", "1000", "--num-requests", str(count), "--prompt-tokens", "400", "--output-tokens",
-                "40", "--extra", '{"service_class": "batch"}', "--seed", str(seed + 100),
+                "40", "--seed", str(seed + 100),
             )  # fmt: skip
 
 
@@ -124,33 +125,34 @@ class Case:
 
 
 def slow_reader(seconds: float) -> None:
-    """Clients that ask for long answers with many alternatives and hardly read them."""
+    """Clients that ask for answers with many alternatives and hardly read them."""
     body = json.dumps(
-        {"prompt": [7] * 40, "max_tokens": 2000, "stream": True, "logprobs": 20, "ignore_eos": True, "temperature": 0}
+        {"prompt": [7] * 40, "max_tokens": 300, "stream": True, "logprobs": 20, "ignore_eos": True, "temperature": 0}
     )
     open_connections = []
-    for _ in range(6):
-        connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
-        connection.sock = socket.socket()
-        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.sock.connect(("127.0.0.1", PORT))
-        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-        open_connections.append(connection)
-        connection.getresponse().read(100)
-    time.sleep(seconds)
+    for _ in range(3):
+        for _ in range(8):
+            connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
+            connection.sock = socket.socket()
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sock.connect(("127.0.0.1", PORT))
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            open_connections.append(connection)
+        time.sleep(seconds / 5)
+    time.sleep(2 * seconds / 5)
     for connection in open_connections:
         connection.close()
 
 
-def conversations(first_token: Callable[[int, float], int]) -> Callable[[float], None]:
-    """Sessions that resend a long beginning, whose first token is ``first_token(turn, share of the time that is
-    over)``."""
+def conversations(first_token: Callable[[int, float], int], length: int = 1500) -> Callable[[float], None]:
+    """Sessions that resend a beginning of so many tokens, whose first token is ``first_token(turn, share of the time
+    that is over)``."""
 
     def run(seconds: float) -> None:
         begun, turn = time.monotonic(), 0
         while (over := (time.monotonic() - begun) / seconds) < 1:
             turn += 1
-            prompt = [first_token(turn, over)] + [200 + at % 700 for at in range(1500)] + [300 + turn % 600]
+            prompt = [first_token(turn, over)] + [200 + at % 700 for at in range(length)] + [300 + turn % 600]
             connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
             body = json.dumps({"prompt": prompt, "max_tokens": 8})
             connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
@@ -190,7 +192,7 @@ CASES = {
     "long-prompts": Case(("prefill_queueing",), "--shape unified", Load(use=0.5, document=6000), vllm=""),
     "interference": Case(
         ("prefill_interference",), "--budget fixed --max-batched-tokens 4096 --max-num-seqs 64",
-        Load(use=0.4, output=150, document=4000), vllm="--max-num-batched-tokens 4096",
+        Load(use=0.4, output=150, document=4000), vllm="--max-num-batched-tokens 4096", factors=(30.0, 2.0),
     ),
     "kv-too-small": Case(
         ("kv_cache_full",), "--kv-cache-memory {kv}", Load(streams=8, output=150), kv_tokens=640,
@@ -213,7 +215,8 @@ CASES = {
         ("prefix_misses",), "--explain-misses on", Load(streams=0.3), beside=conversations(always_another)
     ),
     "cold-cache": Case(
-        ("cold_cache", "prefix_misses"), load=Load(streams=0.3), beside=conversations(coming_back), factors=(6.0, 3.0)
+        ("cold_cache", "prefix_misses"), load=Load(streams=0.3), beside=conversations(coming_back, 4000),
+        factors=(3.0, 10.0),
     ),
     "busy-cores": Case(("oversubscribed_cores",), load=Load(streams=1.5), vllm="", beside=busy_cores),
     "batch-flood": Case(("batch_flood",), load=Load(streams=1.5, flood_s=12), vllm=""),

@@ -112,3 +112,12 @@ def test_the_table_and_the_settings_name_what_exists() -> None:
         assert set(row.signals) | set(row.needs) <= SIGNALS.keys(), row.cause
     for engine, settings in CATALOGUE.items():
         assert settings.keys() <= BY_CAUSE.keys(), engine
+
+
+def test_stalls_of_a_saturated_server_are_for_want_of_capacity_unless_a_few_prompts_are_the_work() -> None:
+    parts = RequestParts("r", 0, 0, 10, num_output_tokens=11)
+    parts.decode.update({"mixed_prefill": 30, "stalled_by_prefill": 10})
+    assert lost_to(parts, Evidence())[1] == {"prefill_interference": 40}
+    assert lost_to(parts, Evidence(is_saturated=True))[1]["capacity"] == 40
+    parts.marked_decode_ns = 30
+    assert lost_to(parts, Evidence(is_saturated=True))[1] == {"prefill_interference": 30, "capacity": 10}

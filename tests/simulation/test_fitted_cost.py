@@ -89,6 +89,15 @@ def test_the_live_server_costs_more_than_its_steps_and_the_fit_says_how_much() -
     assert relative_errors(fit_scaled(forward, points), points)["p95"] < 0.01
 
 
+def test_long_prompts_cost_what_single_steps_say_whatever_the_decodes_of_the_live_server_do() -> None:
+    forward, single = fit_linear(measured(straight)), measured(straight)
+    short = [f for f in grid() if f.prefill_tokens <= 64]
+    live = [(f, round(straight(f) * (1.0 if f.prefill_tokens else 0.8))) for f in short for _ in range(10)]
+    cost, _, _ = fit_live(forward, live, single)
+    long = [point for point in single if point.features.prefill_tokens > 64 and not point.features.decode_seqs]
+    assert relative_errors(cost, long)["p95"] < 0.05
+
+
 def test_steps_are_gathered_by_their_means_without_the_wild_ones() -> None:
     one = StepFeatures(0, 0, 2, 100)
     (point,) = gather([(one, 90), (one, 110), (one, 100), (one, 100_000)])

@@ -32,9 +32,9 @@ from diptych.simulation.replay import recorded_steps
 STEPS_COMMAND = (sys.executable, "-m", "diptych.calibration.calibration_steps")
 SERVER_COMMAND = (sys.executable, "-m", "diptych.calibration.calibration")
 STREAM_COUNTS = (1, 2, 4, 8, 16, 32)
-STREAM_PROMPTS = (32, 384)
-IDLE_PROMPTS = (16, 64, 256, 1024)
-MIXED_STREAMS, MIXED_PROMPTS = (2, 8), (16, 64, 256, 512)
+STREAM_PROMPTS = (35, 390)
+IDLE_PROMPTS = (16, 75, 270, 1035)  # as prompts are: few are a whole number of a kernel's tiles, which would be cheaper
+MIXED_STREAMS, MIXED_PROMPTS = (2, 8), (16, 75, 270, 530)
 ROUNDS = 2  # at least
 
 Report = Callable[[str, float], None]  # (stage, share of it that is done)
@@ -60,7 +60,8 @@ def measure(options: EngineOptions, report: Report, *, steps_s: float = 45.0, li
     steps = measure_steps(options, steps_s, lambda share: report("single steps", share))
     with tempfile.TemporaryDirectory(prefix="diptych-") as directory:
         path = Path(directory) / "live.jsonl"
-        recorded = msgspec.structs.replace(options, record=str(path))
+        # without guesses, whose rows would pass for streams: a batch of so many streams is what is measured
+        recorded = msgspec.structs.replace(options, record=str(path), speculation="off")
         with subprocess.Popen(SERVER_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             try:
                 description, url, vocab_size = _start(process, recorded)

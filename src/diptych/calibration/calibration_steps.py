@@ -22,7 +22,7 @@ from diptych.serving.link.engine_options import EngineOptions
 if TYPE_CHECKING:
     from diptych.runtime.model_runner import ModelRunner
 
-CHUNKS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
+CHUNKS = (1, 16, 32, 48, 80, 144, 272, 528, 1040, 2064)  # from 48 on between the tiles of kernels (32 or 64 rows)
 CHUNK_CONTEXTS = (0, 512, 2048, 6144)
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 DECODE_CONTEXTS = (32, 256, 1024, 4096)

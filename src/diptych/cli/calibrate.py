@@ -99,7 +99,7 @@ def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Cali
         measured = measure(options, show, steps_s=seconds / 2, live_s=seconds / 2)
     steps = [MeasuredPoint(features, duration_ns) for features, duration_ns in measured.steps]
     forward, step_errors = fit(steps)
-    cost, points, live_errors = fit_live(forward, measured.live_steps)
+    cost, points, live_errors = fit_live(forward, measured.live_steps, steps)
     return Calibration(
         model=name,
         cost=cost,

@@ -170,7 +170,12 @@ def _computed_again(evidence: Evidence, rest: str) -> dict[str, float]:
 def _interference(parts: RequestParts, evidence: Evidence) -> Mapping[str, float]:
     if evidence.is_flooded and evidence.batch_share >= MOST and parts.service_class != "batch":
         return {"batch_flood": 1.0}
-    return {"prefill_interference": 1.0}
+    if not evidence.is_saturated:
+        return {"prefill_interference": 1.0}
+    # who has more work than time keeps no objective by sharing it out in another way, unless a few prompts are the work
+    stalled = parts.decode["mixed_prefill"] + parts.decode["stalled_by_prefill"]
+    long = min(1.0, parts.marked_decode_ns / stalled) if stalled > 0 else 0.0
+    return {"prefill_interference": long, "capacity": 1 - long}
 
 
 def lost_to_of_means(observation: Observation, evidence: Evidence) -> Lost:

@@ -224,38 +224,44 @@ def fit(points: Sequence[MeasuredPoint]) -> tuple[FittedCost, dict[str, dict[str
 
 
 def fit_live(
-    forward: FittedCost, steps: Iterable[tuple[StepFeatures, int]]
+    forward: FittedCost, steps: Iterable[tuple[StepFeatures, int]], single: Sequence[MeasuredPoint] = ()
 ) -> tuple[FittedCost, tuple[MeasuredPoint, ...], dict[str, dict[str, float]]]:
     """The cost of steps in a live server, from the law of single steps and a recording: (law, points, errors).
 
     First the single steps are scaled and a constant, a part per sequence and one per prompt step are added; then a
     table is fitted to the recorded steps with that as its belief. The one that predicts held-out points better wins.
+    single: the points of single steps. A live server's chunks are short; longer ones stand for themselves.
     """
     points = gather(steps)
     firm = [point for point in points if point.repeats >= FIRM]
     kept, held = _split(firm or points)
     kept += [point for point in points if firm and point.repeats < FIRM]
+    longest = max((point.features.prefill_tokens for point in points), default=0)
+    beyond = [point for point in single if point.features.prefill_tokens > longest]
     laws = {"scaled": fit_scaled, "live table": fit_live_table}
-    errors = {name: relative_errors(law(forward, kept), held) for name, law in laws.items()}
+    errors = {name: relative_errors(law(forward, kept + beyond), held) for name, law in laws.items()}
     best = min(errors, key=lambda name: errors[name]["median"])
-    return laws[best](forward, points), tuple(points), errors
+    return laws[best](forward, points + beyond), tuple(points), errors
 
 
 def fit_scaled(forward: FittedCost, points: Sequence[MeasuredPoint]) -> FittedCost:
-    """scale * forward + a constant + a part per decode sequence + a part per step with prompt tokens."""
-    rows = [
-        (float(forward.features_ns(f)), 1.0, float(f.decode_seqs), float(f.prefill_tokens > 0))
-        for f in (point.features for point in points)
-    ]
-    scale, base, per_seq, per_prompt = _solve(rows, points, [1.0, 0.0, 0.0, 0.0], 1e-6)
+    """scale * decode part + scale * prompt part of ``forward``, + a constant + a part per decode sequence + a part per
+    step with prompt tokens. Two scales, because the live steps of prompts are short chunks and those of decodes are
+    all that there are: one for both would make long prompts as much faster as the decodes happened to be."""
+    rows = []
+    for features in (point.features for point in points):
+        decode = forward.features_ns(replace(features, prefill_tokens=0, prefill_attention=0))
+        prompt = forward.features_ns(features) - decode
+        rows.append((float(decode), float(prompt), 1.0, float(features.decode_seqs), float(prompt > 0)))
+    decodes, prompts, base, per_seq, per_prompt = _solve(rows, points, [1.0, 1.0, 0.0, 0.0, 0.0], 1e-6)
     seqs = zip(forward.seq_knots, forward.seq_ns, strict=True)
     return FittedCost(
         forward.seq_knots,
-        tuple(scale * value + base + per_seq * knot for knot, value in seqs),
-        tuple(scale * value for value in forward.context_ns),
+        tuple(decodes * value + base + per_seq * knot for knot, value in seqs),
+        tuple(decodes * value for value in forward.context_ns),
         forward.token_knots,
-        tuple(scale * value + per_prompt for value in forward.token_ns),
-        scale * forward.pair_ns,
+        tuple(prompts * value + per_prompt for value in forward.token_ns),
+        prompts * forward.pair_ns,
         "scaled",
     )
 
