@@ -48,17 +48,7 @@ def holder() -> TieredDriver:
 
 def ask(driver: TieredDriver, name: str, tokens: list[int], run: PeerRun | None) -> Request:
     """A request comes, of which the router says that a peer holds this run."""
-    before = driver.core.add_request
-
-    def add(request: Request, now: int) -> list[object]:
-        request.peer_run = run
-        return before(request, now)  # type: ignore[return-value]
-
-    driver.core.add_request = add  # type: ignore[method-assign,assignment]
-    try:
-        return driver.add(name, tokens)
-    finally:
-        driver.core.add_request = before  # type: ignore[method-assign]
+    return driver.add(name, tokens, peer_run=run)
 
 
 def prompt_hashes(number: int) -> list[bytes]:
