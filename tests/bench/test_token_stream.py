@@ -52,6 +52,11 @@ def test_a_silent_end_is_a_token_only_when_the_usage_counts_it() -> None:
     assert list(not_counted.stamps) == [1, 2, 3]
 
 
+def test_a_single_token_without_text_counts_once_the_answer_is_over() -> None:
+    usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
+    assert list(read(text("", "length"), {"choices": [], "usage": usage}).stamps) == [1]
+
+
 def test_token_ids_say_how_many_tokens_an_event_has() -> None:
     stream = read(text("ab", token_ids=[1, 2]), text("", token_ids=[]), text("c", "length", token_ids=[3]))
     assert (list(stream.stamps), list(stream.sizes), stream.output_tokens) == ([1, 3], [2, 1], 3)

@@ -194,14 +194,14 @@ def parts_of(body: bytes, boundary: str, size: int) -> list[tuple[str, str | Non
 async def test_parts_of_a_body_are_found_however_it_is_cut() -> None:
     content = b"a\r\n--b\r\nx\r\n--\r\n\r\n\x00"
     body = (
-        b'preamble\r\n--bound\r\nContent-Disposition: form-data; name="file"; filename="a \\"q\\".txt"\r\n'
+        b'--bound\r\nContent-Disposition: form-data; name="file"; filename="a \\"q\\" \xe6\x97\xa5.txt"\r\n'
         b"Content-Type: text/plain\r\n\r\n"
         + content
         + b"\r\n--bound\r\ncontent-disposition: form-data; name=empty\r\n\r\n"
         b"\r\n--bound--\r\nafter"
     )
     for size in (1, 2, 3, 7, 50, 10_000):
-        assert parts_of(body, "bound", size) == [("file", 'a "q".txt', content), ("empty", None, b"")]
+        assert parts_of(body, "bound", size) == [("file", 'a "q" 日.txt', content), ("empty", None, b"")]
     unnamed = b"--bound\r\nContent-Disposition: form-data\r\n\r\n"
     for wrong in (body[:-13], b"", b"--boundx", b"--bound\r\n\r\n\r\n", unnamed, b"--bound\r\n" + b"a" * 20_000):
         with pytest.raises(InvalidRequestError):
