@@ -1,10 +1,14 @@
-"""What a disk below the KV cache does: restarts, streams while KV is loaded and stored, and load without any reuse.
+"""What the tiers below the KV cache do: restarts, streams while KV is loaded and stored, load without any reuse, and
+host memory that workers read from each other.
 
-    python benchmarks/tiers.py MODEL [--tokens 8000] [--turns 3] [--json FILE]
+    python benchmarks/tiers.py MODEL [--tokens 8000] [--turns 3] [--only peers] [--cache 256MiB] [--json FILE]
 
 restart: the time to first token of a prompt, cold and after the server was killed and started again on its folder.
 gaps: the 99th percentile of the gaps of four streams, while prompts that are on disk come, and while new ones come.
 no reuse: requests per second of prompts that share nothing, with and without the disk, in turns.
+peers: two workers whose caches (--cache each) hold a few prompts, and whose host memories hold all: the time to first
+token of a prompt alone and cold, and when six requests for it come at once, so that some go to the worker that has not
+got it; how many tokens that worker read from the other; what a block took.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +137,42 @@ def no_reuse(model: str, turns: int) -> list[dict[str, float]]:
     return rows
 
 
+def burst(tokens: list[int], count: int) -> list[float]:
+    """Seconds to the first token of each of so many requests at once."""
+    with ThreadPoolExecutor(count) as pool:
+        return [first for first, _ in pool.map(lambda _: request(tokens, 32), range(count))]
+
+
+def peers(model: str, num_tokens: int, cache: str) -> dict[str, float]:
+    """Prompts of a quarter of the tokens."""
+    prompts = [prompt(9000 + number, num_tokens // 4) for number in range(12)]
+    with start(model, None, "--workers", "2", "--kv-cache-memory", cache, "--kv-host-gb", "4"):
+        cold = [request(tokens, 2)[0] for tokens in prompts]
+        again = [first for tokens in prompts for first in burst(tokens, 6)]
+        time.sleep(1)  # for the workers' figures
+        return {
+            "cold_s": statistics.median(cold),
+            "at_once_s": statistics.median(again),
+            "at_once_max_s": max(again),
+            "peer_tokens": metric("diptych:kv_peer_hit_tokens_total"),
+            "peer_missed_blocks": metric("diptych:kv_peer_missed_blocks_total"),
+            "peer_block_s": metric("diptych:kv_peer_block_seconds") / 2,
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--only", choices=["peers"], help="this part alone")
+    parser.add_argument("--cache", default="256MiB", help="KV cache of each worker in the part peers")
     parser.add_argument("--json", help="file for the record")
     asked = parser.parse_args()
+    read = {"what": "peers", **peers(asked.model, asked.tokens, asked.cache)}
+    if asked.only:
+        report("tiers", [read], asked.json)
+        return
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
         restarts = restart(asked.model, Path(one), asked.tokens, asked.turns)
         streams = gaps(asked.model, Path(two), asked.tokens)
@@ -146,6 +180,7 @@ def main() -> None:
     rows = [{"what": f"restart {number}", **row} for number, row in enumerate(restarts)]
     rows += [{"what": f"gap p99 of streams beside {kind}", "seconds": value} for kind, value in streams.items()]
     rows += [{"what": f"no reuse {number}, requests/s", **row} for number, row in enumerate(loads)]
+    rows.append(read)
     report("tiers", rows, asked.json)
 
 

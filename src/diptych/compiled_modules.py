@@ -30,8 +30,8 @@ MODULES = tuple(
         ),
         "control.engine": ("engine_core", "leases", "recording", "worker_core"),
         "control.engine.kvcache": (
-            *("block_pool", "demand", "disk_journal", "disk_loads", "kv_cache_manager", "prefix_cache", "tier_changes"),
-            "tiers",
+            *("block_pool", "demand", "disk_journal", "kv_cache_manager", "load_source", "prefix_cache"),
+            *("tier_changes", "tier_loads", "tiers"),
         ),
         "control.engine.scheduler": (
             *("ahead", "budget", "caps", "decode_batch", "giving_way", "holders", "incoming", "preemption"),

@@ -7,7 +7,7 @@ from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
-from diptych.control.request import Request, RequestOptions, Standing
+from diptych.control.request import PeerRun, Request, RequestOptions, Standing
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput
 from tests.control.checking_executor import CheckingExecutor
@@ -62,6 +62,7 @@ class Driver:
         standing: Standing = Standing.NEW,
         service_class: str = "standard",
         gives_way_ns: int | None = None,
+        peer_run: PeerRun | None = None,
     ) -> Request:
         """A request arrives now; a number stands for a prompt of that length that shares nothing."""
         if isinstance(prompt, int):
@@ -69,7 +70,7 @@ class Driver:
         hashes = hash_blocks(prompt, self.config.cache.block_size)
         options = RequestOptions(priority=priority, slo=slo, service_class=service_class, gives_way_ns=gives_way_ns)
         request = Request(request_id, len(prompt), max_tokens, block_hashes=hashes, options=options)
-        request.standing_at_arrival = standing
+        request.standing_at_arrival, request.peer_run = standing, peer_run
         events = self.core.add_request(request, self.now)
         self.log += events
         self.prompts[request_id] = prompt

@@ -108,7 +108,7 @@ def test_a_load_that_takes_longer_than_computing_is_not_begun() -> None:
     driver.add("first", prompt(1))
     settle(driver)
     after = make(contents=driver.contents)
-    after.core.kv.tiers.loads.load_block_ns = 10**9
+    after.core.kv.tiers.loads.disk.load_block_ns = 10**9
     after.add("again", prompt(1))
     after.run()
     assert not after.loads
@@ -200,7 +200,7 @@ def test_what_cannot_be_read_is_computed_and_not_asked_for_again() -> None:
     after.add("again", prompt(1))
     after.run()
     assert cached_tokens(after, "again") == 5 * BLOCK
-    assert after.core.kv.tiers.loads.missed_blocks == 14
+    assert after.core.kv.tiers.loads.disk.missed_blocks == 14
 
 
 def test_a_dead_disk_is_neither_read_nor_written() -> None:

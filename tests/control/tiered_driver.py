@@ -5,12 +5,14 @@ import random
 from dataclasses import dataclass, field
 
 from diptych.control.engine.kvcache.tier_records import (
+    NO_PEER,
     CancelLoad,
     DiskContents,
     DiskState,
     LoadBlocks,
     RunLoaded,
     RunStored,
+    ShareBlocks,
     StoreBlocks,
     TierEvent,
 )
@@ -23,13 +25,16 @@ BLOCK_NS = 100_000
 @dataclass
 class TieredDriver(Driver):
     """delay_ns: what a load or a store takes besides BLOCK_NS a block. faults: of a random number, how often a load
-    gives less than was asked for."""
+    gives less than was asked for. shared: host block -> (hash, content) that peers may read, until it is written again.
+    peers: the same of other workers."""
 
     delay_ns: int = 1_000_000
     fault_share: float = 0.0
     contents: dict[bytes, list[object]] = field(default_factory=dict)  # the disk
     loads: list[LoadBlocks] = field(default_factory=list)  # all of them
     cancelled: set[int] = field(default_factory=set)
+    shared: dict[int, tuple[bytes, list[object]]] = field(default_factory=dict)
+    peers: dict[int, dict[int, tuple[bytes, list[object]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,6 +49,8 @@ class TieredDriver(Driver):
         while True:
             self.serve_disk()
             output = super().step()
+            for _, host_block in output.swap_out if output is not None else ():
+                self.shared.pop(host_block, None)
             self.act()
             if output is not None or not self._due:
                 return output
@@ -70,6 +77,10 @@ class TieredDriver(Driver):
             if isinstance(action, CancelLoad):
                 self.cancelled.add(action.load_id)
                 continue
+            if isinstance(action, ShareBlocks):
+                for block_hash, block in zip(action.hashes, action.host_blocks, strict=True):
+                    self.shared[block] = block_hash, list(self.executor.host[block])
+                continue
             end_ns = self.now + self.delay_ns + BLOCK_NS * len(action.hashes)
             if isinstance(action, StoreBlocks):
                 for block_hash, block in zip(action.hashes, action.host_blocks, strict=True):
@@ -81,6 +92,7 @@ class TieredDriver(Driver):
             self.loads.append(action)
             assert all(self.core.kv.host.references(block) for block in action.host_blocks)
             for block in action.host_blocks:
+                self.shared.pop(block, None)
                 self.executor.host[block] = ["half read"] * self.executor.block_size
             count = len(action.hashes)
             if self._disk_rng.random() < self.fault_share:
@@ -89,9 +101,10 @@ class TieredDriver(Driver):
 
     def _read(self, load: LoadBlocks, event: RunLoaded) -> RunLoaded:
         """As much of it as is there."""
+        there = self.contents if load.peer == NO_PEER else dict(self.peers.get(load.peer, {}).values())
         count = 0
-        while count < event.num_blocks and load.hashes[count] in self.contents:
-            self.executor.host[load.host_blocks[count]] = list(self.contents[load.hashes[count]])
+        while count < event.num_blocks and load.hashes[count] in there:
+            self.executor.host[load.host_blocks[count]] = list(there[load.hashes[count]])
             count += 1
         return RunLoaded(load.load_id, count, BLOCK_NS * count)
 

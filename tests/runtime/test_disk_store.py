@@ -26,6 +26,8 @@ from diptych.control.errors import ConfigError
 from diptych.runtime.tiers import disk_store, tier_mover
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import PAGE_BYTES, extent_bytes, unpack_header
+from diptych.runtime.tiers.tier_driver import TierDriver
+from diptych.runtime.tiers.tier_events import TierEvents
 from diptych.runtime.tiers.tier_mover import TierMover
 
 FORMAT = b"f" * 16
@@ -249,7 +251,12 @@ class Host:
         return memoryview(self.blocks[block])
 
 
-def wait_for(mover: TierMover, kind: type[TierEvent], timeout_s: float = 10.0) -> list[TierEvent]:
+def moving(store: DiskStore, host: Host) -> TierDriver:
+    events = TierEvents()
+    return TierDriver(events, TierMover(store, host, events=events), None)
+
+
+def wait_for(mover: TierDriver, kind: type[TierEvent], timeout_s: float = 10.0) -> list[TierEvent]:
     """All events up to the first of this kind."""
     events: list[TierEvent] = []
     give_up = time.monotonic() + timeout_s
@@ -262,7 +269,7 @@ def wait_for(mover: TierMover, kind: type[TierEvent], timeout_s: float = 10.0) -
 
 def test_stores_and_loads_are_answered(tmp_path: Path) -> None:
     host = Host(8)
-    mover = TierMover(opened(tmp_path), host)
+    mover = moving(opened(tmp_path), host)
     hashes = tuple(hash_of(number) for number in range(3))
     for block, block_hash in enumerate(hashes):
         host.blocks[block][:] = content(block_hash)
@@ -277,7 +284,7 @@ def test_stores_and_loads_are_answered(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_load_is_answered(tmp_path: Path) -> None:
-    mover = TierMover(opened(tmp_path), Host(4))
+    mover = moving(opened(tmp_path), Host(4))
     mover.act(CancelLoad(1))
     mover.act(LoadBlocks(1, (hash_of(1),), (0,)))
     wait_for(mover, RunLoaded)
@@ -286,7 +293,7 @@ def test_a_cancelled_load_is_answered(tmp_path: Path) -> None:
 
 def test_a_disk_that_fails_again_and_again_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(tmp_path)
-    mover = TierMover(store, Host(4))
+    mover = moving(store, Host(4))
 
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "input/output error")
@@ -315,7 +322,7 @@ def test_a_full_disk_is_asked_again_later(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     monkeypatch.setattr(tier_mover, "FULL_REST_S", 0.05)
-    mover = TierMover(store, Host(4))
+    mover = moving(store, Host(4))
     for number in range(6):
         mover.act(StoreBlocks(number, (hash_of(1),), (0,)))
         assert RunStored(number, 0) in wait_for(mover, RunStored)

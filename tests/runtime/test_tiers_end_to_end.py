@@ -106,7 +106,7 @@ def test_what_is_on_disk_is_found_after_a_restart_and_gives_the_same_tokens(
     for prompt, tokens in zip(prompts(6), expected, strict=True):
         assert second.answer(prompt) == tokens
         assert second.last_cached == 288  # nine blocks; the rest of the prompt is less than one
-    assert second.core.kv.tiers.loads.loaded_blocks == 6 * 9
+    assert second.core.kv.tiers.loads.disk.loaded_blocks == 6 * 9
     second.answer(prompts(1)[0], salt="another tenant")
     assert second.last_cached == 0
     second.engine.close()

@@ -1,12 +1,14 @@
 """The parts of a fleet without processes: its settings, what an end of a process means, who hangs."""
 
 import logging
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
@@ -19,6 +21,7 @@ from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
 from diptych.serving.fleet.fleet_plan import plan_fleet
 from diptych.serving.fleet.hang_watch import verdict
 from diptych.serving.fleet.joint_ready import joint_ready
+from diptych.serving.fleet.shared_memory import keeps_order
 from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.serving.link.engine_options import DeviceOptions, EngineOptions, MemoryOptions
 from diptych.serving.link.heartbeat import Pulse
@@ -175,6 +178,50 @@ def test_workers_with_other_weights_share_no_memory() -> None:
         assert places[0].weights_fd == places[1].weights_fd != places[2].weights_fd
         assert [place.pool.first_block > 0 for place in places if place.pool] == [False, True, False, True]
         assert len(set(plan.pass_fds)) == 4
+    finally:
+        plan.close()
+
+
+HOST = msgspec.structs.replace(CPU, memory=MemoryOptions(kv_cache_bytes=2**22, host_bytes=2**22))
+
+
+@pytest.mark.skipif(not keeps_order(), reason="host blocks are not read by others on this machine")
+def test_workers_of_equal_weights_read_each_others_host_blocks() -> None:
+    rough = WorkerGroup(name="rough", quantize="int8", replicas=2)
+    plan = plan_fleet(HOST, FleetOptions(groups=(SMALL, rough)))
+    try:
+        assert len(set(plan.host_fds)) == 4 and set(plan.host_fds) <= set(plan.pass_fds)
+        assert {plan.host_domain(worker) for worker in range(4)} == {0}  # the model copy says who reads whom
+        mates = [set(options.place.host_fds) for options in plan.options if options.place]
+        assert mates == [{0, 1}, {0, 1}, {2, 3}, {2, 3}]
+        assert all(options.place.host_fds[at] == plan.host_fds[at] for at, options in enumerate(plan.options))  # type: ignore[union-attr]
+        assert all(os.fstat(fd).st_size == 0 for fd in plan.host_fds)  # each worker lays out its own
+    finally:
+        plan.close()
+    for fd in plan.host_fds:
+        with pytest.raises(OSError):
+            os.fstat(fd)
+
+
+@pytest.mark.parametrize("why", ["no host memory", "one worker", "cuda", "no prefix cache", "no index"])
+def test_host_blocks_are_a_workers_own_where_they_cannot_be_read_by_others(why: str) -> None:
+    options, fleet = HOST, FleetOptions(both=2, transfer="tcp")
+    match why:
+        case "no host memory":
+            options = CPU
+        case "one worker":
+            fleet = FleetOptions()
+        case "cuda":
+            options = msgspec.structs.replace(options, device=DeviceOptions(device="cuda"))
+        case "no prefix cache":
+            memory = msgspec.structs.replace(options.memory, prefix_cache=False)
+            options = msgspec.structs.replace(options, memory=memory)
+        case "no index":
+            fleet = replace(fleet, cluster=cluster_config(routing="least_loaded"))
+    plan = plan_fleet(options, fleet)
+    try:
+        assert plan.host_fds == () and plan.host_domain(0) is None
+        assert not any(own.place and own.place.host_fds for own in plan.options)
     finally:
         plan.close()
 

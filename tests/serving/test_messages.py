@@ -12,7 +12,7 @@ from diptych.control.commands import Prefill, Serve, WorkerCommand
 from diptych.control.config import SchedulerConfig, shape_preset
 from diptych.control.engine.reports import EngineStats, LoadReport
 from diptych.control.events import EVENT_CLASSES, Event, FirstToken, StepFinished
-from diptych.control.request import FinishReason, RequestOptions, SamplingParams
+from diptych.control.request import FinishReason, PeerRun, RequestOptions, SamplingParams
 from diptych.control.slo import LatencyBreakdown, Slo
 from diptych.control.step import Extra, StepTokens, TokenLogprobs
 from diptych.serving.link import messages as wire
@@ -86,9 +86,11 @@ def test_the_tokens_of_an_attempt_arrive_with_all_that_was_asked_for() -> None:
         stop_token_ids=(1, 2), seed=-3, logprobs=2,
     )  # fmt: skip
     tokens = wire.AttemptTokens(wire.pack_token_ids([0, 1, 2**32 - 1]), sampling, wire.pack_token_ids([9]), OPTIONS)
-    order = wire.Order(wire.pack_command(Serve(0, "a", "a", 1)), tokens)
+    serve = Serve(0, "a", "a", 1, PeerRun(3, 5, 70))
+    order = wire.Order(wire.pack_command(serve), tokens)
     back = wire.decode_from_frontend(wire.encode(wire.Orders([order])))
     assert isinstance(back, wire.Orders)
+    assert wire.unpack_command(back.orders[0].command) == serve
     got = back.orders[0].tokens
     assert got is not None and got.options == OPTIONS
     assert asdict(got.sampling) == asdict(sampling)

@@ -1,8 +1,11 @@
 """A server whose KV survives it: restarts, kills, and the command that looks at the folder."""
 
 import json
+import os
 import random
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,6 +85,38 @@ def test_conversations_return_to_the_worker_whose_host_memory_holds_them() -> No
         # Four of them are in the device caches, or most of their blocks are.
         wait_until(lambda: sum(value for key, value in found.metrics().items() if key.startswith(name)) >= 2 * 31 * 32)
         assert found.metrics()["diptych:router_cache_alarm"] == 0
+
+
+def hits(found: RunningServer, name: str) -> float:
+    """Of all workers together."""
+    return sum(value for key, value in found.metrics().items() if key.startswith(f"diptych:{name}"))
+
+
+def test_a_worker_reads_from_the_host_memory_of_another_what_it_would_compute_again() -> None:
+    """A conversation lies in the host memory of one of two workers; then many ask for it at once, so that some of them
+    go to the other one. A worker that is killed takes nothing from the other, and comes back."""
+    rng = random.Random(4)
+    prompts = [[rng.randrange(500) for _ in range(1000)] for _ in range(8)]
+    memory = ("--workers", "2", "--kv-cache-memory", "5MiB", "--max-model-len", "1100", "--kv-host-gb", "0.06")
+    with running([*CLI, "serve", "--port", "0", "--threads", "1", "--isa", SLOW, *memory]) as found:
+        texts = [complete(found, prompt, max_tokens=30)[0] for prompt in prompts]
+        assert hits(found, "kv_peers_on") == 2
+        for prompt, text in zip(prompts, texts, strict=True):
+            with ThreadPoolExecutor(6) as pool:
+                replies = list(pool.map(lambda _, asked=prompt: complete(found, asked, max_tokens=30), range(6)))
+            assert {reply[0] for reply in replies} == {text}
+        wait_until(lambda: hits(found, "kv_peer_hit_tokens_total") >= 31 * 32)
+        assert hits(found, "kv_peer_missed_blocks_total") < hits(found, "kv_peer_hit_tokens_total") / 32
+        first, _ = worker_pids(found)
+        os.kill(first, signal.SIGKILL)
+        assert [complete(found, prompt, max_tokens=30)[0] for prompt in prompts] == texts
+
+
+def worker_pids(found: RunningServer) -> list[int]:
+    """The worker processes of this server."""
+    children = Path(f"/proc/{found.process.pid}/task/{found.process.pid}/children").read_text().split()
+    commands = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+    return [pid for pid, command in commands.items() if b"diptych.serving.worker" in command]
 
 
 def test_a_decode_worker_brings_up_what_it_holds_of_a_prompt_before_another_computes_the_rest() -> None:

@@ -19,12 +19,14 @@ from diptych.control.config import (
     SchedulerConfig,
     TierConfig,
 )
+from diptych.control.engine.kvcache.block_pool import BlockPool
 from diptych.control.engine.kvcache.tier_records import (
     CancelLoad,
     DiskContents,
     LoadBlocks,
     RunLoaded,
     RunStored,
+    ShareBlocks,
     StoreBlocks,
     TierEvent,
 )
@@ -37,6 +39,7 @@ from diptych.simulation.environment import Environment
 from diptych.simulation.faults import Fault
 from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.fleet.simulated_disk import DiskModel, SimulatedDisk
+from diptych.simulation.fleet.simulated_hosts import SharedContents, SimulatedPeerReader
 from diptych.simulation.planning.tier_worth import tier_sizes, worth_table
 from diptych.simulation.results import SimulationResult, summarize
 from diptych.simulation.run import simulate, simulate_with_log
@@ -68,10 +71,15 @@ def conversations(count: int, seed: int = 1) -> list[RequestSpec]:
     return specs
 
 
-def scenario(num_host_blocks: int = 0, disk_blocks: int = 0, **changes: object) -> Scenario:
+def scenario(
+    num_host_blocks: int = 0, disk_blocks: int = 0, *, peer_block_ns: int | None = None, **changes: object
+) -> Scenario:
+    """peer_block_ns: the workers read each other's host blocks."""
     disk = DiskModel(disk_blocks * BLOCK_BYTES, BLOCK_BYTES, 10**9, 10**9, 100_000) if disk_blocks else None
     price = disk.read_block_ns if disk else 0
-    tiers = TierConfig(50_000, clean_blocks=60, has_disk=disk is not None, load_block_ns=price)
+    tiers = TierConfig(
+        50_000, 60, disk is not None, price, shares_host=peer_block_ns is not None, peer_block_ns=peer_block_ns or 0
+    )
     cache = CacheConfig(150, BLOCK, num_host_blocks, watermark_blocks=2, tiers=tiers)
     settings = SchedulerConfig(budget=BudgetConfig("fixed", 256), preemption=PreemptionConfig("swap"), max_num_seqs=16)
     return Scenario(
@@ -288,3 +296,111 @@ def test_a_decode_worker_brings_up_what_it_has_before_it_lends_its_blocks(
     if crash is None:
         slow = scenarios.run(one_to_one(host, disk, fast_forward=False))
         assert slow.log is not None and slow.log.digest() == cluster.log.digest()
+
+
+# -- host blocks that other workers read -------------------------------------------------------------------------------
+
+
+def crowded(peer_block_ns: int | None, **changes: object) -> Scenario:
+    """Conversations come so fast that the worker that holds one has often too much to do."""
+    return replace(two_workers(700, peer_block_ns=peer_block_ns, **changes), workload=faster(conversations(30)))
+
+
+def faster(specs: list[RequestSpec]) -> list[RequestSpec]:
+    return [replace(spec, arrival_ns=spec.arrival_ns * 6 // 10) for spec in specs]
+
+
+def peer_share(result: SimulationResult) -> float:
+    return float(summarize(result).get("peer_token_share", 0.0))
+
+
+def test_workers_of_a_host_read_from_each_other_what_would_be_computed_twice() -> None:
+    alone, together, dear = (simulate(crowded(price)) for price in (None, 50_000, 10**9))
+    assert peer_share(alone) == peer_share(dear) == 0
+    assert peer_share(together) > 0.01
+    assert share(together) > share(alone) + 0.05
+    assert summarize(together)["ttft_ms"]["mean"] < summarize(alone)["ttft_ms"]["mean"]
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_with_peers_the_laws_hold_and_the_router_knows_exactly_what_lies_below(crash: bool) -> None:
+    faults = tuple(
+        Fault(at_ns=at_ns, worker=worker, kind="crash", duration_ns=100_000_000)
+        for at_ns, worker in ((1_000_000_000, 0), (2_000_000_000, 1), (3_000_000_000, 0))
+    )
+    made = crowded(50_000, faults=faults if crash else ())
+    cluster = scenarios.run(made)
+    scenarios.check_laws(made, cluster)
+    router = cluster.core.router
+    assert isinstance(router, CostRouter)
+    for worker in cluster.workers:
+        assert {block for block, mask in router.host._masks.items() if mask >> worker.number & 1} == set(
+            worker.engine.kv.host.prefix_cache
+        )
+        worker.engine.kv.check()
+    assert sum(worker.engine.stats().tiers.peer_hit_tokens for worker in cluster.workers) > 0
+
+
+def test_a_fleet_that_reads_from_peers_is_the_same_step_by_step() -> None:
+    digests = []
+    for fast_forward in (True, False):
+        log = simulate_with_log(crowded(50_000, fast_forward=fast_forward))[1]
+        assert log is not None
+        digests.append(log.digest())
+    assert digests[0] == digests[1]
+
+
+def test_a_decode_worker_brings_up_what_its_peer_holds_before_it_lends_its_blocks() -> None:
+    """Two decode workers: a conversation that comes back to the other one is not computed again."""
+    roles: tuple[Role, ...] = ("prefill", "decode", "decode")
+    named = tuple(Pool(name=f"{role} {at}", role=role, swap_block_ns=50_000) for at, role in enumerate(roles))
+    pools = Pools(kv_bytes_per_token=BLOCK_BYTES // BLOCK, link="shared_memory", named=named)
+    changes = {"pools": pools, "cluster": scenarios.front_end("kv_aware", "always")}
+    made = scenario(700, peer_block_ns=20_000, **changes)
+    made = replace(made, workload=faster(conversations(30)))
+    cluster = scenarios.run(made)
+    scenarios.check_laws(made, cluster)
+    hits = [worker.engine.stats().tiers.peer_hit_tokens for worker in cluster.workers]
+    assert sum(hits) > 0
+
+
+def test_what_was_overwritten_or_lost_with_its_owner_is_a_miss() -> None:
+    environment, pool = Environment(), BlockPool(4)
+    shared, reports = SharedContents(), Reports(environment)
+    shared.begin(0, pool)
+    (block,) = pool.allocate(1)
+    pool.remember(b"a", block)
+    assert not shared.has(0, b"a")  # its copy is not done
+    shared.share(0, ShareBlocks((b"a",), (block,)))
+    reader = SimulatedPeerReader(1, shared, 1000, environment, reports)
+    reader.restart(BlockPool(4))
+    reader.act(LoadBlocks(1, (b"a", b"b"), (0, 1), peer=0))
+    environment.run()
+    pool.release([block])
+    pool.allocate(4)
+    reader.act(LoadBlocks(2, (b"a",), (0,), peer=0))
+    reader.act(LoadBlocks(3, (b"a",), (0,)))  # from a disk
+    environment.run()
+    assert reports == [RunLoaded(1, 1, 2000), RunLoaded(2, 0, 1000)]
+    shared.begin(0, BlockPool(4))
+    assert not shared.has(0, b"a")
+
+
+def test_workers_that_share_host_blocks_are_of_one_device_and_have_some() -> None:
+    base = {"model": "llama-3.1-8b", "hardware": "h100", "assign": ["memory.shares_host=true"]}
+    with pytest.raises(ConfigError, match="host_bytes is 0"):
+        prepare(read_settings(None, overrides(base)))
+    with pytest.raises(ConfigError, match="replicas of 2 devices"):
+        prepare(read_settings(None, overrides({**base, "kv_host_gb": 2, "tensor_parallel": 2})))
+    pool = prepare(read_settings(None, overrides({**base, "kv_host_gb": 2}))).pools[0]
+    tiers = pool.engine.cache.tiers
+    assert tiers.shares_host and tiers.peer_block_ns == 32 * 131072 // 10
+
+
+def test_pools_without_a_disk_of_their_own_have_that_of_the_scenario() -> None:
+    short = Pools(kv_bytes_per_token=BLOCK_BYTES // BLOCK, num_both=2)
+    changes = {"cluster": scenarios.front_end("kv_aware"), "pools": short}
+    with_disk = simulate(scenario(200, 4000, **changes))
+    assert sum(usage.disk_stored_blocks for usage in with_disk.workers) > 100
+    with pytest.raises(ConfigError, match="there is no disk"):
+        simulate(replace(scenario(200, 4000, **changes), disk=None))

@@ -11,7 +11,7 @@ from diptych.control.compute_share import ComputeShare
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import DiptychError
 from diptych.control.events import RequestFinished
-from diptych.control.request import FinishReason, Standing
+from diptych.control.request import FinishReason, PeerRun, Standing
 
 NOT_RESERVED = -1  # of Prefill.num_cached_tokens
 
@@ -24,12 +24,14 @@ def attempt_id_of(request_id: str, epoch: int) -> str:
 @dataclass(frozen=True, slots=True)
 class Serve:
     """Prefill and decode the request on this worker. num_output_tokens: leading tokens of the answer that earlier
-    attempts have given to the client; they belong to the prompt now, and count against max_tokens."""
+    attempts have given to the client; they belong to the prompt now, and count against max_tokens. peer_run: where
+    another worker may have a part of the prompt (also in Reserve and Prefill)."""
 
     worker: int
     request_id: str
     attempt_id: str
     num_output_tokens: int
+    peer_run: PeerRun | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Reserve:
     num_output_tokens: int
     lease_ns: int
     borrowed: bool
+    peer_run: PeerRun | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Prefill:
     num_cached_tokens: int
     block_ids: tuple[int, ...]
     lease_ns: int
+    peer_run: PeerRun | None = None
 
     @property
     def borrowed(self) -> bool:

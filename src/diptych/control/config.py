@@ -37,15 +37,18 @@ class TierConfig:
 
     copy_block_ns: copying one block between device and host (0: no time). clean_blocks: of those that are evicted next,
     how many have a copy on the host. has_disk: whether there is a disk. load_block_ns: reading one block from it.
+    shares_host: whether the workers of this host read each other's host blocks. peer_block_ns: reading one of them.
     """
 
     copy_block_ns: int = 0
     clean_blocks: int = 256
     has_disk: bool = False
     load_block_ns: int = 2_000_000
+    shares_host: bool = False
+    peer_block_ns: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("copy_block_ns", "clean_blocks", "load_block_ns"):
+        for name in ("copy_block_ns", "clean_blocks", "load_block_ns", "peer_block_ns"):
             value = getattr(self, name)
             _require(value >= 0, f"{name} is {value}; minimum 0", name)
 

@@ -204,6 +204,16 @@ class Standing(IntEnum):
     NEW = 2
 
 
+@dataclass(frozen=True, slots=True)
+class PeerRun:
+    """Blocks of a prompt that lie in the host memory of another worker of the host, the ``peer``, as far as the router
+    knows: ``num_blocks`` from the block ``first_block`` on."""
+
+    peer: int
+    first_block: int
+    num_blocks: int
+
+
 class Request:
     """One request on one worker: the mutable record that the scheduler owns.
 
@@ -245,6 +255,7 @@ class Request:
         "number",
         "options",
         "order_key",
+        "peer_run",
         "reads_prefix_cache",
         "request_id",
         "slo",
@@ -278,6 +289,7 @@ class Request:
         self.hands_off = False  # after the first token another worker decodes it
         self.is_ahead = False  # with hands_off: that worker has no blocks for it yet
         self.is_lent = False  # another worker computes its prompt, into the blocks that it is given here
+        self.peer_run: PeerRun | None = None  # that was not asked for yet
         self.borrowed_block_ids: tuple[int, ...] = ()  # of the worker that will decode it: computed into directly
         self.num_borrowed_tokens = 0  # leading tokens whose KV these blocks hold already
         self.lease_ns = 0  # with hands_off: how long its blocks are kept without a renewal (0: without limit)

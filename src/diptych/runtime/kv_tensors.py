@@ -3,14 +3,19 @@
 Knows blocks only by number; who holds which block is decided in control.
 """
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from diptych.control.errors import ConfigError
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.shared_pool import SharedPool, map_pool
+from diptych.runtime.tiers.shared_host import SharedHost
+
+logger = logging.getLogger(__name__)
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]  # k_cache, v_cache: block i is [i] of each, in the backend's layout
 
@@ -20,7 +25,9 @@ class KVTensors:
 
     The caches are this worker's own, or those of ``pool``: then they hold the blocks of all its workers, of which
     ``num_blocks`` from ``first_block`` on belong to this one. Only own blocks are copied to the host; prefills, copies
-    from the host and ``copy_within`` write into others' where those have reserved them for it.
+    from the host and ``copy_within`` write into others' where those have reserved them for it. host_fd: of a file for
+    the host tier, so that other workers may read it (None, or where that cannot be: memory of its own);
+    ``shared_host``: with it.
     """
 
     def __init__(
@@ -29,6 +36,7 @@ class KVTensors:
         num_blocks: int,
         num_host_blocks: int = 0,
         pool: SharedPool | None = None,
+        host_fd: int | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
@@ -38,10 +46,18 @@ class KVTensors:
         else:
             regions = map_pool(pool, backend.geometry, num_blocks, backend.dtype)
             self.layers = [backend.laid_out(k, v) for k, v in regions]
-        self._host, self.host_bytes = self._allocate_host(num_host_blocks)
+        self.shared_host: SharedHost | None = None
+        self._host, self.host_bytes = self._allocate_host(num_host_blocks, host_fd)
 
     def copy_to_host(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (device block, host block) pairs."""
+        """Copy (device block, host block) pairs, no host block twice."""
+        if self.shared_host is None:
+            self._copy_to_host(pairs)
+        else:
+            with self.shared_host.writing([pair[1] for pair in pairs]):
+                self._copy_to_host(pairs)
+
+    def _copy_to_host(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in zip(self.layers, self._host, strict=True):
             self._copy(source, target, pairs)
 
@@ -55,13 +71,21 @@ class KVTensors:
         for layer in self.layers:
             self._copy(layer, layer, pairs)
 
-    def _allocate_host(self, num_blocks: int) -> tuple[list[LayerCache], npt.NDArray[np.uint8]]:
+    def _allocate_host(self, num_blocks: int, fd: int | None) -> tuple[list[LayerCache], npt.NDArray[np.uint8]]:
         """The host tier twice: by layers, as views shaped like the device's, and as bytes [num_blocks, bytes of a
         block]: K and V of each layer in order, so that a block is one piece for the disk."""
         first = self.layers[0][0]
         part = first[0].numel() * first.element_size()
         size = 2 * len(self.layers) * part
-        memory = torch.zeros(num_blocks * size, dtype=torch.uint8, pin_memory=first.device.type == "cuda")
+        if fd is not None and num_blocks:
+            try:
+                self.shared_host = SharedHost(fd, num_blocks, size)
+            except (ConfigError, OSError) as error:
+                logger.warning("host blocks are not shared with other workers: %s", error)
+        if self.shared_host is not None:
+            memory = self.shared_host.memory
+        else:
+            memory = torch.zeros(num_blocks * size, dtype=torch.uint8, pin_memory=first.device.type == "cuda")
         blocks = memory.view(num_blocks, size)
 
         def view(layer: int, tensor: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from diptych.control.request import FinishReason, Request, RequestOptions, Sampl
 from diptych.control.step import SchedulerOutput, StepTokens
 from diptych.runtime.answer_constraint import constraint_of
 from diptych.runtime.model_runner import ModelRunner
-from diptych.runtime.tiers.tier_mover import TierMover
+from diptych.runtime.tiers.tier_driver import TierDriver
 
 if TYPE_CHECKING:
     from diptych.runtime.grammar import Grammars
@@ -67,7 +67,7 @@ class LocalEngine:
         runner: ModelRunner,
         clock: Clock = time.perf_counter_ns,
         grammars: "Grammars | None" = None,
-        tiers: TierMover | None = None,
+        tiers: TierDriver | None = None,
     ) -> None:
         self._tiers = tiers
         self.core = core
@@ -138,6 +138,6 @@ class LocalEngine:
         for event in self._tiers.poll() if self._tiers is not None else ():
             self.core.on_tier(event, self._clock())
 
-    def _act(self, tiers: TierMover) -> None:
+    def _act(self, tiers: TierDriver) -> None:
         for action in self.core.kv.tiers.take_actions():
             tiers.act(action)

@@ -76,7 +76,8 @@ class RunnerConfig:
     instruction_set.choose. quantize: weights in floating point become whole numbers, see QUANTIZATIONS. shared_pool:
     the KV cache lies in a pool that other workers map, too; ``num_blocks`` of its blocks are this worker's.
     shared_weights: the descriptor of a file in memory that holds the weights for all workers, or will when the first of
-    them has loaded. These four on the cpu only. speculation: see SPECULATIONS.
+    them has loaded. shared_host: of one for the host blocks, which other workers read. These five on the cpu only.
+    speculation: see SPECULATIONS.
     """
 
     model: str | Path
@@ -92,6 +93,7 @@ class RunnerConfig:
     quantize: str = "none"
     shared_pool: SharedPool | None = None
     shared_weights: int | None = None
+    shared_host: int | None = None
     speculation: str = "off"
 
 
@@ -389,7 +391,7 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
         (model, formats), why_private = load_shared(config.shared_weights, key, load)
     if progress is not None:
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
-    kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool)
+    kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool, config.shared_host)
     loaded = LoadedModel(model, formats, instruction_set, "; ".join(filter(None, (note, why_private))))
     offered = OfferedTokens(drafts=speculates(config.speculation, instruction_set))
     return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, offered)
@@ -409,6 +411,7 @@ def _check_cpu_only(config: RunnerConfig, device: torch.device) -> None:
         ("quantize", "none"),
         ("shared_pool", None),
         ("shared_weights", None),
+        ("shared_host", None),
     ):
         if device.type != "cpu" and (value := getattr(config, name)) != default:
             raise ConfigError(f"{name} is {value!r} and device is {device}; supported: cpu", param=name)

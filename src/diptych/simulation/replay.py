@@ -16,14 +16,14 @@ from diptych.control.engine.kvcache.tier_records import TIER_EVENTS, DiskContent
 from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, measured_steps, plan_summary
 from diptych.control.errors import ConfigError, RequestError
 from diptych.control.events import Event, RequestFinished, StepFinished
-from diptych.control.request import FinishReason, Request, RequestOptions, Standing
+from diptych.control.request import FinishReason, PeerRun, Request, RequestOptions, Standing
 from diptych.control.slo import Slo
 from diptych.control.step import Extra, Offer, SchedulerOutput, StepFeatures, StepResult
 from diptych.simulation.collector import Collector
 from diptych.simulation.recordings import read_recording
 from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
 
-READABLE = (3, 4, 5, 6, 7, VERSION)  # versions
+READABLE = (3, 4, 5, 6, 7, 8, VERSION)  # versions
 GIVES_WAY = 8  # the first version in which class batch does
 PARTS = ("finished", "paused", "swapped out", "swapped in", "resumed", "new blocks")
 
@@ -218,6 +218,7 @@ class _ReplayedEngine:
         self._ahead.discard(request_id)
         request.standing_at_arrival = Standing(more[0]) if more else Standing.NEW  # unknown before version 5
         request.is_lent = more[1] if len(more) > 1 else False  # nothing came up for those before version 7
+        request.peer_run = PeerRun(*more[2]) if len(more) > 2 and more[2] else None  # unknown before version 9
         self._numbers[request_id] = (self._num_arrivals, now)
         self._num_arrivals += 1
         return request

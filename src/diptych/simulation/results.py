@@ -112,6 +112,7 @@ class WorkerUsage:
     down_ns: int = 0  # crashed or hung
     host_hit_tokens: int = 0
     disk_hit_tokens: int = 0
+    peer_hit_tokens: int = 0
     disk_stored_blocks: int = 0
 
     def add_step(
@@ -226,12 +227,14 @@ def summarize(result: SimulationResult, rows: Sequence[int] | None = None) -> di
 
 
 def _tiers(workers: Sequence[WorkerUsage], prompt_tokens: int) -> dict[str, float]:
-    """Tokens that came from below the caches, as shares of the prompt tokens (those from disk are in both); nothing
-    without tiers."""
-    host, disk = (sum(getattr(usage, name) for usage in workers) for name in ("host_hit_tokens", "disk_hit_tokens"))
-    if not prompt_tokens or not (host or disk):
+    """Tokens that came from below the caches, as shares of the prompt tokens (those from disk or from host
+    blocks of other workers are in both); nothing without tiers."""
+    names = ("host_hit_tokens", "disk_hit_tokens", "peer_hit_tokens")
+    host, disk, peer = (sum(getattr(usage, name) for usage in workers) for name in names)
+    if not prompt_tokens or not (host or disk or peer):
         return {}
-    return {"tier_token_share": host / prompt_tokens, "disk_token_share": disk / prompt_tokens}
+    shares = {"tier_token_share": host / prompt_tokens, "disk_token_share": disk / prompt_tokens}
+    return {**shares, "peer_token_share": peer / prompt_tokens} if peer else shares
 
 
 def failures(table: RequestTable, rows: Iterable[int]) -> dict[str, int]:

@@ -54,7 +54,7 @@ class Scenario:
     pools that have none of their own). warm_up: measured steps that the step-time model begins with, as a live worker's
     does (empty: the usual ones, at what the cost model says). front_end: what passes before a request reaches the
     cluster; part of its queueing time. swap_block_ns: copying one block between device and host, one after the other.
-    disk: below the host blocks of each worker (the engine's settings say so, too).
+    disk: below the host blocks of each worker whose settings say that it has one, unless its pool has its own.
     watch: how failures are noticed. shares: what each worker computes on at first, for which its cost model holds; on
     other shares steps take longer or shorter in inverse proportion to the units (empty: of whole devices).
     explain_misses: find out what every prefill was spent on. guesses: of tokens to come (None: steps compute one token

@@ -62,7 +62,8 @@ class MemorySettings(SettingsTable, frozen=True, kw_only=True):
     """The KV cache of one replica. kv_cache_tokens or kv_cache_bytes (of each GPU) replace what fits beside the
     weights in ``gpu_memory_utilization`` of the memory. host_bytes: host memory for evicted blocks and preempted
     requests, which travel over ``host_link`` (a link, by its name). disk_bytes: a disk below it, of the
-    kind ``disk``. Each replica has its own."""
+    kind ``disk``. Each replica has its own. shares_host: whether replicas on one host read each other's host blocks, as
+    live workers on CPUs do (replicas of one device only)."""
 
     block_size: AtLeastOne = 32
     kv_cache_tokens: AtLeastOne | None = None
@@ -70,6 +71,7 @@ class MemorySettings(SettingsTable, frozen=True, kw_only=True):
     gpu_memory_utilization: Share = 0.9
     host_bytes: AtLeastZero = 0
     host_link: str = "pcie4"
+    shares_host: bool = False
     disk_bytes: AtLeastZero = 0
     disk: str = "nvme4"
     prefix_cache: bool = True

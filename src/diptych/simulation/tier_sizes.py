@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from diptych.simulation.settings import Settings
 
 MOST_STAGING_BYTES = 512 << 20  # as a live worker has it
+PEER_BYTES_PER_S = 10_000_000_000  # of one thread that copies from memory to memory (assumed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,16 @@ def with_tiers(settings: "Settings", choice: CostChoice, cache: CacheConfig, gpu
     """Of one worker, a lane of a replica's pipeline. gpu_block_bytes: of one block on each GPU (0: not known). Raises
     ConfigError where the bytes of a block are not known."""
     memory, stages = settings.memory, settings.parallelism.pipeline
+    if memory.shares_host and not memory.host_bytes:
+        raise ConfigError(
+            "memory.shares_host is true and memory.host_bytes is 0; there is nothing to share", param="shares_host"
+        )
+    if memory.shares_host and settings.parallelism.devices > 1:
+        devices = settings.parallelism.devices
+        raise ConfigError(
+            f"memory.shares_host is true for replicas of {devices} devices; only those of one share",
+            param="shares_host",
+        )
     if not memory.host_bytes and not memory.disk_bytes:
         return SimulatedTiers(cache)
     if not gpu_block_bytes:
@@ -49,5 +60,7 @@ def with_tiers(settings: "Settings", choice: CostChoice, cache: CacheConfig, gpu
         clean_blocks=min(longest, cache.num_blocks // 2),
         has_disk=disk is not None,
         load_block_ns=disk.read_block_ns if disk else 0,
+        shares_host=memory.shares_host,
+        peer_block_ns=block_bytes * NS_PER_S // PEER_BYTES_PER_S,
     )
     return SimulatedTiers(replace(cache, num_host_blocks=host_blocks, tiers=tiers), swap_ns, disk)

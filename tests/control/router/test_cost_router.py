@@ -10,7 +10,7 @@ import pytest
 from diptych.control.engine.kvcache.tier_records import Tier
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError
-from diptych.control.request import Submission
+from diptych.control.request import PeerRun, Submission
 from diptych.control.router import path_speeds
 from diptych.control.router.cost_router import CostRouter
 from diptych.control.router.costs import (
@@ -31,6 +31,7 @@ from diptych.control.router.hit_watch import MIN_ADMISSIONS, WINDOW, HitWatch
 from diptych.control.router.path_speeds import MEMORY_NS, PathSpeeds
 from diptych.control.router.prefix_index import PERIOD_NS
 from diptych.control.router.routing import Route, RoutingConfig, RoutingRequest
+from diptych.control.router.tier_index import TierIndex
 from diptych.control.router.topology import Level, LinkCost, LinkCosts, Role, WorkerInfo, level
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 
@@ -151,12 +152,19 @@ def brute_raised(router: CostRouter, p: int, hashes: tuple[bytes, ...], held: in
             return held, 0
         cost += len(host) * report.copy_block_ns * crowd
         ready += len(host) * SIZE
-    reading = report.read_wait_ns + len(disk) * report.read_block_ns
-    alone = reading + len(disk) * report.copy_block_ns
-    if disk and report.read_block_ns and 2 * alone < work_ns(prices, len(disk) * SIZE, ready):
-        cost += reading + len(disk) * report.copy_block_ns * crowd
-        ready += len(disk) * SIZE
-    return ready, cost
+    start, domain = ready // SIZE, router._workers[p].host_domain
+    mates = [q for q, worker in enumerate(router._workers) if domain is not None and worker.host_domain == domain]
+    at_peers = [router.host.run(q, hashes, start) for q in mates if q != p]
+    choices = [(0.0, ready, cost)]
+    for count, price, wait in (
+        (len(disk), report.read_block_ns, report.read_wait_ns),
+        (max(at_peers, default=0), report.peer_block_ns, report.peer_wait_ns),
+    ):
+        gain, alone = work_ns(prices, count * SIZE, ready), wait + count * (price + report.copy_block_ns)
+        if count and price and 2 * alone < gain:
+            there = wait + count * price + count * report.copy_block_ns * crowd
+            choices.append((gain - alone, ready + count * SIZE, cost + there))
+    return max(choices, key=lambda choice: choice[0])[1:]
 
 
 def random_fleet(rng: random.Random) -> CostRouter:
@@ -167,7 +175,8 @@ def random_fleet(rng: random.Random) -> CostRouter:
         host = rng.randrange(3)
         role: Role = rng.choice(("prefill", "decode", "both"))
         rack = rng.choice(("", "r0", "r1"))
-        infos.append(WorkerInfo(number, role, 1000, SIZE, f"h{host}", rng.choice((None, host)), rack=rack))
+        domain, host_domain = rng.choice((None, host)), rng.choice((None, host))
+        infos.append(WorkerInfo(number, role, 1000, SIZE, f"h{host}", domain, rack=rack, host_domain=host_domain))
     links = LinkCosts(bytes_per_token=rng.choice((0, 1000, 100_000)))
     router = CostRouter(RoutingConfig(links=links))
     for info in infos:
@@ -176,6 +185,7 @@ def random_fleet(rng: random.Random) -> CostRouter:
             0, rng.randrange(50 * NS_PER_MS), 1000, rng.randrange(1000), rng.uniform(1e3, 2e4), rng.uniform(0, 5),
             rng.uniform(0, 1e7), rng.uniform(0, 1e6), rng.uniform(0, 50), 10, rng.choice((0, 30 * NS_PER_MS)),
             rng.choice((0, 10_000, 10**6)), rng.choice((0, 10_000, 50_000)), rng.choice((0, 0, 10**6)),
+            rng.choice((0, 5_000, 40_000)), rng.choice((0, 0, 10**6)),
         )  # fmt: skip
         router.on_load(info.number, report)
         router.on_kv_events(info.number, 1, stored=blocks(*range(rng.choice((0, 0, 3, 30)))))
@@ -331,15 +341,31 @@ def test_what_lies_below_is_brought_up_where_that_is_faster_than_computing() -> 
     view.on_report(replace(REPORT, copy_block_ns=20_000, read_block_ns=30_000, read_wait_ns=10**6))
     view.reprice(0)
     alone = 1 + 1 / OTHERS_SHARE
-    assert raised(view.prices, 32, 10, 0, SIZE) == (32 + 160, 200_000 * alone)
-    assert raised(view.prices, 32, 0, 60, SIZE) == (32 + 960, 2_800_000 + 1_200_000 * alone)
-    assert raised(view.prices, 32, 0, 2, SIZE) == (32, 0)  # two blocks are computed in 0.32 ms
-    both = raised(view.prices, 32, 10, 60, SIZE)
+    assert raised(view.prices, 32, 10, 0, 0, SIZE) == (32 + 160, 200_000 * alone)
+    assert raised(view.prices, 32, 0, 60, 0, SIZE) == (32 + 960, 2_800_000 + 1_200_000 * alone)
+    assert raised(view.prices, 32, 0, 2, 0, SIZE) == (32, 0)  # two blocks are computed in 0.32 ms
+    both = raised(view.prices, 32, 10, 60, 0, SIZE)
     assert both == (32 + 160 + 960, 200_000 * alone + 2_800_000 + 1_200_000 * alone)
     for changes in ({"copy_block_ns": 160_000}, {"read_block_ns": 0, "copy_block_ns": 10**6}):
         view.on_report(replace(REPORT, **changes))
         view.reprice(0)
-        assert raised(view.prices, 32, 10, 60, SIZE) == (32, 0)
+        assert raised(view.prices, 32, 10, 60, 0, SIZE) == (32, 0)
+
+
+def test_of_disk_and_peer_the_one_that_saves_more_is_asked() -> None:
+    view = WorkerView()
+    prices = replace(REPORT, copy_block_ns=20_000, read_block_ns=30_000, peer_block_ns=10_000, peer_wait_ns=10**6)
+    view.on_report(prices)
+    view.reprice(0)
+    alone = 1 + 1 / OTHERS_SHARE
+    by_disk, by_peer = 1_800_000 + 1_200_000 * alone, 1_600_000 + 1_200_000 * alone
+    assert raised(view.prices, 32, 0, 60, 0, SIZE) == (32 + 960, by_disk)
+    assert raised(view.prices, 32, 0, 60, 60, SIZE) == (32 + 960, by_peer)
+    assert raised(view.prices, 32, 0, 60, 50, SIZE) == (32 + 960, by_disk)  # the peer has less
+    assert raised(view.prices, 32, 0, 0, 2, SIZE) == (32, 0)  # two blocks are computed in 0.32 ms
+    view.on_report(replace(prices, peer_block_ns=0))  # it reads from no peer
+    view.reprice(0)
+    assert raised(view.prices, 32, 0, 0, 60, SIZE) == (32, 0)
 
 
 # -- one or two workers ------------------------------------------------------------------------------------------------
@@ -423,6 +449,65 @@ def test_the_cache_beats_the_host_and_the_host_the_disk_and_a_folder_of_all_move
         router.on_ended(name)
         router.on_kv_events(found.decode, 2 if tier == "device" else 1, evicted=conversation)  # forget the prediction
     assert chosen == [0, 1, 2]
+
+
+def of_hosts(*domains: int | None, reports: dict[int, LoadReport], copies: tuple[int, ...] = ()) -> CostRouter:
+    """Workers of both phases, each with memory of its own, that may read the host blocks of those of their domain."""
+    infos = [
+        WorkerInfo(number, "both", 1000, SIZE, host_domain=domain, model_copy=copies[number] if copies else 0)
+        for number, domain in enumerate(domains)
+    ]
+    return router_of(*infos, reports=reports)
+
+
+def test_a_worker_is_told_which_peer_holds_what_comes_next_when_the_holder_has_too_much_to_do() -> None:
+    prices = replace(REPORT, copy_block_ns=10_000, peer_block_ns=20_000)
+    busy = replace(prices, backlog_ns=NS_PER_S)
+    conversation = blocks(*range(100))
+    router = of_hosts(0, 0, 1, reports={0: busy, 1: prices, 2: prices})
+    router.on_kv_events(0, 1, stored=conversation, tier="host")
+    router.on_kv_events(1, 1, stored=conversation[:30], tier="host")
+    found = route(router, ask(tokens=1650, hashes=conversation))
+    assert (found.decode, found.num_cached_tokens) == (1, 1600)
+    assert found.decode_peer == PeerRun(0, 30, 70)  # behind what it has itself
+    router = of_hosts(0, 0, 1, reports=dict.fromkeys(range(3), prices))
+    router.on_kv_events(0, 1, stored=conversation, tier="host")
+    found = route(router, ask(tokens=1650, hashes=conversation))  # the holder itself needs to read from nobody
+    assert (found.decode, found.decode_peer) == (0, None)
+
+
+@pytest.mark.parametrize("why", ["other host", "other copy", "none reads", "dear", "gone", "evicted"])
+def test_no_peer_is_named_that_cannot_be_read(why: str) -> None:
+    prices = replace(REPORT, copy_block_ns=10_000, peer_block_ns=20_000)
+    if why == "none reads":
+        prices = replace(prices, peer_block_ns=0)
+    if why == "dear":
+        prices = replace(prices, peer_block_ns=10**6)
+    conversation = blocks(*range(100))
+    domains = {"other host": (0, 1), "none reads": (None, None)}.get(why, (0, 0))
+    copies = (0, 1) if why == "other copy" else (0, 0)
+    reports = {0: replace(prices, backlog_ns=NS_PER_S), 1: prices}
+    router = of_hosts(*domains, reports=reports, copies=copies)
+    router.on_kv_events(0, 1, stored=conversation, tier="host")
+    if why == "gone":
+        router.set_down(0)
+    if why == "evicted":
+        router.on_kv_events(0, 2, evicted=conversation[:1], tier="host")
+    found = route(router, ask(tokens=1650, hashes=conversation))
+    assert (found.decode, found.num_cached_tokens) == (1, 0)
+    assert found.decode_peer is None or why == "dear"  # that worker will see for itself
+
+
+def test_of_several_peers_the_one_with_the_longest_run_is_named() -> None:
+    index = TierIndex()
+    for worker, count in enumerate((3, 5, 5, 9)):
+        index.add_worker()
+        index.on_events(worker, 1, stored=blocks(*range(count)))
+    assert index.shared_run(0b0111, blocks(*range(9)), 0) == (5, 1)
+    assert index.shared_run(0b0111, blocks(*range(9)), 2) == (3, 1)
+    assert index.shared_run(0b0001, blocks(*range(9)), 2) == (1, 0)
+    assert index.shared_run(0b0111, blocks(*range(9)), 5) == (0, -1)
+    assert index.shared_run(0b1111, blocks(*range(9)), 9) == (0, -1)
 
 
 def test_more_from_below_than_was_counted_on_is_no_error_of_the_index() -> None:

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from diptych.control.commands import NOT_RESERVED, Command, Drop, Prefill, Release, Renew, Reserve, Send, Serve
-from diptych.control.request import FinishReason
+from diptych.control.request import FinishReason, PeerRun
 
 
 class AttemptState(StrEnum):
@@ -52,7 +52,7 @@ class AttemptState(StrEnum):
 @dataclass(eq=False, slots=True)
 class Attempt:
     """One attempt. prefill == decode: one worker does all of it. num_output_tokens: see commands.Serve. lease_ns: of
-    both sides, when copied."""
+    both sides, when copied. prefill_peer, decode_peer: from whom these workers may read a part of the prompt."""
 
     attempt_id: str
     request_id: str
@@ -61,6 +61,8 @@ class Attempt:
     decode: int
     is_borrowed: bool
     lease_ns: int
+    prefill_peer: PeerRun | None = None
+    decode_peer: PeerRun | None = None
     state: AttemptState = AttemptState.RESERVING
     is_at_prefill: bool = False  # that worker may hold something of this attempt
     is_at_decode: bool = False
@@ -107,8 +109,8 @@ class Attempt:
         names = (self.request_id, self.attempt_id, self.num_output_tokens)
         if not self.is_handoff:
             self.state = AttemptState.SERVING
-            return [Serve(self.decode, *names)]
-        reserve = Reserve(self.decode, *names, self._lease_ns, self.is_borrowed)
+            return [Serve(self.decode, *names, self.decode_peer)]
+        reserve = Reserve(self.decode, *names, self._lease_ns, self.is_borrowed, self.decode_peer)
         runs_ahead = not self.is_borrowed and not self.num_output_tokens  # a stream waits for no prompt, so for no room
         return [reserve, self._prefill(NOT_RESERVED)] if runs_ahead else [reserve]
 
@@ -124,7 +126,8 @@ class Attempt:
     def _prefill(self, num_cached_tokens: int, block_ids: tuple[int, ...] = ()) -> Prefill:
         self.is_at_prefill = True
         names = (self.request_id, self.attempt_id, self.num_output_tokens)
-        return Prefill(self.prefill, *names, self.decode, num_cached_tokens, block_ids, self._lease_ns)
+        at_target = (self.decode, num_cached_tokens, block_ids)
+        return Prefill(self.prefill, *names, *at_target, self._lease_ns, self.prefill_peer)
 
     def on_first_token(self) -> None:
         """The prefill worker has computed everything."""

@@ -228,6 +228,8 @@ class ClusterCore:
             route.decode,
             domains[0] is not None and domains[0] == domains[1],
             self.config.lease_ns,
+            route.prefill_peer,
+            route.decode_peer,
         )
         entry.attempt, entry.is_untouched, entry.is_computing = attempt, True, False
         self._num_untouched[entry.submission.options.gives_way] += 1

@@ -54,10 +54,11 @@ class CommandChain:
 
 
 def canonical_command(command: Command) -> str:
-    """Every field of a command as text; equal if and only if the commands are."""
+    """Every field of a command as text; equal if and only if the commands are. One that names no peer reads as it did
+    before there were peers."""
     if isinstance(command, End) and command.error is not None:
         return f"{replace(command, error=None)!r} {ErrorRecord.of(command.error)!r}"
-    return repr(command)
+    return repr(command).replace(", peer_run=None)", ")")
 
 
 def commands_summary(commands: Sequence[Command]) -> tuple[tuple[str, int, str], ...]:

@@ -17,7 +17,8 @@ class LoadReport:
     step, of a decoding sequence and of a token of its context. output_tokens: generated so far by the requests that are
     there now. tpot_ns: how long a step may take while streams run there (0: whatever it takes). copy_block_ns: copying
     a block up from host memory. read_block_ns: reading one from disk (0: nothing is read from one now). read_wait_ns:
-    until a load that is begun now has its turn.
+    until a load that is begun now has its turn. peer_block_ns, peer_wait_ns: the same of the host memories of other
+    workers of the host.
     """
 
     time_ns: int
@@ -34,15 +35,19 @@ class LoadReport:
     copy_block_ns: int = 0
     read_block_ns: int = 0
     read_wait_ns: int = 0
+    peer_block_ns: int = 0
+    peer_wait_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
     """The tiers of one worker. host_blocks_used: of ``num_host_blocks``, those that hold something. host_hit_tokens:
-    copied up instead of computed (disk_hit_tokens of them, or more, were read from disk first). num_loading: requests
-    that wait for a load. disk_blocks: that can be found on disk. stored_blocks, unstored_blocks: written, and wanted
-    but not written. missed_blocks: that were on disk by the index and could not be read. damaged_blocks, disk_bytes:
-    checksums that did not match, and what the folder takes (the driver fills them in)."""
+    copied up instead of computed (disk_hit_tokens and peer_hit_tokens of them, or more, were read from disk, or from
+    the host memory of another worker, first). num_loading: requests that wait for a load. disk_blocks: that can be
+    found on disk. stored_blocks, unstored_blocks: written, and wanted but not written. missed_blocks: that were on disk
+    by the index and could not be read. damaged_blocks, disk_bytes: checksums that did not match, and what the folder
+    takes (the driver fills them in). reads_peers: whether host memories of other workers are read. peer_missed_blocks:
+    that a peer no longer had."""
 
     num_host_blocks: int = 0
     host_blocks_used: int = 0
@@ -58,6 +63,10 @@ class TierStats:
     load_block_ns: int = 0
     damaged_blocks: int = 0
     disk_bytes: int = 0
+    reads_peers: bool = False
+    peer_hit_tokens: int = 0
+    peer_missed_blocks: int = 0
+    peer_block_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +130,16 @@ def tier_stats(kv: KVCacheManager) -> TierStats:
         has_disk=tiers.has_disk,
         num_loading=loads.num_waiting,
         disk_blocks=loads.num_on_disk,
-        disk_hit_tokens=loads.loaded_blocks * kv.block_size,
+        disk_hit_tokens=loads.disk.loaded_blocks * kv.block_size,
         stored_blocks=tiers.num_stored_blocks,
         unstored_blocks=tiers.num_unstored_blocks,
-        missed_blocks=loads.missed_blocks,
+        missed_blocks=loads.disk.missed_blocks,
         cancelled_loads=loads.num_cancelled,
-        load_block_ns=loads.load_block_ns,
+        load_block_ns=loads.disk.load_block_ns,
+        reads_peers=loads.peers.is_on,
+        peer_hit_tokens=loads.peers.loaded_blocks * kv.block_size,
+        peer_missed_blocks=loads.peers.missed_blocks,
+        peer_block_ns=loads.peers.load_block_ns,
     )
 
 
@@ -149,8 +162,10 @@ def load_report(
         output_tokens=scheduler.batch.output_tokens,
         tpot_ns=0 if budget.kind == "whole" else config.slo.tpot_ns or budget.target_ns,
         copy_block_ns=kv.config.tiers.copy_block_ns,
-        read_block_ns=kv.tiers.loads.price_at(now),
-        read_wait_ns=kv.tiers.loads.wait_ns,
+        read_block_ns=kv.tiers.loads.disk.price_at(now),
+        read_wait_ns=kv.tiers.loads.disk.wait_ns,
+        peer_block_ns=kv.tiers.loads.peers.price_at(now),
+        peer_wait_ns=kv.tiers.loads.peers.wait_ns,
     )
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from diptych.control.request import PeerRun
 from diptych.control.router.costs import UNBOUNDED, RequestDemand, WorkerView, pairs, prompt_ns, raised
 from diptych.control.router.pairing import DecodeOffer, Pair, PairSearch, PrefillOffers
 from diptych.control.router.path_speeds import PathSpeeds
@@ -21,7 +22,8 @@ _Whole = tuple[float, int]  # cost, position; -1: no worker
 class Candidate(NamedTuple):
     """One way to serve a request, workers by position. source prefills, target decodes. num_cached_tokens: what the
     source need not compute. target_cached: what the cache of the target holds already. work_ns: at the source.
-    is_borrowed: the source computes into the target's blocks."""
+    is_borrowed: the source computes into the target's blocks. source_peer, target_peer: what these may read from other
+    workers of their hosts."""
 
     reason: RouteReason
     source: int
@@ -31,6 +33,8 @@ class Candidate(NamedTuple):
     target_cached: int = 0
     work_ns: int = 0
     is_borrowed: bool = False
+    source_peer: PeerRun | None = None
+    target_peer: PeerRun | None = None
 
 
 class CandidateSearch:
@@ -63,6 +67,7 @@ class CandidateSearch:
         self._longest_of_each = min(self._longest, default=0)
         self._copies = [worker.model_copy for worker in workers]
         self._num_copies = len(set(self._copies))
+        self._mates = _mates(workers)
         self._places, paths = _places(workers, self._config.links, self.speeds)
         self._num_places = len(paths)
         self._pairs = PairSearch(self._places, paths, self._config.links, self._block_size)
@@ -139,25 +144,36 @@ class CandidateSearch:
         may_hand_off = request.hands_off and num_output_tokens > 1 and self._config.disaggregate != "never"
         most_tokens = self._most_tokens(request)
         is_prefill_only = request.is_prefill_only and self._config.disaggregate != "never"
-        ready, raise_ns = self._ready(hashes, held)
-        return RequestDemand(
-            num_tokens, num_output_tokens, held, ready, raise_ns, may_hand_off, now, most_tokens, is_prefill_only
+        demand = RequestDemand(
+            num_tokens, num_output_tokens, held, held, [], may_hand_off, now, most_tokens, is_prefill_only
         )
+        self._look_below(hashes, demand)
+        return demand
 
-    def _ready(self, hashes: Sequence[bytes], held: list[int]) -> tuple[list[int], list[float]]:
-        """For each worker, the tokens that it need not compute, and what bringing those up costs that are below."""
-        host, disk, size = self._host, self._disk, self._block_size
-        raise_ns = [0.0] * len(held)
+    def _look_below(self, hashes: Sequence[bytes], demand: RequestDemand) -> None:
+        """For each worker, the tokens that it need not compute, what bringing those up costs that are below its cache,
+        and the peer that has what comes next."""
+        host, disk, held, size = self._host, self._disk, demand.held, self._block_size
+        demand.raise_ns = raise_ns = [0.0] * len(held)
         if not hashes or not (len(host) or len(disk)):
-            return held, raise_ns
-        ready = held.copy()
+            return
+        demand.ready = ready = held.copy()
+        at_peers: dict[tuple[int, int], tuple[int, int]] = {}  # (mates, first block) -> (blocks, peer)
         for at in self._up:
             start = held[at] // size
             num_host = host.run(at, hashes, start)
-            num_disk = disk.run(at, hashes, start + num_host)
-            if num_host or num_disk:
-                ready[at], raise_ns[at] = raised(self._views[at].prices, held[at], num_host, num_disk, size)
-        return ready, raise_ns
+            start += num_host
+            num_disk = disk.run(at, hashes, start)
+            num_peer, mates = 0, self._mates[at]
+            if mates and self._views[at].prices.peer:
+                if (mates, start) not in at_peers:
+                    at_peers[mates, start] = host.shared_run(mates, hashes, start)
+                num_peer, peer = at_peers[mates, start]
+                if num_peer:
+                    demand.peer_runs[at] = PeerRun(self._workers[peer].number, start, num_peer)
+            if num_host or num_disk or num_peer:
+                prices = self._views[at].prices
+                ready[at], raise_ns[at] = raised(prices, held[at], num_host, num_disk, num_peer, size)
 
     def _usable(self, request: RoutingRequest) -> list[int]:
         """Workers that are large enough and not to be avoided, if that leaves any. One that only prefills need not hold
@@ -274,14 +290,17 @@ class CandidateSearch:
         is_borrowed = self._pairs.shares_memory(pair.source, pair.target)
         held, work_ns = demand.held[pair.target], int(pair.work_ns)
         cached = pair.num_cached_tokens
-        return Candidate("remote", pair.source, pair.target, int(pair.cost_ns), cached, held, work_ns, is_borrowed)
+        peers = (demand.peer_runs.get(pair.source), demand.peer_runs.get(pair.target))
+        cost_ns = int(pair.cost_ns)
+        return Candidate("remote", pair.source, pair.target, cost_ns, cached, held, work_ns, is_borrowed, *peers)
 
     def _as_whole(self, demand: RequestDemand, whole: _Whole, pair: Pair | None) -> Candidate:
         cost_ns, position = whole
         ready = demand.ready[position]
         work_ns = self._views[position].work_ns(demand.num_tokens - ready, ready)
         reason = self._why(demand, whole, pair)
-        return Candidate(reason, position, position, int(cost_ns), ready, demand.held[position], work_ns)
+        peer, held = demand.peer_runs.get(position), demand.held[position]
+        return Candidate(reason, position, position, int(cost_ns), ready, held, work_ns, False, peer, peer)
 
     def _why(self, demand: RequestDemand, whole: _Whole, pair: Pair | None) -> RouteReason:
         """The reason for the metrics: why one worker serves the request whole."""
@@ -306,6 +325,19 @@ class CandidateSearch:
         if pair.queue_ns >= pair.cost_ns - cost_ns:
             return "local_backlog"
         return "local_short"
+
+
+def _mates(workers: Sequence[WorkerInfo]) -> list[int]:
+    """For each worker a bit mask of those whose host memories it may read, itself included; 0: of no other."""
+    masks: dict[tuple[int | None, int], int] = {}
+    for position, worker in enumerate(workers):
+        group = (worker.host_domain, worker.model_copy)
+        masks[group] = masks.get(group, 0) | 1 << position
+    own = [masks[worker.host_domain, worker.model_copy] for worker in workers]
+    return [
+        mask if worker.host_domain is not None and mask & (mask - 1) else 0
+        for worker, mask in zip(workers, own, strict=True)
+    ]
 
 
 def _places(

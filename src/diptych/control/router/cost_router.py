@@ -176,7 +176,8 @@ class CostRouter:
             return None
         self._remember(request, found, num_output_tokens)
         prefill, decode = self._workers[found.source].number, self._workers[found.target].number
-        return Route(prefill, decode, found.num_cached_tokens, found.cost_ns, found.reason)
+        peers = (found.source_peer, found.target_peer)
+        return Route(prefill, decode, found.num_cached_tokens, found.cost_ns, found.reason, *peers)
 
     def _remember(self, request: RoutingRequest, found: Candidate, num_output_tokens: int) -> None:
         """Count it as sent, its answer as growing there, and its blocks as cached soon."""

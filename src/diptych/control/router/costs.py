@@ -13,8 +13,9 @@ choose: candidates.py and pairing.py do.
 
 from dataclasses import dataclass, field
 
-from diptych.control.engine.kvcache.disk_loads import MARGIN
+from diptych.control.engine.kvcache.tier_loads import MARGIN
 from diptych.control.engine.reports import LoadReport
+from diptych.control.request import PeerRun
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_S
 
@@ -49,8 +50,9 @@ class WorkerPrices:
     what is computed of the prompt, with what others lose by it. work_token, work_pair: the same, the work alone. block:
     of memory filled. step, context: of a step of the answer, and of a token of context in it. copy: of a block that is
     copied up from host memory, with what others lose by it; work_copy: alone. read: of one that is read from disk (0:
-    none is). read_wait: before the first of these. Replaced, never changed (and not frozen only because one is made at
-    every change of a worker, and read many times in every decision)."""
+    none is). read_wait: before the first of these. peer, peer_wait: the same of host memories of other workers.
+    Replaced, never changed (and not frozen only because one is made at every change of a worker, and read many times in
+    every decision)."""
 
     standing: float
     memory: int
@@ -67,6 +69,8 @@ class WorkerPrices:
     work_copy: float = 0.0
     read: float = 0.0
     read_wait: float = 0.0
+    peer: float = 0.0
+    peer_wait: float = 0.0
 
 
 def unknown_prices(standing: float = 0) -> WorkerPrices:
@@ -79,7 +83,7 @@ class RequestDemand:
     """One request, as costs need it. num_output_tokens: expected, at least 1. held: leading tokens that each worker
     holds in its cache. ready: those that it need not compute, with what it would bring up from the tiers below;
     raise_ns: what that costs. most_tokens: of prompt and answer. is_prefill_only: see RoutingRequest; False where that
-    makes no difference."""
+    makes no difference. peer_runs: what the worker at a position may read from another of its host."""
 
     num_tokens: int
     num_output_tokens: int
@@ -90,6 +94,7 @@ class RequestDemand:
     now: int
     most_tokens: int
     is_prefill_only: bool = False
+    peer_runs: dict[int, PeerRun] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -241,6 +246,8 @@ class WorkerView:
             report.copy_block_ns,
             report.read_block_ns,
             report.read_wait_ns,
+            report.peer_block_ns,
+            report.peer_wait_ns,
         )
 
     def work_ns(self, left: int, cached: int) -> int:
@@ -267,20 +274,34 @@ def work_ns(prices: WorkerPrices, left: int, cached: int) -> float:
     return prices.work_token * left + prices.work_pair * pairs(left, cached)
 
 
-def raised(prices: WorkerPrices, cached: int, num_host: int, num_disk: int, size: int) -> tuple[int, float]:
+def raised(
+    prices: WorkerPrices, cached: int, num_host: int, num_disk: int, num_peer: int, size: int
+) -> tuple[int, float]:
     """Of a prompt whose first ``cached`` tokens are in a worker's cache, followed by ``num_host`` blocks in its host
-    memory and then by ``num_disk`` blocks on its disk: how many tokens it need not compute, and what bringing them up
-    costs. It does what pays, see Tiers.worth_copying and DiskLoads.begin."""
+    memory, and these by ``num_disk`` blocks on its disk and also by ``num_peer`` blocks in the host memory of another
+    worker: how many tokens it need not compute, and what bringing them up costs. It does what pays, see
+    Tiers.worth_copying and TierLoads.begin."""
     cost_ns = 0.0
     if num_host:
         if num_host * prices.work_copy >= work_ns(prices, num_host * size, cached):
             return cached, 0.0
         cached, cost_ns = cached + num_host * size, num_host * prices.copy
-    if num_disk and prices.read:
-        read_ns = prices.read_wait + num_disk * prices.read
-        if MARGIN * (read_ns + num_disk * prices.work_copy) < work_ns(prices, num_disk * size, cached):
-            return cached + num_disk * size, cost_ns + read_ns + num_disk * prices.copy
-    return cached, cost_ns
+    disk_ns = _saved_ns(prices, prices.read, prices.read_wait, cached, num_disk, size)
+    peer_ns = _saved_ns(prices, prices.peer, prices.peer_wait, cached, num_peer, size)
+    if disk_ns >= peer_ns:
+        if not disk_ns:
+            return cached, cost_ns
+        return cached + num_disk * size, cost_ns + prices.read_wait + num_disk * (prices.read + prices.copy)
+    return cached + num_peer * size, cost_ns + prices.peer_wait + num_peer * (prices.peer + prices.copy)
+
+
+def _saved_ns(prices: WorkerPrices, block_ns: float, wait_ns: float, cached: int, num_blocks: int, size: int) -> float:
+    """What loading these blocks saves; 0 where it does not pay."""
+    if not num_blocks or not block_ns:
+        return 0.0
+    gain_ns = work_ns(prices, num_blocks * size, cached)
+    price_ns = wait_ns + num_blocks * (block_ns + prices.work_copy)
+    return gain_ns - price_ns if gain_ns > MARGIN * price_ns else 0.0
 
 
 def prompt_ns(prices: WorkerPrices, left: int, cached: int) -> float:

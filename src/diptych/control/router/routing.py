@@ -8,7 +8,7 @@ from diptych.control.engine.kvcache.tier_records import Tier
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError
 from diptych.control.length_predictor import DEFAULT_TOKENS
-from diptych.control.request import Submission
+from diptych.control.request import PeerRun, Submission
 from diptych.control.router.topology import LinkCosts, Role, WorkerInfo
 from diptych.control.slo import NS_PER_MS
 
@@ -107,13 +107,16 @@ class RoutingRequest:
 @dataclass(frozen=True, slots=True)
 class Route:
     """Which worker computes the prompt and which the answer; the same one twice serves the request whole. cost_ns: what
-    was expected (0 where the routing knows no costs). num_cached_tokens: prompt tokens expected in the cache."""
+    was expected (0 where the routing knows no costs). num_cached_tokens: prompt tokens expected in the cache.
+    prefill_peer, decode_peer: what these workers may read from others of their hosts."""
 
     prefill: int
     decode: int
     num_cached_tokens: int
     cost_ns: int
     reason: RouteReason
+    prefill_peer: PeerRun | None = None
+    decode_peer: PeerRun | None = None
 
 
 class Router(Protocol):

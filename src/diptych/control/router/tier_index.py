@@ -62,6 +62,18 @@ class TierIndex:
             count += 1
         return count
 
+    def shared_run(self, workers: int, hashes: Sequence[bytes], start: int) -> tuple[int, int]:
+        """How many blocks of the prompt, from the block ``start`` on, one of these ``workers`` (a bit mask) has at
+        most without a gap, and the first worker that has them (-1: none has any)."""
+        holders, masks, count = workers, self._masks, 0
+        for block_hash in islice(hashes, start, None):
+            left = masks.get(block_hash, 0) & holders
+            if not left:
+                break
+            holders = left
+            count += 1
+        return count, (holders & -holders).bit_length() - 1 if count else -1
+
     def _add(self, worker: int, hashes: Iterable[bytes]) -> None:
         bit, masks = 1 << worker, self._masks
         for block_hash in hashes:

@@ -29,7 +29,8 @@ class WorkerInfo:
     domain hand off without moving bytes (None: memory of its own). share: what it computes on. max_model_len: the
     longest sequence that it takes, prompt and answer together (ANY_LENGTH: as long as its blocks hold). model_copy:
     workers of one copy of the model compute the same KV, and only they hand sequences to each other. host, rack: names,
-    as the worker says ("": it does not)."""
+    as the worker says ("": it does not). host_domain: workers of one such domain, and of one model copy, read each
+    other's host blocks (None: nobody reads them)."""
 
     number: int
     role: Role
@@ -41,6 +42,7 @@ class WorkerInfo:
     max_model_len: int = ANY_LENGTH
     model_copy: int = 0
     rack: str = ""
+    host_domain: int | None = None
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:

@@ -7,13 +7,11 @@ goes on without it. A disk that is full is asked again later.
 
 import errno
 import logging
-import os
 import queue
-import select
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,10 +24,10 @@ from diptych.control.engine.kvcache.tier_records import (
     RunStored,
     StoreBlocks,
     TierAction,
-    TierEvent,
 )
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import Buffer
+from diptych.runtime.tiers.tier_events import TierEvents
 
 if TYPE_CHECKING:
     from diptych.runtime.tiers.block_coding import BlockCoding
@@ -41,20 +39,33 @@ FULL_REST_S = 30.0  # after the disk was full
 REFRESH_S = 2.0  # between looks at what other processes have stored
 
 HostBuffer = Callable[[int], Buffer]
+Writing = Callable[[Sequence[int]], AbstractContextManager[None]]
+
+
+def _unguarded(blocks: Sequence[int]) -> AbstractContextManager[None]:
+    """Host blocks that nobody else reads."""
+    return nullcontext()
 
 
 class TierMover:
     """The disk of one worker. host_buffer: the bytes of a host block. coding: of the thread that reads, and of the one
-    that writes (None: blocks lie on disk as they are)."""
+    that writes (None: blocks lie on disk as they are). events: what it reports. writing: within it, these host blocks
+    may be written (see SharedHost)."""
 
     def __init__(
-        self, store: DiskStore, host_buffer: HostBuffer, coding: "tuple[BlockCoding, BlockCoding] | None" = None
+        self,
+        store: DiskStore,
+        host_buffer: HostBuffer,
+        coding: "tuple[BlockCoding, BlockCoding] | None" = None,
+        *,
+        events: TierEvents,
+        writing: Writing = _unguarded,
     ) -> None:
         self.store = store
         self._host_buffer = host_buffer
         self._coding = coding
-        self._events: deque[TierEvent] = deque()
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._writing = writing
+        self._emit = events.emit
         self._pending: set[int] = set()  # loads that are not answered
         self._cancelled: set[int] = set()  # of these
         self._loads: queue.SimpleQueue[LoadBlocks | None] = queue.SimpleQueue()
@@ -71,22 +82,6 @@ class TierMover:
         ]
         for thread in self._threads:
             thread.start()
-
-    def fileno(self) -> int:
-        """Readable when there are events."""
-        return self._fd
-
-    def poll(self) -> list[TierEvent]:
-        """What has happened since the last call, in order."""
-        try:
-            os.eventfd_read(self._fd)
-        except BlockingIOError:
-            return []
-        return [self._events.popleft() for _ in range(len(self._events))]
-
-    def wait(self, timeout_s: float) -> None:
-        """Until there are events, or for so long."""
-        select.select([self._fd], [], [], timeout_s)
 
     def act(self, action: TierAction) -> None:
         """Begin to carry out an action; returns at once."""
@@ -109,11 +104,6 @@ class TierMover:
             self.store.close()
         except OSError as error:
             logger.warning("the last segment of the disk tier was not closed: %s", error)
-        os.close(self._fd)
-
-    def _emit(self, event: TierEvent) -> None:
-        self._events.append(event)
-        os.eventfd_write(self._fd, 1)
 
     # -- the reader's thread ------------------------------------------------------------------------------------------
 
@@ -123,7 +113,8 @@ class TierMover:
             load_id = action.load_id
             if self._is_on and not self._is_closed:
                 try:
-                    count = self._load(action)
+                    with self._writing(action.host_blocks):
+                        count = self._load(action)
                     self._num_failures = 0
                 except OSError as error:
                     self._failed("reading", error)

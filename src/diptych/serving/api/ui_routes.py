@@ -148,12 +148,15 @@ class PlanView(BaseModel):
 
 class TierReply(BaseModel):
     """The tiers of one worker. host_used: share of the host blocks that hold something. had_disk: whether it was given
-    a disk; has_disk: whether it uses it. loading: requests that wait for a load."""
+    a disk; has_disk: whether it uses it. loading: requests that wait for a load. reads_peers: whether it reads the host
+    memories of other workers."""
 
     worker: int
     host_used: float
     host_hit_tokens: int
     disk_hit_tokens: int
+    reads_peers: bool
+    peer_hit_tokens: int
     had_disk: bool
     has_disk: bool
     disk_bytes: int
@@ -292,6 +295,8 @@ def _tier(llm: ServedFleet, number: int) -> TierReply:
         host_used=tiers.host_blocks_used / tiers.num_host_blocks,
         host_hit_tokens=tiers.host_hit_tokens,
         disk_hit_tokens=tiers.disk_hit_tokens,
+        reads_peers=tiers.reads_peers,
+        peer_hit_tokens=tiers.peer_hit_tokens,
         had_disk=llm.options.memory.disk is not None,
         has_disk=tiers.has_disk,
         disk_bytes=tiers.disk_bytes,

@@ -367,17 +367,16 @@ class Fleet:
     def on_ready(self, worker: int, ready: Ready) -> None:
         self.known[worker] = ready
         assert self._plan is not None
+        place = (worker, self.role(worker), ready.num_blocks, ready.block_size)
         info = WorkerInfo(
-            worker,
-            self.role(worker),
-            ready.num_blocks,
-            ready.block_size,
+            *place,
             memory_domain=self._plan.memory_domain(worker),
             host=self.workers[worker].site.host,
             rack=self.workers[worker].site.rack,
             share=ready.share,
             max_model_len=longest_sequence(ready),
             model_copy=self._plan.copies[worker],
+            host_domain=self._plan.host_domain(worker),
         )
         self.tell(WorkerUp(info))
         if has_both_phases(self.core.members.infos[number].role for number in self.core.members.up):

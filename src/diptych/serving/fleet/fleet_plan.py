@@ -4,6 +4,7 @@ Owns the translation of one EngineOptions and FleetOptions into one EngineOption
 where there is some, one for each copy of the model; must never start a process.
 """
 
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,13 @@ from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S
 from diptych.serving.fleet.fleet_options import CoreShare, FleetOptions, check_codec, divide_cores
 from diptych.serving.fleet.group_cores import divide_between_groups
 from diptych.serving.fleet.host_cores import HostCores
-from diptych.serving.fleet.shared_memory import SharedMemory, create_shared_memory, default_num_blocks
+from diptych.serving.fleet.shared_memory import (
+    SharedMemory,
+    create_shared_memory,
+    default_num_blocks,
+    host_files,
+    keeps_order,
+)
 from diptych.serving.fleet.worker_groups import copies_of
 from diptych.serving.link.engine_options import EngineOptions, PoolShare, WorkerPlace, parse_cores
 
@@ -32,26 +39,34 @@ SECRET_BYTES = 32
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
     """One entry of ``options`` and ``copies`` (which model copy it has) per worker that there may be. memories: of each
-    copy; none when each worker has its own. cluster: how the front end decides. The owner of the plan closes it."""
+    copy; none when each worker has its own. host_fds: of each worker, where they read each other's host blocks.
+    cluster: how the front end decides. The owner of the plan closes it."""
 
     options: tuple[EngineOptions, ...]
     cluster: ClusterConfig
     copies: tuple[int, ...] = (0,)
     memories: tuple[SharedMemory, ...] = ()
+    host_fds: tuple[int, ...] = ()
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
         """File descriptors that every worker inherits."""
-        return tuple(fd for memory in self.memories for fd in memory.fds)
+        return (*(fd for memory in self.memories for fd in memory.fds), *self.host_fds)
 
     def memory_domain(self, worker: int) -> int | None:
         """The memory that this worker shares with others of its copy; None: it has its own."""
         return self.copies[worker] if self.memories else None
 
+    def host_domain(self, worker: int) -> int | None:
+        """Workers of one such domain and one copy read each other's host blocks; None: nobody reads this worker's."""
+        return 0 if self.host_fds else None
+
     def close(self) -> None:
         """Let go of the shared memory."""
         for memory in self.memories:
             memory.close()
+        for fd in self.host_fds:
+            os.close(fd)
 
 
 def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor | None = None) -> FleetPlan:
@@ -72,6 +87,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
     kind, join = CONNECTORS[transfer], fleet.join
     copies = copies_of(wanted, roles) if join is None else (0,) * len(roles)
     memories = _shared_memories(wanted, copies) if kind.shares_pool else ()
+    host_fds = host_files(len(roles)) if _shares_host(options, fleet, cluster) else ()
     secret = secrets.token_bytes(SECRET_BYTES) if join is None else join.key.derived("KV")
     told = []
     for number, role in enumerate(roles):
@@ -88,6 +104,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
             encrypts=join is not None and not join.transfer_plain,
             publishes_blocks=cluster.routing.routing == "kv_aware" or explains,
             resume_timeout_s=RESUME_TIMEOUT_S if join is None else fleet.heartbeat_timeout_s,
+            host_fds={mate: fd for mate, fd in enumerate(host_fds) if copies[mate] == copies[number]},
         )
         record = None if options.record is None else _numbered(Path(options.record), number)
         own = _on_cores(wanted[number], cores[number % len(cores)] if cores else None)
@@ -96,7 +113,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
     geometry = _geometry(wanted[0])
     links = LinkCosts(bytes_per_token=geometry.block_bytes // geometry.block_size)
     cluster = replace(cluster, routing=replace(cluster.routing, links=links))
-    return FleetPlan(tuple(told), cluster, copies, memories)
+    return FleetPlan(tuple(told), cluster, copies, memories, host_fds)
 
 
 def worker_options(options: EngineOptions, fleet: FleetOptions) -> list[EngineOptions]:
@@ -142,7 +159,7 @@ def _transfer(options: EngineOptions, fleet: FleetOptions) -> str:
     for a codec that it does not have."""
     device, name = options.device.device, fleet.transfer
     if name == "auto":
-        may_be_gpu = device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
+        may_be_gpu = _may_be_gpu(options)
         serving = (name for name, kind in CONNECTORS.items() if kind.serves_cuda or not may_be_gpu)
         if fleet.join is not None:  # some may be on other hosts
             serving = (name for name in ("tcp",))
@@ -152,6 +169,20 @@ def _transfer(options: EngineOptions, fleet: FleetOptions) -> str:
         raise ConfigError(f"transfer is {name}, which does not serve GPUs ({others} do)", param="transfer")
     check_codec(name, fleet.kv_codec)
     return name
+
+
+def _shares_host(options: EngineOptions, fleet: FleetOptions, cluster: ClusterConfig) -> bool:
+    """Whether workers read each other's host blocks: all are processes of this machine that compute on its CPUs, and
+    the router says who has what."""
+    memory = options.memory
+    is_here = fleet.join is None and fleet.ray is None
+    is_told = cluster.routing.routing == "kv_aware" and memory.prefix_cache
+    return memory.host_bytes > 0 and is_here and is_told and not _may_be_gpu(options) and keeps_order()
+
+
+def _may_be_gpu(options: EngineOptions) -> bool:
+    device = options.device.device
+    return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
 
 
 def _geometry(options: EngineOptions) -> KVGeometry:

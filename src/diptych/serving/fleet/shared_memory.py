@@ -1,12 +1,15 @@
-"""The memory that the CPU workers of this host share: one file for the KV blocks of all, one for the weights.
+"""The memory that the CPU workers of this host share: one file for the KV blocks of all, one for the weights, and one
+for the host blocks of each.
 
-The front end makes both files (memfd: no name in any file system, gone with the last process that holds them) and
+The front end makes the files (memfd: no name in any file system, gone with the last process that holds them) and
 keeps them open, so that what a worker wrote outlives it. Workers inherit the descriptors. Never maps them, never
 imports torch.
 """
 
 import fcntl
 import os
+import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +61,20 @@ def create_shared_memory(geometry: KVGeometry, num_blocks: Sequence[int]) -> Sha
     weights_fd = os.memfd_create("diptych-weights", flags)
     first_blocks = tuple(sum(num_blocks[:worker]) for worker in range(len(num_blocks)))
     return SharedMemory(pool_fd, weights_fd, total, first_blocks, tuple(num_blocks))
+
+
+def keeps_order() -> bool:
+    """Whether processes of this machine see each other's stores in their order, which reading host blocks of others
+    needs (runtime/tiers/shared_host.py)."""
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+
+
+def host_files(num_workers: int) -> tuple[int, ...]:
+    """An empty file for the host blocks of each worker, which that worker lays out when it starts."""
+    return tuple(
+        os.memfd_create(f"diptych-host-{worker}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        for worker in range(num_workers)
+    )
 
 
 def default_num_blocks(

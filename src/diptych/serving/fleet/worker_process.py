@@ -22,7 +22,7 @@ from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.heartbeat import FILE_NAME, Pulse, read_pulse
 
 RESERVED_DESCRIPTORS = 6  # what a start needs at once: lock, socket, and two pipes or pairs of sockets to the process
-WORKER_DESCRIPTORS = 4 + RESERVED_DESCRIPTORS  # while it runs: lock, socket, standard input and channel
+WORKER_DESCRIPTORS = 5 + RESERVED_DESCRIPTORS  # while it runs: lock, socket, standard input, channel, host blocks
 
 
 class WorkerProcess:

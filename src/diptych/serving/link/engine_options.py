@@ -72,7 +72,8 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     weights_fd: of a memfd with prepared weights. secret: shared by all workers; it is never on a command line. listen:
     address of its KV connector ("": as the connector has it). encrypts: KV travels over TLS. publishes_blocks: report
     what enters and leaves the prefix cache, for a router. resume_timeout_s: a transfer is broken when its connection
-    stays broken for so long.
+    stays broken for so long. host_fds: of memfds for host blocks, by worker: this worker's own, and those of the
+    workers whose host blocks it may read (empty: it has them for itself).
     """
 
     transfer: str
@@ -86,6 +87,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     encrypts: bool = False
     publishes_blocks: bool = True
     resume_timeout_s: float = RESUME_TIMEOUT_S
+    host_fds: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return f"WorkerPlace(number={self.number}, role={self.role!r}, transfer={self.transfer!r}, ...)"

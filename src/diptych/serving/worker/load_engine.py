@@ -20,7 +20,7 @@ from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.model_config import ModelConfig
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.required_packages import require_packages
-from diptych.runtime.tiers.tier_mover import TierMover
+from diptych.runtime.tiers.tier_driver import TierDriver
 from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import KVConnector, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
@@ -31,7 +31,7 @@ from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.messages import Ready
 from diptych.serving.link.recorder import Recorder, record_engine
 from diptych.serving.start_checks import check_kv_memory
-from diptych.serving.worker.load_tiers import num_host_blocks, open_disk, tier_config
+from diptych.serving.worker.load_tiers import num_host_blocks, open_tiers, tier_config
 from diptych.serving.worker.request_intake import Runner
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ PREFILL_NICENESS = 5
 @dataclass(frozen=True, slots=True)
 class LoadedEngine(Generic[RunnerType]):
     """What a worker process serves with. recorder: of the engine's recording; its owner closes it. device: what it
-    computes on. grammars: None where none can be followed. tiers: the disk, if there is one; its owner closes it."""
+    computes on. grammars: None where none can be followed. tiers: what drives the disk and the reading of
+    other workers' host blocks, if there is either; its owner closes it."""
 
     engine: EngineCore
     runner: RunnerType
@@ -59,7 +60,7 @@ class LoadedEngine(Generic[RunnerType]):
     recorder: Recorder | None = None
     device: ComputeDevice = field(default_factory=UndividedDevice)
     grammars: "Grammars | None" = None
-    tiers: TierMover | None = None
+    tiers: TierDriver | None = None
 
 
 def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRunner]":
@@ -115,8 +116,8 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         share=compute.share,
         embedding_size=model.hidden_size,
     )
-    disk = open_disk(memory, runner, kv_format(runner)) if memory.prefix_cache else None
-    return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model), disk)
+    driver = open_tiers(options, runner, kv_format(runner)) if memory.prefix_cache else None
+    return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model), driver)
 
 
 def _max_model_len(options: EngineOptions) -> int:
@@ -179,6 +180,7 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         quantize=options.device.quantize,
         shared_pool=pool,
         shared_weights=place.weights_fd if place else None,
+        shared_host=place.host_fds.get(place.number) if place and device == "cpu" else None,
         speculation=options.speculation,
     )
 

@@ -14,9 +14,11 @@ from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.kv_geometry import KVGeometry
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import MAX_BLOCKS
+from diptych.runtime.tiers.tier_driver import TierDriver
+from diptych.runtime.tiers.tier_events import TierEvents
 from diptych.runtime.tiers.tier_mover import TierMover
 from diptych.runtime.tiers.weights_digest import weights_digest
-from diptych.serving.link.engine_options import MemoryOptions
+from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
 
 if TYPE_CHECKING:
     from diptych.runtime.kv_tensors import KVTensors
@@ -40,15 +42,18 @@ def num_host_blocks(memory: MemoryOptions, geometry: KVGeometry, max_model_len: 
 
 
 def tier_config(memory: MemoryOptions, runner: "ModelRunner", geometry: KVGeometry) -> TierConfig:
-    """Measured for copies, guessed for the disk."""
+    """Measured for copies, guessed for the disk and for reading from other workers (as a copy to the device)."""
     if not runner.num_host_blocks:
         return TierConfig()
     longest = -(-runner.max_model_len // runner.block_size)
+    copy_ns = measured_copy_ns(runner.kv, min(MEASURED_BLOCKS, runner.num_host_blocks, runner.num_blocks))
     return TierConfig(
-        copy_block_ns=measured_copy_ns(runner.kv, min(MEASURED_BLOCKS, runner.num_host_blocks, runner.num_blocks)),
+        copy_block_ns=copy_ns,
         clean_blocks=min(longest, runner.num_blocks // 2),
         has_disk=memory.disk is not None,
         load_block_ns=geometry.block_bytes * 1_000_000_000 // GUESSED_BYTES_PER_S,
+        shares_host=memory.prefix_cache and runner.kv.shared_host is not None,
+        peer_block_ns=copy_ns,
     )
 
 
@@ -67,10 +72,34 @@ def measured_copy_ns(kv: "KVTensors", num_blocks: int) -> int:
     return max(1, min(times_ns) // num_blocks)
 
 
-def open_disk(memory: MemoryOptions, runner: "ModelRunner", kv_format: "KVFormat") -> TierMover | None:
-    """The disk of a worker, or None without one. Raises ConfigError for a folder that cannot be used."""
-    if memory.disk is None:
+def open_tiers(options: EngineOptions, runner: "ModelRunner", kv_format: "KVFormat") -> TierDriver | None:
+    """What moves blocks between host memory and a disk, or between the host memories of workers; None where there is
+    neither. Raises ConfigError for a folder that cannot be used."""
+    place, shared = options.place, runner.kv.shared_host
+    if options.memory.disk is None and shared is None:
         return None
+    events = TierEvents()
+    disk = None if options.memory.disk is None else _open_disk(options.memory, runner, kv_format, events)
+    peers = None
+    if shared is not None and place is not None:
+        from diptych.runtime.tiers.peer_reader import PeerReader
+
+        host, digest = runner.kv.host_bytes, _memory_digest(runner, kv_format)
+        fds = {worker: fd for worker, fd in place.host_fds.items() if worker != place.number}
+        peers = PeerReader(shared, fds, digest, lambda block: memoryview(host[block]), events)
+    return TierDriver(events, disk, peers)
+
+
+def _memory_digest(runner: "ModelRunner", kv_format: "KVFormat") -> bytes:
+    """Of what a block in host memory means: equal for processes that have loaded the same files in the same way."""
+    files = [path.stat() for path in open_checkpoint(runner.model_config).files]
+    identities = [(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in files]
+    words = (sorted(dataclasses.asdict(kv_format).items()), runner.loaded.instruction_set, identities)
+    return blake2b(repr(words).encode(), digest_size=16).digest()
+
+
+def _open_disk(memory: MemoryOptions, runner: "ModelRunner", kv_format: "KVFormat", events: TierEvents) -> TierMover:
+    assert memory.disk is not None
     directory = Path(memory.disk)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -96,7 +125,9 @@ def open_disk(memory: MemoryOptions, runner: "ModelRunner", kv_format: "KVFormat
     digest = blake2b(repr(sorted(format_identity(description).items())).encode(), digest_size=16).digest()
     store = DiskStore(directory, memory.disk_bytes, digest, block_bytes, description)
     logger.warning("disk tier in %s: %d blocks of %d tokens are there", directory, len(store), runner.block_size)
-    return TierMover(store, lambda block: memoryview(host[block]), coding)
+    shared = runner.kv.shared_host
+    guard = {} if shared is None else {"writing": shared.writing}
+    return TierMover(store, lambda block: memoryview(host[block]), coding, events=events, **guard)
 
 
 def format_identity(description: dict[str, object]) -> dict[str, object]:

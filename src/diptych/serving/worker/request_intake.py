@@ -76,7 +76,7 @@ class RequestIntake:
         tokens = self._unpack(wire)
         attempt_id = command.attempt_id
         request = self._request(attempt_id, tokens)
-        request.standing_at_arrival = standing_of(command)
+        request.standing_at_arrival, request.peer_run = standing_of(command), command.peer_run
         if isinstance(command, Serve):
             self._core.serve(request, now)
         elif isinstance(command, Prefill):

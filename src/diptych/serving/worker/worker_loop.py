@@ -34,7 +34,7 @@ from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult, StepTokens
 from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
 from diptych.runtime.thread_limits import switch_often
-from diptych.runtime.tiers.tier_mover import TierMover
+from diptych.runtime.tiers.tier_driver import TierDriver
 from diptych.runtime.transfer.connector import KVConnector
 from diptych.serving.link.channel import Channel, connect
 from diptych.serving.link.engine_options import EngineOptions
@@ -77,7 +77,7 @@ Connect = Callable[[EngineOptions, Any, Path], KVConnector | None]
 class Worker:
     """The loop of one worker. ``channel`` leads to the front end; ``connector``: to the other workers (None: it takes
     no part in handoffs). device: what steps are computed on. ready: what was said to the front end before ``run``.
-    tiers: the disk, if there is one."""
+    tiers: the driver of what lies below the host blocks and beside them, if there is anything."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Worker:
         device: ComputeDevice | None = None,
         grammars: "Grammars | None" = None,
         ready: Ready | None = None,
-        tiers: TierMover | None = None,
+        tiers: TierDriver | None = None,
     ) -> None:
         self._core = core
         self._ready = ready
@@ -220,8 +220,8 @@ class Worker:
         stats = None
         if self._is_stats_time(now):
             stats = replace(self._core.engine.stats(), cpu_wait_ns=cpu_wait_ns())
-            if self._tiers is not None:
-                damaged, used = self._tiers.store.counts.damaged_blocks, self._tiers.used_bytes
+            if self._tiers is not None and (disk := self._tiers.disk) is not None:
+                damaged, used = disk.store.counts.damaged_blocks, disk.used_bytes
                 stats = replace(stats, tiers=replace(stats.tiers, damaged_blocks=damaged, disk_bytes=used))
             self._has_stats, self._next_stats_ns = False, now + STATS_INTERVAL_NS
         if outbox.events or tokens is not None or outbox.load is not None or stats is not None:

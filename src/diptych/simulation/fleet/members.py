@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 
 from diptych.control.config import EngineConfig
 from diptych.control.engine.scheduler.step_time import StepTimeModel
+from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role, WorkerInfo
 from diptych.simulation.environment import Environment
 from diptych.simulation.fleet.pipeline import Pipeline
 from diptych.simulation.fleet.pools import Place, Pools
+from diptych.simulation.fleet.simulated_disk import DiskModel
+from diptych.simulation.fleet.simulated_hosts import SharedContents
 from diptych.simulation.fleet.simulated_worker import Auditor, SimulatedWorker, Surroundings, WorkerModel
 from diptych.simulation.fleet.warmed_up_model import warmed_up_model
 from diptych.simulation.scenario import Scenario
@@ -39,7 +42,7 @@ def fleet(scenario: Scenario) -> list[Member]:
 def _members(engine: EngineConfig, num_workers: int, pools: Pools | None) -> list[Member]:
     """On whole devices. Those that share memory number their blocks one after the other."""
     if pools is None:
-        return [Member(_info(worker, "both", engine, "local", None), engine) for worker in range(num_workers)]
+        return [Member(_info(worker, "both", engine, "local", None, 0), engine) for worker in range(num_workers)]
     members = []
     ends: dict[int, int] = {}  # host -> blocks of the workers so far
     for worker, place in enumerate(pools.places()):
@@ -50,17 +53,16 @@ def _members(engine: EngineConfig, num_workers: int, pools: Pools | None) -> lis
             first_block = ends.get(host, 0)
             ends[host] = first_block + config.cache.num_blocks
             config = replace(config, cache=replace(config.cache, first_block=first_block))
-        info = _info(worker, place.pool.role, config, f"host{host}", domain, place.pool.model_copy)
+        info = _info(worker, place.pool.role, config, f"host{host}", domain, host)
+        info = replace(info, model_copy=place.pool.model_copy)
         if pools.num_racks:
             info = replace(info, rack=f"rack{pools.rack_of(place.replica)}")
         members.append(Member(info, config, place))
     return members
 
 
-def _info(
-    worker: int, role: Role, config: EngineConfig, host: str, domain: int | None, model_copy: int = 0
-) -> WorkerInfo:
-    """As a worker of these settings presents itself."""
+def _info(worker: int, role: Role, config: EngineConfig, host: str, domain: int | None, host_domain: int) -> WorkerInfo:
+    """As a worker of these settings presents itself. host_domain: of its host, should its blocks be read there."""
     cache = config.cache
     capacity = (cache.num_blocks - cache.watermark_blocks) * cache.block_size
     longest = max(1, min(config.max_model_len, capacity))
@@ -72,8 +74,19 @@ def _info(
         host=host,
         memory_domain=domain,
         max_model_len=longest,
-        model_copy=model_copy,
+        host_domain=host_domain if cache.tiers.shares_host else None,
     )
+
+
+def _disk(scenario: Scenario, member: Member) -> DiskModel | None:
+    """The disk of a worker whose settings say that it has one: its pool's own, or that of the scenario. Raises
+    ConfigError where neither is given."""
+    if not member.config.cache.tiers.has_disk:
+        return None
+    disk = (member.place.pool.disk if member.place else None) or scenario.disk
+    if disk is None:
+        raise ConfigError(f"has_disk is True for worker {member.info.number}, and there is no disk", param="disk")
+    return disk
 
 
 def make_workers(
@@ -88,6 +101,7 @@ def make_workers(
     pipelines: dict[int, Pipeline] = {}  # of the replicas that have one
     workers = []
     cluster = scenario.cluster_config
+    shared = SharedContents()
     has_costs = cluster.routing.routing == "kv_aware"
     for member in members:
         pool = member.place.pool if member.place else None
@@ -112,7 +126,8 @@ def make_workers(
             stall_ns=scenario.pools.stall_ns if scenario.pools else 0,
             share=member.info.share,
             guesses=scenario.guesses,
-            disk=pool.disk if pool else scenario.disk,
+            disk=_disk(scenario, member),
+            shared=shared if member.config.cache.tiers.shares_host else None,
         )
         workers.append(SimulatedWorker(member.info.number, worker, environment, surroundings, auditor))
     return workers

@@ -318,7 +318,7 @@ class SimulatedCluster:
         if not self._channels.is_news(command.worker, command.attempt_id):
             return
         request = make_request(command.attempt_id, spec, self._scenario.engine.cache.block_size, options)
-        request.standing_at_arrival = standing_of(command)
+        request.standing_at_arrival, request.peer_run = standing_of(command), command.peer_run
         if spec.is_running:
             if isinstance(command, Prefill):
                 return

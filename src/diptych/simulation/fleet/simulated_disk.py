@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from diptych.control.engine.kvcache.tier_records import (
+    NO_PEER,
     CancelLoad,
     DiskContents,
     LoadBlocks,
@@ -96,9 +97,9 @@ class SimulatedDisk:
             self._report(DiskContents(added=tuple(self._segment_of)))
 
     def act(self, action: TierAction) -> None:
-        """Begin to carry out an action."""
+        """Begin to carry out an action; those for peers are left alone."""
         now, model = self._environment.now, self._model
-        if isinstance(action, LoadBlocks):
+        if isinstance(action, LoadBlocks) and action.peer == NO_PEER:
             begin_ns = max(now, self._read_until) + model.latency_ns
             self._read_until = begin_ns + len(action.hashes) * model.read_block_ns
             timer = self._environment.at(self._read_until, MESSAGE, partial(self._loaded, action, begin_ns))

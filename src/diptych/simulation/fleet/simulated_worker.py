@@ -30,6 +30,7 @@ from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.pipeline import Pipeline
 from diptych.simulation.fleet.simulated_disk import DiskModel, SimulatedDisk
 from diptych.simulation.fleet.simulated_executor import SimulatedExecutor
+from diptych.simulation.fleet.simulated_hosts import SharedContents, SimulatedPeerReader
 from diptych.simulation.fleet.step_run import StepRun
 from diptych.simulation.results import WorkerUsage
 from diptych.workload.spec import RequestSpec
@@ -56,7 +57,8 @@ class Surroundings(Protocol):
 class WorkerModel:
     """What equal workers share: settings, costs, and the step-time model as warm-up leaves it. reports_load,
     publishes_kv: whether there is a router that reads that. pipeline: of the replica that the worker is a lane of.
-    stall_ns: see Pools. share: of the device, for which ``cost`` holds."""
+    stall_ns: see Pools. share: of the device, for which ``cost`` holds. shared: the host blocks of the fleet, where
+    workers read each other's."""
 
     engine: EngineConfig
     cost: CostModel
@@ -71,6 +73,7 @@ class WorkerModel:
     stall_ns: int = 0
     guesses: Guesses | None = None
     disk: DiskModel | None = None
+    shared: SharedContents | None = None
 
 
 class SimulatedWorker:
@@ -101,6 +104,10 @@ class SimulatedWorker:
         self._transfers: deque[TransferEvent] = deque()
         self._moved: deque[TierEvent] = deque()
         self._disk = SimulatedDisk(worker.disk, environment, self._on_tier) if worker.disk else None
+        self._peers: SimulatedPeerReader | None = None
+        if worker.shared is not None:
+            price_ns = self.config.cache.tiers.peer_block_ns
+            self._peers = SimulatedPeerReader(number, worker.shared, price_ns, environment, self._on_tier)
         self._run: StepRun | None = None
         self._in_turn = False  # what comes meanwhile only fills the inbox
         self._wake_ns: int | None = None  # when a turn is asked for
@@ -124,6 +131,8 @@ class SimulatedWorker:
         self._num_taken = 0
         self._share = worker.share
         self._set_slowness()
+        if self._peers is not None:
+            self._peers.restart(engine.kv.host)
         if self._disk is not None:
             self._disk.restart()
             self._take_moved(self._environment.now)
@@ -158,6 +167,7 @@ class SimulatedWorker:
         tiers = self.engine.stats().tiers
         self.usage.host_hit_tokens += tiers.host_hit_tokens
         self.usage.disk_hit_tokens += tiers.disk_hit_tokens
+        self.usage.peer_hit_tokens += tiers.peer_hit_tokens
         self.usage.disk_stored_blocks += tiers.stored_blocks
 
     def _take_moved(self, now: int) -> None:
@@ -332,9 +342,11 @@ class SimulatedWorker:
             surroundings.on_report(self.number, outbox.events, outbox.load, ended)
         for action in outbox.after:
             surroundings.on_transfer_action(self.number, action)
-        if self._disk is not None:
-            for move in outbox.tiers:
+        for move in outbox.tiers:
+            if self._disk is not None:
                 self._disk.act(move)
+            if self._peers is not None:
+                self._peers.act(move)
 
     def _watch_time(self) -> None:
         """Have a turn when the core wants one."""

@@ -21,6 +21,7 @@ FLEET_WIDE = (
     "preemptions",
     "tier_token_share",
     "disk_token_share",
+    "peer_token_share",
 )  # of the whole fleet, so no class has its own
 
 

@@ -115,6 +115,13 @@ class BlockPool:
                 else:
                     free.append(block_id)
 
+    def evict_first(self, blocks: Iterable[int]) -> None:
+        """Those of these blocks that nobody holds, and whose content can be found, are evicted before all others."""
+        self.version += 1
+        for block_id in blocks:
+            if block_id in self._cached:
+                self._cached.move_to_end(block_id, last=False)
+
     def oldest_cached(self, count: int) -> list[bytes]:
         """The content of the ``count`` cached blocks that are evicted next, first of all those."""
         hash_of = self.prefix_cache.hash_of

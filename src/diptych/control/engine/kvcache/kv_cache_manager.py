@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
 from diptych.control.engine.kvcache.demand import future_peak_blocks
-from diptych.control.engine.kvcache.disk_loads import WorkNs
+from diptych.control.engine.kvcache.tier_loads import WorkNs
 from diptych.control.engine.kvcache.tiers import Tiers
 from diptych.control.request import Request
 
@@ -74,7 +74,7 @@ class KVCacheManager:
         return num_cached + len(below) * self.block_size
 
     def fetch(self, request: Request, work_ns: WorkNs, now: int) -> bool:
-        """Whether the request waits for a load from disk from now on."""
+        """Whether the request waits for a load from now on."""
         return self.tiers.fetch(request, self.num_cached_tokens(request) // self.block_size, work_ns, now)
 
     def awaits_sibling(self, request: Request, num_blocks: int) -> bool:

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 Tier = Literal["device", "host", "disk"]  # where KV lies, from the top
+NO_PEER = -1  # of LoadBlocks.peer
 
 
 @dataclass(frozen=True, slots=True)
 class LoadBlocks:
-    """Read the blocks with these hashes from disk: ``hashes[i]`` into ``host_blocks[i]``, in this order."""
+    """Read the blocks with these hashes: ``hashes[i]`` into ``host_blocks[i]``, in this order. peer: the worker from
+    whose host memory (NO_PEER: from disk)."""
 
     load_id: int
     hashes: tuple[bytes, ...]
     host_blocks: tuple[int, ...]
+    peer: int = NO_PEER
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +39,23 @@ class StoreBlocks:
     host_blocks: tuple[int, ...]
 
 
-TierAction = LoadBlocks | CancelLoad | StoreBlocks
+@dataclass(frozen=True, slots=True)
+class ShareBlocks:
+    """From now on, until something else is written there, ``host_blocks[i]`` holds the content of ``hashes[i]``: other
+    workers of the host may read it. Not answered."""
+
+    hashes: tuple[bytes, ...]
+    host_blocks: tuple[int, ...]
+
+
+TierAction = LoadBlocks | CancelLoad | StoreBlocks | ShareBlocks
 
 
 @dataclass(frozen=True, slots=True)
 class RunLoaded:
-    """A load is over. num_blocks: the leading ones that are in their host blocks, each verified by its checksum.
-    duration_ns: of reading them, without waiting for other loads."""
+    """A load is over. num_blocks: the leading ones that are in their host blocks, each verified (from disk by its
+    checksum, from a peer by its hash, and that it was not overwritten meanwhile). duration_ns: of reading them, without
+    waiting for other loads."""
 
     load_id: int
     num_blocks: int

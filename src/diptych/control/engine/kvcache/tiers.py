@@ -8,6 +8,8 @@ Knows content by chain hashes and places by block ids; moves no bytes. Three mov
   up to EXTENT_BLOCKS. They pass through host blocks, from where the driver writes them beside the steps.
 - Up from the disk: when a request arrives, what only the disk holds is read into host blocks while the request waits
   outside the queue. It is queued at once when the load is over, or when computing would have been faster.
+- Across from the host memory of another worker of the host (a peer), where a router knows that it holds what comes
+  next: in the same way. Allocation stays each worker's own: a peer is read, never asked, and what it had may be gone.
 - Up from the host: in the steps of an admitted prompt, before its first chunk (see Scheduler).
 
 A host block that a step or a load or a store uses is held by a reference, so that it is not given away meanwhile.
@@ -18,12 +20,13 @@ from collections.abc import Sequence
 
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
-from diptych.control.engine.kvcache.disk_loads import DiskLoads, WorkNs
+from diptych.control.engine.kvcache.tier_loads import TierLoads, WorkNs
 from diptych.control.engine.kvcache.tier_records import (
     DiskContents,
     DiskState,
     RunLoaded,
     RunStored,
+    ShareBlocks,
     StoreBlocks,
     TierAction,
     TierEvent,
@@ -47,7 +50,7 @@ class Tiers:
         self._device = device
         self._reads = config.enable_prefix_cache
         self.host = BlockPool(config.num_host_blocks, enable_prefix_cache=config.enable_prefix_cache)
-        self.loads = DiskLoads(config, self.host)
+        self.loads = TierLoads(config, self.host)
         self.actions: list[TierAction] = []  # for the driver, in order
         self.host_hit_tokens = 0  # computed before, and copied up instead of computed again
         self._admitted_tokens = 0
@@ -60,6 +63,7 @@ class Tiers:
         self._num_stores = 0
         self._in_step: list[int] = []  # host blocks that copies of this step read or write
         self._after_step: list[TierAction] = []
+        self._copied: list[tuple[bytes, int]] = []  # down, in this step, where others may read them
         self._seen_version = -1
         self._num_seen = 0  # of the blocks that are evicted next, in that version: each is copied once at most
         self._clean_version = -1  # of the device pool, when all that is evicted next had a copy
@@ -67,7 +71,7 @@ class Tiers:
     @property
     def has_disk(self) -> bool:
         """Whether a disk is used."""
-        return self.loads.is_on
+        return self.loads.disk.is_on
 
     @property
     def has_moves(self) -> bool:
@@ -153,7 +157,12 @@ class Tiers:
         """The copies of the last plan are done."""
         if self._in_step:
             self.host.release(self._in_step)
+            self.loads.forget_copies(self._in_step)
             self._in_step.clear()
+        if self._copied:
+            hashes, blocks = zip(*self._copied, strict=True)
+            self.actions.append(ShareBlocks(hashes, blocks))
+            self._copied.clear()
         if self._after_step:
             self.actions += self._after_step
             self._after_step.clear()
@@ -227,6 +236,8 @@ class Tiers:
         if host_block is not None:
             self.host.remember(block_hash, host_block)
             copies.append((device_block, host_block))
+            if self.config.shares_host:
+                self._copied.append((block_hash, host_block))
         return host_block
 
     def _clean(self, copies: list[tuple[int, int]], allowed: int) -> None:
@@ -259,7 +270,7 @@ class Tiers:
         elif isinstance(event, DiskContents):
             self.loads.change(event)
         elif isinstance(event, DiskState):
-            self.loads.is_on = event.is_on
+            self.loads.disk.is_on = event.is_on
             if not event.is_on:
                 while self._wanted:
                     self._drop_run()
@@ -273,9 +284,10 @@ class Tiers:
         self.num_unstored_blocks += len(hashes) - event.num_blocks
 
     def fetch(self, request: Request, first: int, work_ns: WorkNs, now: int) -> bool:
-        """Whether the request, whose first ``first`` blocks need not be computed, waits for a load from disk from now
-        on."""
-        if not self.has_disk or not self._reads or not request.reads_prefix_cache:
+        """Whether the request, whose first ``first`` blocks need not be computed, waits for a load from now on."""
+        if not self._reads or not request.reads_prefix_cache:
+            return False
+        if not self.has_disk and request.peer_run is None and not self.loads.num_loading:
             return False
         host = self.host_prefix(request, first)
         return self.loads.begin(request, first, host, work_ns, self.actions, now)

@@ -7,8 +7,8 @@ What the tiers of this worker hold of a prompt that another worker will compute 
 first, and the reservation is reported when that is done: so the other worker never reads a block that is not written.
 """
 
-from diptych.control.engine.kvcache.disk_loads import WorkNs
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.kvcache.tier_loads import WorkNs
 from diptych.control.engine.scheduler.budget import Budget
 from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.events import HandoffReserved

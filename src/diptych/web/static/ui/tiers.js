@@ -11,7 +11,9 @@ export function showTiers(tiers) {
   $("#tiers").hidden = !tiers.length;
   show($("#tiers-rows"), tiers.map((tier) => h("tr", {}, h("th", { scope: "row" }, `worker ${tier.worker}`),
     h("td", {}, h("span.kv", {}, meter(tier.host_used, `Host memory of worker ${tier.worker}`), percent(tier.host_used))),
-    h("td.number", {}, count(tier.host_hit_tokens)), h("td.number", {}, count(tier.disk_hit_tokens)), h("td", {}, diskWords(tier)))));
+    h("td.number", {}, count(tier.host_hit_tokens)),
+    h("td.number", {}, tier.reads_peers ? count(tier.peer_hit_tokens) : "none"),
+    h("td.number", {}, count(tier.disk_hit_tokens)), h("td", {}, diskWords(tier)))));
 }
 
 function diskWords(tier) {

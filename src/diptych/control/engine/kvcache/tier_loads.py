@@ -1,7 +1,12 @@
-"""Loads from disk into host blocks: what is on disk, which requests wait for which load, and what a block costs.
+"""Loads into host blocks, from disk or from the host memory of another worker of the host: which requests wait for
+which load, and what is on disk.
 
 A load is begun where it is faster than computing by a margin: by the measured time of a block, and what is ahead of it
-in the queue of the disk. A request waits for it no longer than computing would have taken from then on.
+in the queue of its source. Where both sources have what comes next, the one that saves more time is asked. A request
+waits for a load no longer than computing would have taken from then on.
+
+What a peer holds is known from a router, as of when it sent the request. So a peer is asked once for each request; what
+it no longer has is a miss.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,23 +14,30 @@ from collections.abc import Callable, Iterable, Sequence
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
 from diptych.control.engine.kvcache.disk_journal import DiskJournal
-from diptych.control.engine.kvcache.tier_records import CancelLoad, DiskContents, LoadBlocks, RunLoaded, TierAction
+from diptych.control.engine.kvcache.load_source import LoadSource
+from diptych.control.engine.kvcache.tier_records import (
+    NO_PEER,
+    CancelLoad,
+    DiskContents,
+    LoadBlocks,
+    RunLoaded,
+    ShareBlocks,
+    TierAction,
+)
 from diptych.control.request import Request, Standing
 
 MARGIN = 2  # a load is to take at most one part in so many of the time of computing
-LEARN_SHARE = 4  # a measured load changes the price of a block by one part in so many of the difference
-SLOW_LOADS = 4  # so many in a row that were slower than computing: the disk is left alone for SLOW_REST_NS
-SLOW_REST_NS = 30_000_000_000
 
 WorkNs = Callable[[int, int], int]  # (start, num_tokens) -> predicted nanoseconds of computing them
 
 
-class _DiskLoad:
+class _HostLoad:
     """One load under way. deadline_ns: when its requests are computed instead."""
 
-    __slots__ = ("deadline_ns", "hashes", "host_blocks", "is_over", "requests")
+    __slots__ = ("deadline_ns", "hashes", "host_blocks", "is_over", "requests", "source")
 
-    def __init__(self, hashes: tuple[bytes, ...], host_blocks: list[int], deadline_ns: int) -> None:
+    def __init__(self, source: LoadSource, hashes: tuple[bytes, ...], host_blocks: list[int], deadline_ns: int) -> None:
+        self.source = source
         self.hashes = hashes
         self.host_blocks = host_blocks
         self.deadline_ns = deadline_ns
@@ -33,26 +45,24 @@ class _DiskLoad:
         self.is_over = False  # nobody waits for it any more: it was cancelled
 
 
-class DiskLoads:
-    """Owner of the set of hashes on disk and of the loads under way."""
+class TierLoads:
+    """Owner of the set of hashes on disk and of the loads under way. disk, peers: where they come from."""
 
     def __init__(self, config: CacheConfig, host: BlockPool) -> None:
         self._block_size = config.block_size
         self._host = host
         self._copy_block_ns = config.tiers.copy_block_ns
-        self.load_block_ns = config.tiers.load_block_ns
-        self.is_on = config.tiers.has_disk
-        self.loaded_blocks = 0
-        self.missed_blocks = 0  # that were asked for, and could not be read
+        self._shares_host = config.tiers.shares_host
+        self.disk = LoadSource(config.tiers.load_block_ns, is_on=config.tiers.has_disk)
+        self.peers = LoadSource(config.tiers.peer_block_ns, is_on=config.tiers.shares_host)
         self.num_cancelled = 0
         self._on_disk: dict[bytes, None] = {}
         self.journal = DiskJournal()  # of ``_on_disk``
-        self._loads: dict[int, _DiskLoad] = {}
+        self._loads: dict[int, _HostLoad] = {}
         self._load_of: dict[bytes, int] = {}  # hashes that are being loaded -> the load
         self._waits_for: dict[str, int] = {}  # requests -> the load
         self._num_loads = 0
-        self._slow_in_row = 0
-        self._rests_until_ns = 0
+        self._copies: dict[int, bytes] = {}  # host blocks with what a peer holds, too -> what that was
 
     @property
     def num_loading(self) -> int:
@@ -74,15 +84,6 @@ class DiskLoads:
         """Of the blocks known to be on disk."""
         return self._on_disk
 
-    def price_at(self, now: int) -> int:
-        """Nanoseconds of reading one block; 0: nothing is read now."""
-        return max(1, self.load_block_ns) if self.is_on and now >= self._rests_until_ns else 0
-
-    @property
-    def wait_ns(self) -> int:
-        """How long a load that is begun now waits for those before it."""
-        return self._num_ahead * self.load_block_ns
-
     def holds(self, block_hash: bytes) -> bool:
         """Whether the disk has this content."""
         return block_hash in self._on_disk
@@ -97,9 +98,9 @@ class DiskLoads:
                 self.journal.add(block_hash)
 
     def pays(self, start: int, num_blocks: int, work_ns: WorkNs) -> bool:
-        """Whether reading so many blocks of a prompt, from the block ``start`` on, would pay if nothing else was
-        read."""
-        price_ns = num_blocks * (self.load_block_ns + self._copy_block_ns)
+        """Whether reading so many blocks of a prompt from disk, from the block ``start`` on, would pay if nothing else
+        was read."""
+        price_ns = num_blocks * (self.disk.load_block_ns + self._copy_block_ns)
         return MARGIN * price_ns < work_ns(start * self._block_size, num_blocks * self._block_size)
 
     def requests(self) -> list[Request]:
@@ -113,26 +114,51 @@ class DiskLoads:
         in the ``host`` blocks, which it then holds."""
         start = first + len(host)
         limit = (request.num_tokens - 1) // self._block_size
-        if start >= limit or now < self._rests_until_ns:
+        if start >= limit:
             return False
         wanted = request.block_hashes[start:limit]
-        if (load_id := self._load_of.get(wanted[0])) is not None and not self._loads[load_id].is_over:
-            self._wait(request, load_id, host)
-            return True
-        run = self._run(wanted, self._host.num_available - self._host.num_idle(host))
-        gain_ns = work_ns(start * self._block_size, len(run) * self._block_size)
-        if not run or gain_ns <= MARGIN * self._price_ns(len(run)):
+        if (load_id := self._load_of.get(wanted[0])) is not None:
+            load = self._loads[load_id]
+            if not load.is_over and load.source.is_used(now):
+                self._wait(request, load_id, host)
+                return True
+        room = max(0, self._host.num_available - self._host.num_idle(host))
+        from_disk = self._disk_run(wanted[:room]) if self.disk.is_used(now) else ()
+        from_peer = self._peer_run(request, start, wanted[:room]) if self.peers.is_used(now) else ()
+        disk_ns = self._saved_ns(self.disk, start, from_disk, work_ns)
+        peer_ns = self._saved_ns(self.peers, start, from_peer, work_ns)
+        if not disk_ns and not peer_ns:
             return False
+        self._hold(request, host)
+        if disk_ns >= peer_ns:
+            self._begin(request, self.disk, NO_PEER, start, from_disk, work_ns, actions, now)
+        else:
+            peer_run, request.peer_run = request.peer_run, None
+            assert peer_run is not None, "blocks of no peer"
+            self._begin(request, self.peers, peer_run.peer, start, from_peer, work_ns, actions, now)
+        return True
+
+    def _begin(
+        self,
+        request: Request,
+        source: LoadSource,
+        peer: int,
+        start: int,
+        run: tuple[bytes, ...],
+        work_ns: WorkNs,
+        actions: list[TierAction],
+        now: int,
+    ) -> None:
         self._num_loads += 1
         load_id = self._num_loads
-        self._hold(request, host)
         blocks = self._host.allocate(len(run))
-        self._loads[load_id] = _DiskLoad(run, blocks, now + gain_ns)
+        gain_ns = work_ns(start * self._block_size, len(run) * self._block_size)
+        self._loads[load_id] = _HostLoad(source, run, blocks, now + gain_ns)
         self._load_of.update(dict.fromkeys(run, load_id))
         self._wait(request, load_id, [])
+        source.begun(len(run))
         request.cached_tokens_at_arrival = (start + len(run)) * self._block_size
-        actions.append(LoadBlocks(load_id, run, tuple(blocks)))
-        return True
+        actions.append(LoadBlocks(load_id, run, tuple(blocks), peer))
 
     def leave(self, request: Request, actions: list[TierAction]) -> bool:
         """The request ends, if it waits here. A load that nobody waits for is cancelled."""
@@ -148,25 +174,38 @@ class DiskLoads:
     def end(self, event: RunLoaded, actions: list[TierAction], now: int) -> list[Request]:
         """A load was answered: what came of it can be found. Returns the requests that waited for it."""
         load = self._loads.pop(event.load_id)
-        count = event.num_blocks
+        source, count = load.source, event.num_blocks
         for block_hash, block in zip(load.hashes[:count], load.host_blocks[:count], strict=True):
             self._host.remember(block_hash, block)
         for block_hash in load.hashes:
             if self._load_of.get(block_hash) == event.load_id:
                 del self._load_of[block_hash]
-        if not load.is_over:  # else it was cut short, and says nothing of what is on disk
-            for block_hash in load.hashes[count:]:
-                self._lose(block_hash)
-            self.missed_blocks += len(load.hashes) - count
-            self._slow_in_row = 0
-        self.loaded_blocks += count
-        if count:
-            self.load_block_ns += (event.duration_ns // count - self.load_block_ns) // LEARN_SHARE
+        if not load.is_over:  # else it was cut short, and says nothing of what is there
+            if source is self.disk:
+                for block_hash in load.hashes[count:]:
+                    self._lose(block_hash)
+            source.ended(len(load.hashes), len(load.hashes) - count)
+        source.measured(count, event.duration_ns)
+        if source is self.peers:
+            self._copies.update(zip(load.host_blocks[:count], load.hashes[:count], strict=True))
+        if count and self._shares_host:
+            actions.append(ShareBlocks(load.hashes[:count], tuple(load.host_blocks[:count])))
         requests = list(load.requests.values())
         for request in requests:
             self._release(request, [*request.host_block_ids, *load.host_blocks[:count]])
         self._host.release(load.host_blocks)
         return requests
+
+    def forget_copies(self, blocks: Sequence[int]) -> None:
+        """These host blocks were used. Of what a peer holds, too, one copy on the host is enough: this one goes."""
+        if not self._copies:
+            return
+        here, spare = self._host.prefix_cache, []
+        for block in blocks:
+            block_hash = self._copies.pop(block, None)
+            if block_hash is not None and here.get(block_hash) == block:  # else it was given out again
+                spare.append(block)
+        self._host.evict_first(spare)
 
     def next_deadline_ns(self) -> int | None:
         """When a load will have taken as long as computing."""
@@ -183,27 +222,41 @@ class DiskLoads:
                 late += requests
                 load.requests.clear()
                 self._cancel(load_id, actions)
-                self._slow_in_row += 1
-        if self._slow_in_row >= SLOW_LOADS:
-            self._slow_in_row, self._rests_until_ns = 0, now + SLOW_REST_NS
+                load.source.was_late()
+        self.disk.rest_if_slow(now)
+        self.peers.rest_if_slow(now)
         return late
 
-    def _run(self, wanted: Sequence[bytes], room: int) -> tuple[bytes, ...]:
+    def _disk_run(self, wanted: Sequence[bytes]) -> tuple[bytes, ...]:
+        """What the disk has of these, up to the first that it has not, or that is being loaded."""
         run: list[bytes] = []
-        for block_hash in wanted[: max(0, room)]:
+        for block_hash in wanted:
             if block_hash not in self._on_disk or block_hash in self._load_of:
                 break
             run.append(block_hash)
         return tuple(run)
 
-    def _price_ns(self, num_blocks: int) -> int:
-        """Until so many more blocks are on the device, after the loads that were begun before."""
-        return self.wait_ns + num_blocks * (self.load_block_ns + self._copy_block_ns)
+    def _peer_run(self, request: Request, start: int, wanted: Sequence[bytes]) -> tuple[bytes, ...]:
+        """What a peer may have of these, which are the blocks of the prompt from ``start`` on: up to the first that is
+        here, or is being loaded."""
+        known = request.peer_run
+        if known is None or not known.first_block <= start < known.first_block + known.num_blocks:
+            return ()
+        here = self._host.prefix_cache
+        run: list[bytes] = []
+        for block_hash in wanted[: known.first_block + known.num_blocks - start]:
+            if here.get(block_hash) is not None or block_hash in self._load_of:
+                break
+            run.append(block_hash)
+        return tuple(run)
 
-    @property
-    def _num_ahead(self) -> int:
-        """Blocks of the loads that were begun."""
-        return sum(len(load.hashes) for load in self._loads.values() if not load.is_over)
+    def _saved_ns(self, source: LoadSource, start: int, run: tuple[bytes, ...], work_ns: WorkNs) -> int:
+        """What reading these blocks saves, after the loads that were begun before; 0 where it does not pay."""
+        if not run:
+            return 0
+        gain_ns = work_ns(start * self._block_size, len(run) * self._block_size)
+        price_ns = source.wait_ns + len(run) * (source.load_block_ns + self._copy_block_ns)
+        return gain_ns - price_ns if gain_ns > MARGIN * price_ns else 0
 
     def _lose(self, block_hash: bytes) -> None:
         if block_hash in self._on_disk:
@@ -230,6 +283,8 @@ class DiskLoads:
         del self._waits_for[request.request_id]
 
     def _cancel(self, load_id: int, actions: list[TierAction]) -> None:
-        self._loads[load_id].is_over = True
+        load = self._loads[load_id]
+        load.is_over = True
+        load.source.given_up(len(load.hashes))
         self.num_cancelled += 1
         actions.append(CancelLoad(load_id))
