@@ -8,7 +8,7 @@ from fake_worker import VOCAB_SIZE
 from servers import RunningServer
 from tests.control.driver import Driver
 
-from diptych.calibration.calibration import _Load
+from diptych.calibration.calibration import IDLE_PROMPTS, _Load
 from diptych.calibration.calibration_steps import DesignPoint, design, measure_point
 from diptych.control.config import CacheConfig, EngineConfig
 from diptych.control.engine.recording import RecordingEngineCore
@@ -44,7 +44,7 @@ def test_the_load_reaches_a_live_server_in_every_scenario(fake: RunningServer) -
     stages: list[tuple[str, float]] = []
     load = _Load(fake.url, VOCAB_SIZE // 2, EngineOptions(), steps, 0.1, lambda *stage: stages.append(stage))
     samples = asyncio.run(load.run())
-    assert {prompt for prompt, _ in samples} == {16, 64, 256, 1024}
+    assert {prompt for prompt, _ in samples} == set(IDLE_PROMPTS)
     assert stages[-1] == ("live server", 1.0)
 
 
