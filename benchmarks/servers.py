@@ -37,16 +37,19 @@ PROGRAM = str(Path(sys.executable).parent / "diptych")
 
 
 class Server:
-    """A server process that is ready when ``ready`` answers with success. As a context it ends with its block."""
+    """A server process that is ready when ``ready`` answers with success at ``url``. As a context it ends with its
+    block."""
 
-    def __init__(self, command: list[str], env: dict[str, str] | None = None, *, ready: str = "/health") -> None:
+    def __init__(
+        self, command: list[str], env: dict[str, str] | None = None, *, ready: str = "/health", url: str = URL
+    ) -> None:
         self.process = subprocess.Popen(
             command, env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that whoever ends this ends the server too
         try:
-            self._wait(ready)
+            self._wait(url + ready)
         except BaseException:
             self.close()
             raise
@@ -57,11 +60,11 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait(self, path: str) -> None:
+    def _wait(self, url: str) -> None:
         end = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < end:
             try:
-                urllib.request.urlopen(URL + path, timeout=2).close()
+                urllib.request.urlopen(url, timeout=2).close()
                 return
             except OSError:
                 if self.process.poll() is not None:

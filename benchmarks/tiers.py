@@ -1,11 +1,11 @@
 """What the tiers below the KV cache do: restarts, streams while KV is loaded and stored, load without any reuse, and
 host memory that workers read from each other.
 
-    python benchmarks/tiers.py MODEL [--tokens 8000] [--turns 3] [--only peers] [--cache 256MiB] [--json FILE]
+    python benchmarks/tiers.py MODEL [--tokens 8000] [--turns 3] [--parts restart,gaps] [--cache 256MiB] [--json FILE]
 
 restart: the time to first token of a prompt, cold and after the server was killed and started again on its folder.
 gaps: the 99th percentile of the gaps of four streams, while prompts that are on disk come, and while new ones come.
-no reuse: requests per second of prompts that share nothing, with and without the disk, in turns.
+no reuse: seconds of a request that shares nothing, of two servers in turns, with and without the disk.
 peers: two workers whose caches (--cache each) hold a few prompts, and whose host memories hold all: the time to first
 token of a prompt alone and cold, and when six requests for it come at once, so that some go to the worker that has not
 got it; how many tokens that worker read from the other; what a block took.
@@ -27,13 +27,15 @@ from common import report
 from servers import PORT, PROGRAM, URL, Server
 
 DISK_GB = "20"
+PARTS = ("restart", "gaps", "no-reuse", "peers")
 
 
-def start(model: str, disk: Path | None, *options: str) -> Server:
+def start(model: str, disk: Path | None, *options: str, port: int = PORT) -> Server:
     tiers = ["--kv-disk", str(disk), "--kv-disk-gb", DISK_GB, "--kv-host-gb", "1"] if disk else []
     return Server(
-        [PROGRAM, "serve", "--model", model, "--served-model-name", "m", "--port", str(PORT), *tiers, *options],
+        [PROGRAM, "serve", "--model", model, "--served-model-name", "m", "--port", str(port), *tiers, *options],
         ready="/ready",
+        url=f"http://127.0.0.1:{port}",
     )
 
 
@@ -42,14 +44,14 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
     return [rng.randrange(100, 500) for _ in range(num_tokens)]
 
 
-def request(tokens: list[int], max_tokens: int, gaps: list[float] | None = None) -> tuple[float, int]:
+def request(tokens: list[int], max_tokens: int, gaps: list[float] | None = None, url: str = URL) -> tuple[float, int]:
     """Seconds to the first token, and how many prompt tokens were not computed. gaps: gets those between tokens."""
     body = {"model": "m", "prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
     headers = {"content-type": "application/json"}
     begun, last, first, cached = time.monotonic(), 0.0, 0.0, 0
     with urllib.request.urlopen(
-        urllib.request.Request(f"{URL}/v1/completions", json.dumps(body).encode(), headers)
+        urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     ) as reply:
         for line in reply:
             if not line.startswith(b"data: {"):
@@ -97,44 +99,64 @@ def restart(model: str, folder: Path, num_tokens: int, turns: int) -> list[dict[
     return rows
 
 
-def gaps(model: str, folder: Path, num_tokens: int) -> dict[str, float]:
-    """p99 of the gaps, in seconds: nothing beside the streams, new prompts (they are computed and stored), and prompts
-    that are on disk."""
-    found: dict[str, float] = {}
-    prompts = [prompt(5000 + number, num_tokens // 4) for number in range(6)]
-    for kind in ("new prompts, no disk", "new prompts", "prompts on disk"):
-        with start(model, None if kind.endswith("no disk") else folder):
-            times: list[float] = []
-            streams = [
-                threading.Thread(target=request, args=(prompt(7000 + number, 64), 300, times)) for number in range(4)
-            ]
-            for thread in streams:
-                thread.start()
-            for tokens in prompts:
-                request(tokens, 1)
-            for thread in streams:
-                thread.join()
-            if kind == "new prompts":
-                settle(6 * (num_tokens // 4 // 32 - 1))
-        found[kind] = statistics.quantiles(times, n=100)[98]
-    return found
+KINDS = ("new prompts, no disk", "new prompts", "prompts on disk")
 
 
-def no_reuse(model: str, turns: int) -> list[dict[str, float]]:
-    """Requests per second, with and without the disk in turns."""
-    rows = []
+def gaps(model: str, num_tokens: int, turns: int) -> list[dict[str, Any]]:
+    """p99 of the gaps, in seconds, of each kind in each turn: beside new prompts without a disk, beside new ones that
+    are stored, and beside prompts that are on disk."""
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for turn in range(turns):
-        row = {}
-        for name in ("without", "with"):
-            with tempfile.TemporaryDirectory() as folder, start(model, Path(folder) if name == "with" else None):
-                request(prompt(1, 64), 2)
+        prompts = [prompt(5000 + 10 * turn + number, num_tokens // 4) for number in range(6)]
+        with tempfile.TemporaryDirectory() as folder:
+            for kind in KINDS:
+                with start(model, None if kind == KINDS[0] else Path(folder)):
+                    found[kind].append(_gap_p99(prompts, turn))
+                    if kind == KINDS[1]:
+                        settle(6 * (num_tokens // 4 // 32 - 1))
+    without = statistics.median(found[KINDS[0]])
+    return [
+        {"beside": kind, "p99_s": statistics.median(values), "ratio": statistics.median(values) / without,
+         "lowest_s": min(values), "highest_s": max(values)}
+        for kind, values in found.items()
+    ]  # fmt: skip
+
+
+def _gap_p99(prompts: list[list[int]], turn: int) -> float:
+    times: list[float] = []
+    streams = [
+        threading.Thread(target=request, args=(prompt(7000 + 10 * turn + number, 64), 300, times))
+        for number in range(4)
+    ]
+    for thread in streams:
+        thread.start()
+    for tokens in prompts:
+        request(tokens, 1)
+    for thread in streams:
+        thread.join()
+    return statistics.quantiles(times, n=100)[98]
+
+
+def no_reuse(model: str, turns: int) -> dict[str, float]:
+    """Seconds of a request, with and without the disk: two servers that are up together, asked in turns."""
+    seconds: dict[str, list[float]] = {"without": [], "with": []}
+    other = PORT + 1
+    with tempfile.TemporaryDirectory() as folder, start(model, None), start(model, Path(folder), port=other):
+        ways = [("without", URL), ("with", f"http://127.0.0.1:{other}")]
+        for number in range(-1, 12 * turns):
+            for way, url in ways[:: -1 if number % 2 else 1]:
                 begun = time.monotonic()
-                for number in range(12):
-                    request(prompt(100 * turn + number, 512), 16)
-                row[name] = 12 / (time.monotonic() - begun)
-        row["ratio"] = row["with"] / row["without"]
-        rows.append(row)
-    return rows
+                request(prompt(100 + number, 512), 16, url=url)
+                if number >= 0:
+                    seconds[way].append(time.monotonic() - begun)
+    means = {way: statistics.fmean(values) for way, values in seconds.items()}
+    pairs = [with_it / without for without, with_it in zip(seconds["without"], seconds["with"], strict=True)]
+    return {
+        "without_s": means["without"],
+        "with_s": means["with"],
+        "ratio": means["with"] / means["without"],
+        "median_of_pairs": statistics.median(pairs),
+    }
 
 
 def burst(tokens: list[int], count: int) -> list[float]:
@@ -165,22 +187,24 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--only", choices=["peers"], help="this part alone")
+    parser.add_argument("--parts", default=",".join(PARTS), help="with commas")
     parser.add_argument("--cache", default="256MiB", help="KV cache of each worker in the part peers")
     parser.add_argument("--json", help="file for the record")
     asked = parser.parse_args()
-    read = {"what": "peers", **peers(asked.model, asked.tokens, asked.cache)}
-    if asked.only:
-        report("tiers", [read], asked.json)
-        return
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-        restarts = restart(asked.model, Path(one), asked.tokens, asked.turns)
-        streams = gaps(asked.model, Path(two), asked.tokens)
-    loads = no_reuse(asked.model, asked.turns)
-    rows = [{"what": f"restart {number}", **row} for number, row in enumerate(restarts)]
-    rows += [{"what": f"gap p99 of streams beside {kind}", "seconds": value} for kind, value in streams.items()]
-    rows += [{"what": f"no reuse {number}, requests/s", **row} for number, row in enumerate(loads)]
-    rows.append(read)
+    parts = asked.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts has {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    rows: list[dict[str, Any]] = []
+    if "restart" in parts:
+        with tempfile.TemporaryDirectory() as folder:
+            restarts = restart(asked.model, Path(folder), asked.tokens, asked.turns)
+        rows += [{"what": f"restart {number}", **row} for number, row in enumerate(restarts)]
+    if "gaps" in parts:
+        rows += [{"what": "gaps of four streams", **row} for row in gaps(asked.model, asked.tokens, asked.turns)]
+    if "no-reuse" in parts:
+        rows.append({"what": "no reuse", **no_reuse(asked.model, asked.turns)})
+    if "peers" in parts:
+        rows.append({"what": "peers", **peers(asked.model, asked.tokens, asked.cache)})
     report("tiers", rows, asked.json)
 
 

@@ -4,8 +4,6 @@ Owns the tokenizer as llguidance sees it. Compiling gives up the GIL, so steps g
 every grammar before (serving/answers/grammar), which bounds how long it takes. Needs the extra [structured].
 """
 
-import os
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +12,7 @@ import llguidance
 
 from diptych.control.errors import ConstraintError
 from diptych.control.request import SamplingParams
+from diptych.runtime.thread_priority import give_way
 
 MAX_COMPILED = 128
 LONG = 1 << 14  # bytes of a grammar from which on it may take more than some milliseconds to compile
@@ -35,8 +34,8 @@ class Grammars:
             tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
-        self._pool = ThreadPoolExecutor(1, "grammars", _give_way, (NICENESS,))
-        self._pool_of_long = ThreadPoolExecutor(1, "long-grammars", _give_way, (LONG_NICENESS,))
+        self._pool = ThreadPoolExecutor(1, "grammars", give_way, (NICENESS,))
+        self._pool_of_long = ThreadPoolExecutor(1, "long-grammars", give_way, (LONG_NICENESS,))
 
     def prepare(self, text: str) -> bool:
         """Begin to compile a grammar. Returns whether it is ready, or has failed."""
@@ -125,11 +124,3 @@ class GrammarConstraint:
         if self._matcher.is_error():
             said = self._matcher.get_error().split("<state>")[0].strip()
             raise ConstraintError(f"the grammar cannot go on: {said[:300]}")
-
-
-def _give_way(niceness: int) -> None:
-    """This thread runs when the others leave time for it (Linux has a niceness for each thread): so much more than they
-    have."""
-    if hasattr(os, "setpriority"):
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + niceness))

@@ -84,6 +84,8 @@ class SegmentFolder:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 try:
                     os.posix_fallocate(fd, 0, num_bytes)
+                    # what is written is read once, to verify it: reading ahead would fetch, and zero, what is not
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
                 except OSError:
                     os.close(fd)
                     path.unlink()

@@ -25,6 +25,7 @@ from diptych.control.engine.kvcache.tier_records import (
     StoreBlocks,
     TierAction,
 )
+from diptych.runtime.thread_priority import give_way
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import Buffer
 from diptych.runtime.tiers.tier_events import TierEvents
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # in a row
 FULL_REST_S = 30.0  # after the disk was full
+WRITER_NICENESS = 10  # a step is waited for, a store is not
 REFRESH_S = 2.0  # between looks at what other processes have stored
 
 HostBuffer = Callable[[int], Buffer]
@@ -142,6 +144,7 @@ class TierMover:
     # -- the writer's thread ------------------------------------------------------------------------------------------
 
     def _write_loop(self) -> None:
+        give_way(WRITER_NICENESS)
         while True:
             try:
                 action = self._stores.get(timeout=REFRESH_S)
