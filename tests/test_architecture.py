@@ -62,7 +62,7 @@ SERVING_WITH_TORCH = ("worker", "llm.py")
 TORCH_FREE_RUNTIME = {
     "checkpoint", "dtypes", "kv_geometry", "mapped_file", "model_config", "model_place", "models",
     "required_packages", "safetensors_directory",
-    "safetensors_file", "stored_tensor", "thread_limits", "weight_bytes", "weight_format",
+    "safetensors_file", "stored_tensor", "thread_limits", "thread_priority", "weight_bytes", "weight_format",
     "quantization", "quantization.packed_weight", "quantization.quantization_config",
     "gguf", "gguf.ggml_types", "gguf.gguf_checkpoint", "gguf.gguf_config", "gguf.gguf_file", "gguf.gguf_metadata",
     "gguf.gguf_vocabulary", "grammar", "tiers", "tiers.extent_format",

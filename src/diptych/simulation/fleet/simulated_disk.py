@@ -14,7 +14,6 @@ from diptych.control.engine.kvcache.tier_records import (
     CancelLoad,
     DiskContents,
     LoadBlocks,
-    RunLoaded,
     RunStored,
     StoreBlocks,
     TierAction,
@@ -23,6 +22,7 @@ from diptych.control.engine.kvcache.tier_records import (
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 from diptych.simulation.environment import MESSAGE, Environment
+from diptych.simulation.fleet.simulated_loads import SimulatedLoads
 
 SEGMENT_BYTES, EXTENT_BLOCKS, MIN_SEGMENTS = 64 << 20, 64, 4  # as runtime/tiers has them
 PAGE_BYTES = 4096
@@ -79,52 +79,36 @@ class SimulatedDisk:
         self._used_bytes = 0  # of the open one, which is the newest
         self._open = 0
         self._segment_of: dict[bytes, int] = {}
-        self._read_until = 0
+        self._loads = SimulatedLoads(model.read_block_ns, model.latency_ns, environment, self._take, report)
         self._written_until = 0
-        self._timers: dict[int, tuple[int, int, LoadBlocks]] = {}  # loads: (timer, begin, load)
         self._stores: list[int] = []  # their timers
 
     def restart(self) -> None:
         """The process of the worker is another one: nothing is under way any more, and it finds what is there."""
-        for timer, _, _ in self._timers.values():
-            self._environment.cancel(timer)
+        self._loads.restart()
         for timer in self._stores:
             self._environment.cancel(timer)
-        self._timers.clear()
         self._stores.clear()
-        self._read_until = self._written_until = self._environment.now
+        self._written_until = self._environment.now
         if self._segment_of:
             self._report(DiskContents(added=tuple(self._segment_of)))
 
     def act(self, action: TierAction) -> None:
         """Begin to carry out an action; those for peers are left alone."""
-        now, model = self._environment.now, self._model
         if isinstance(action, LoadBlocks) and action.peer == NO_PEER:
-            begin_ns = max(now, self._read_until) + model.latency_ns
-            self._read_until = begin_ns + len(action.hashes) * model.read_block_ns
-            timer = self._environment.at(self._read_until, MESSAGE, partial(self._loaded, action, begin_ns))
-            self._timers[action.load_id] = (timer, begin_ns, action)
+            self._loads.begin(action)
         elif isinstance(action, StoreBlocks):
-            self._written_until = max(now, self._written_until) + len(action.hashes) * model.write_block_ns
+            begin_ns = max(self._environment.now, self._written_until)
+            self._written_until = begin_ns + len(action.hashes) * self._model.write_block_ns
             self._stores.append(self._environment.at(self._written_until, MESSAGE, partial(self._stored, action)))
-        elif isinstance(action, CancelLoad) and action.load_id in self._timers:
-            timer, begin_ns, load = self._timers[action.load_id]
-            self._environment.cancel(timer)
-            self._environment.at(now, MESSAGE, partial(self._loaded, load, begin_ns))
+        elif isinstance(action, CancelLoad):
+            self._loads.cancel(action.load_id)
 
-    def _loaded(self, load: LoadBlocks, begin_ns: int) -> None:
-        """As much of it as was read by now, and is there."""
-        if self._timers.pop(load.load_id, None) is None:
-            return
-        duration_ns = max(0, self._environment.now - begin_ns)
-        num_read = len(load.hashes)
-        if self._model.read_block_ns:
-            num_read = min(num_read, duration_ns // self._model.read_block_ns)
-        count = 0
-        while count < num_read and (segment := self._segment_of.get(load.hashes[count])) is not None:
+    def _take(self, load: LoadBlocks, block_hash: bytes) -> bool:
+        segment = self._segment_of.get(block_hash)
+        if segment is not None:
             self._segments.move_to_end(segment)
-            count += 1
-        self._report(RunLoaded(load.load_id, count, duration_ns + self._model.latency_ns))
+        return segment is not None
 
     def _stored(self, store: StoreBlocks) -> None:
         self._stores.pop(0)  # they end in their order
