@@ -181,14 +181,8 @@ def percentile(values: list[float]) -> float:
     return statistics.quantiles(values, n=100)[98] if len(values) > 1 else (values or [0.0])[0]
 
 
-def metric(url: str, name: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics") as reply:
-        lines = reply.read().decode().splitlines()
-    return sum(float(text.rpartition(" ")[2]) for text in lines if text.startswith(name))
-
-
 def beside(model: str, seconds: float) -> list[dict[str, Any]]:
-    from servers import PORT, PROGRAM, URL, Server
+    from servers import PORT, PROGRAM, URL, Server, metric
 
     rows = []
     with tempfile.TemporaryDirectory() as place:
@@ -208,16 +202,16 @@ def beside(model: str, seconds: float) -> list[dict[str, Any]]:
                 time.sleep(0.2)
             time.sleep(10.0)
             name, begun = "diptych:batch_lines_total", time.monotonic()
-            before = metric(URL, name)
+            before = metric(name)
             time.sleep(seconds)
-            alone = (metric(URL, name) - before) / (time.monotonic() - begun)
+            alone = (metric(name) - before) / (time.monotonic() - begun)
             rows.append({"what": "batch alone", "lines_per_s": alone})
             found: list[Others] = []
-            begun, before = time.monotonic(), metric(URL, name)
+            begun, before = time.monotonic(), metric(name)
             thread = threading.Thread(target=lambda: found.append(Others(URL, seconds)))
             thread.start()
             thread.join()
-            rate = (metric(URL, name) - before) / (time.monotonic() - begun)
+            rate = (metric(name) - before) / (time.monotonic() - begun)
             idle = 1 - found[0].busy_s / (time.monotonic() - begun)
             rows.append(
                 {

@@ -28,11 +28,13 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from common import report
+from servers import metric
 
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 CLI = (sys.executable, "-c", "from diptych.cli.main import main; main()")
 NEAR, FAR, PORT, HTTP = "10.78.0.1", "10.78.0.2", 7000, 8000
+ADDRESS = f"http://{NEAR}:{HTTP}"
 FAR_HOST = 'hostname far; mount -t tmpfs tmpfs /dev/shm; exec "$@"'
 UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount")
 PROMPT_TOKENS, ANSWER_TOKENS = 300, 16
@@ -72,17 +74,11 @@ def processes(*commands: tuple[str, ...]) -> Iterator[None]:
             process.wait(30)
 
 
-def metric(name: str) -> float:
-    with urlopen(f"http://{NEAR}:{HTTP}/metrics", timeout=20) as reply:
-        lines = reply.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-
 def wait_for_workers(count: int) -> None:
     give_up = time.monotonic() + 120
     while time.monotonic() < give_up:
         try:
-            if metric("diptych:worker_up") >= count:
+            if metric("diptych:worker_up", ADDRESS) >= count:
                 return
         except OSError:
             pass
@@ -97,8 +93,7 @@ def ask(number: int) -> tuple[list[int], float]:
         "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True, "return_latency": True,
     }  # fmt: skip
-    address = f"http://{NEAR}:{HTTP}/v1/completions"
-    request = Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = Request(f"{ADDRESS}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=120) as reply:
         answer = json.load(reply)
     return answer["choices"][0]["token_ids"], answer["usage"]["latency"]["handoff_ms"]
@@ -135,7 +130,8 @@ def inside(asked: argparse.Namespace) -> list[dict[str, Any]]:
                 begun = time.monotonic()
                 answers = ask_all(asked.requests, asked.streams)
                 seconds = time.monotonic() - begun
-                handoffs, sent = metric("diptych:handoffs_total"), metric("diptych:kv_transfer_bytes_total")
+                handoffs = metric("diptych:handoffs_total", ADDRESS)
+                sent = metric("diptych:kv_transfer_bytes_total", ADDRESS)
             transfer_ms = 8 * sent / max(1.0, handoffs) / megabits / 1000
             pauses = sorted(pause for _, pause in answers)
             rows.append(

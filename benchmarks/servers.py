@@ -83,6 +83,13 @@ class Server:
             self.process.wait()
 
 
+def metric(name: str, url: str = URL) -> float:
+    """The sum of the samples whose lines begin so, of the server at ``url``. Raises OSError."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=20) as reply:
+        lines = reply.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
 def diptych_server(model: Path, *options: str) -> Server:
     """``diptych serve`` of a model."""
     return Server([PROGRAM, "serve", "--model", str(model), "--port", str(PORT), *options], ready="/ready")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common import report
-from servers import PORT, PROGRAM, URL, Server
+from servers import PORT, PROGRAM, URL, Server, metric
 
 DISK_GB = "20"
 PARTS = ("restart", "gaps", "no-reuse", "peers")
@@ -66,12 +66,6 @@ def request(tokens: list[int], max_tokens: int, gaps: list[float] | None = None,
             if chunk.get("usage"):
                 cached = (chunk["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return first, cached
-
-
-def metric(name: str) -> float:
-    with urllib.request.urlopen(f"{URL}/metrics") as reply:
-        lines = reply.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 def settle(num_blocks: int) -> None:

@@ -22,7 +22,6 @@ def read(*events: dict[str, Any]) -> TokenStream:
             stream.feed(event(data), now)
         stream.feed(b"data: [DONE]\n\n", 99)
         stream.finish(100)
-        stream.settle()
         return stream
 
     return asyncio.run(run())

@@ -3,6 +3,7 @@ less than was hoped for."""
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,12 +30,12 @@ def make(
     *,
     has_disk: bool = False,
     peer_block_ns: int = 60_000,
-    **settings: object,
+    **settings: Any,
 ) -> TieredDriver:
     tiers = TierConfig(COPY_NS, 24, has_disk, load_block_ns=100_000, shares_host=True, peer_block_ns=peer_block_ns)
     cache = CacheConfig(num_blocks, BLOCK, num_host_blocks, watermark_blocks=1, tiers=tiers)
     scheduler = SchedulerConfig(budget=BudgetConfig("fixed", 256), max_num_seqs=8)
-    return TieredDriver(EngineConfig(cache, scheduler, max_model_len=600), **settings)  # type: ignore[arg-type]
+    return TieredDriver(EngineConfig(cache, scheduler, max_model_len=600), **settings)
 
 
 def holder() -> TieredDriver:
@@ -58,8 +59,8 @@ def prompt_hashes(number: int) -> list[bytes]:
 WHOLE = PeerRun(0, 0, 19)
 
 
-def reader(**settings: object) -> TieredDriver:
-    return make(peers={0: holder().shared}, **settings)  # type: ignore[arg-type]
+def reader(**settings: Any) -> TieredDriver:
+    return make(peers={0: holder().shared}, **settings)
 
 
 def test_what_a_peer_holds_is_read_instead_of_being_computed() -> None:

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,12 +30,12 @@ COPY_NS = 50_000
 
 
 def make(
-    num_blocks: int = 40, num_host_blocks: int = 60, *, has_disk: bool = True, budget: int = 256, **settings: object
+    num_blocks: int = 40, num_host_blocks: int = 60, *, has_disk: bool = True, budget: int = 256, **settings: Any
 ) -> TieredDriver:
     tiers = TierConfig(COPY_NS, clean_blocks=24, has_disk=has_disk, load_block_ns=100_000)
     cache = CacheConfig(num_blocks, BLOCK, num_host_blocks, watermark_blocks=1, tiers=tiers)
     scheduler = SchedulerConfig(budget=BudgetConfig("fixed", budget), max_num_seqs=8)
-    return TieredDriver(EngineConfig(cache, scheduler, max_model_len=600), **settings)  # type: ignore[arg-type]
+    return TieredDriver(EngineConfig(cache, scheduler, max_model_len=600), **settings)
 
 
 def prompt(number: int, num_tokens: int = 20 * BLOCK) -> list[int]:

@@ -241,7 +241,7 @@ def test_a_load_gives_the_leading_blocks_that_the_peer_has(fds: list[int]) -> No
 
 
 @pytest.mark.parametrize("why", ["other format", "unknown peer", "never shared", "cancelled", "closed"])
-def test_what_cannot_be_read_is_a_miss(fds: list[int], why: str) -> None:
+def test_what_cannot_be_read_is_a_miss(fds: list[int], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     readers = Readers(fds, (FORMAT, b"another" if why == "other format" else FORMAT))
     if why != "never shared":
         readers.fill(0, HASHES, (0, 1, 2, 3, 4))
@@ -250,7 +250,7 @@ def test_what_cannot_be_read_is_a_miss(fds: list[int], why: str) -> None:
         gate, peer = threading.Event(), opened(fds[0])
         assert reader._peers is not None
         find = peer.find
-        peer.find = lambda names: (gate.wait(10), find(names))[1]  # type: ignore[method-assign]
+        monkeypatch.setattr(peer, "find", lambda names: (gate.wait(10), find(names))[1])
         reader._peers._peers[0] = peer
     if why == "closed":
         assert reader._peers is not None

@@ -192,9 +192,10 @@ def test_workers_of_equal_weights_read_each_others_host_blocks() -> None:
     try:
         assert len(set(plan.host_fds)) == 4 and set(plan.host_fds) <= set(plan.pass_fds)
         assert {plan.host_domain(worker) for worker in range(4)} == {0}  # the model copy says who reads whom
-        mates = [set(options.place.host_fds) for options in plan.options if options.place]
+        places = [options.place for options in plan.options if options.place]
+        mates = [set(place.host_fds) for place in places]
         assert mates == [{0, 1}, {0, 1}, {2, 3}, {2, 3}]
-        assert all(options.place.host_fds[at] == plan.host_fds[at] for at, options in enumerate(plan.options))  # type: ignore[union-attr]
+        assert [place.host_fds[at] for at, place in enumerate(places)] == list(plan.host_fds)
         assert all(os.fstat(fd).st_size == 0 for fd in plan.host_fds)  # each worker lays out its own
     finally:
         plan.close()

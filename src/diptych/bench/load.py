@@ -228,7 +228,6 @@ class Load:
 
     def _on_done(self, number: int) -> None:
         spec, stream = self._running.pop(number)
-        stream.settle()
         outcome = self._outcomes.pop(number, "completed" if stream.is_complete and stream.stamps else "failed")
         if outcome == "failed" and stream.is_complete:
             stream.error = no_tokens(stream)

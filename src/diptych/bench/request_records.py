@@ -94,7 +94,6 @@ def client_record(
     number: int, spec: RequestSpec, stream: TokenStream, objectives: LatencyObjectives, start_ns: int, outcome: str
 ) -> ClientRecord:
     """The record of a stream that is over; ``start_ns``: of the run, on the clock of the stream."""
-    stream.settle()
     usage = stream.usage
     cached = usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else None
     made = ClientRecord(

@@ -164,7 +164,6 @@ class Target:
             hint = "; --no-exact-length leaves them out" if re.search("ignore_eos|min_tokens", stream.error) else ""
             refused = "the server refuses a request: " if stream.status else ""
             raise ConfigError(f"{refused}{stream.error}{hint}", param="url")
-        stream.settle()  # first: a single token that is half a character has no text
         if not stream.stamps:
             raise ConfigError(no_tokens(stream), param="url")
         return stream

@@ -118,6 +118,7 @@ class TokenStream:
         if error is None and self._rest:  # a last event without an empty line behind it: whole, or the answer is not
             last, self._rest = bytes(self._rest), bytearray()
             self._on_event(last, now_ns)
+        self._settle()
         self.end_ns = now_ns
         self.hang_up = None
         if error is None and self.error is None and 200 <= self.status < 300:
@@ -204,8 +205,8 @@ class TokenStream:
         elif choice.finish_reason is not None:
             self._may_be_token = now_ns
 
-    def settle(self) -> None:
-        """Once the answer is over: the silent last event counts if the usage says that there was another token."""
+    def _settle(self) -> None:
+        """The answer is over: the silent last event counts if the usage says that there was another token."""
         if self._may_be_token and self.usage and self.usage.completion_tokens == len(self.stamps) + 1:
             self.stamps.append(self._may_be_token)
         self._may_be_token = 0

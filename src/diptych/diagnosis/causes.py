@@ -151,11 +151,16 @@ def _prompts_of_others(parts: RequestParts, evidence: Evidence) -> Mapping[str, 
     if evidence.is_flooded and parts.service_class != "batch":
         return {"batch_flood": 1.0}
     waited = parts.ttft["queue_prefill"] + parts.ttft["prefill_others"]
-    long = min(1.0, parts.marked_ttft_ns / waited) if waited > 0 else 0.0
+    long = _share_of(parts.marked_ttft_ns, waited)
     shares = _computed_again(evidence, "capacity" if evidence.is_saturated else "prefill_queueing")
     shares = {cause: share * (1 - long) for cause, share in shares.items()}
     shares["prefill_queueing"] = shares.get("prefill_queueing", 0.0) + long
     return shares
+
+
+def _share_of(marked_ns: int, lost_ns: int) -> float:
+    """Of the time that was lost to prompts of others, the share that long ones took."""
+    return min(1.0, marked_ns / lost_ns) if lost_ns > 0 else 0.0
 
 
 def _computed_again(evidence: Evidence, rest: str) -> dict[str, float]:
@@ -174,7 +179,7 @@ def _interference(parts: RequestParts, evidence: Evidence) -> Mapping[str, float
         return {"prefill_interference": 1.0}
     # who has more work than time keeps no objective by sharing it out in another way, unless a few prompts are the work
     stalled = parts.decode["mixed_prefill"] + parts.decode["stalled_by_prefill"]
-    long = min(1.0, parts.marked_decode_ns / stalled) if stalled > 0 else 0.0
+    long = _share_of(parts.marked_decode_ns, stalled)
     return {"prefill_interference": long, "capacity": 1 - long}
 
 

@@ -23,6 +23,7 @@ Row = tuple[Any, ...]
 
 CLUSTER_FORMAT, CLUSTER_VERSION = "diptych cluster recording", 1
 DIGEST_BYTES = 12
+_NO_PEER = ", peer_run=None)"  # the end of a command for which nothing is read from another worker
 
 
 class RecordingClusterCore(ClusterCore):
@@ -58,7 +59,8 @@ def canonical_command(command: Command) -> str:
     before there were peers."""
     if isinstance(command, End) and command.error is not None:
         return f"{replace(command, error=None)!r} {ErrorRecord.of(command.error)!r}"
-    return repr(command).replace(", peer_run=None)", ")")
+    text = repr(command)
+    return text.removesuffix(_NO_PEER) + ")" if text.endswith(_NO_PEER) else text
 
 
 def commands_summary(commands: Sequence[Command]) -> tuple[tuple[str, int, str], ...]:
