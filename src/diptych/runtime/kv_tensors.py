@@ -13,7 +13,7 @@ import torch
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.shared_pool import SharedPool, map_pool
-from diptych.runtime.tiers.shared_host import SharedHost
+from diptych.runtime.tiers.shared_host import PAGE_BYTES, SharedHost
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class KVTensors:
         if self.shared_host is not None:
             memory = self.shared_host.memory
         else:
-            memory = torch.zeros(num_blocks * size, dtype=torch.uint8, pin_memory=first.device.type == "cuda")
+            memory = _zero_pages(num_blocks * size, pin_memory=first.device.type == "cuda")
         blocks = memory.view(num_blocks, size)
 
         def view(layer: int, tensor: int) -> torch.Tensor:
@@ -100,3 +100,10 @@ class KVTensors:
         destination = torch.tensor([pair[1] for pair in pairs], device=target[0].device)
         for from_cache, to_cache in zip(source, target, strict=True):
             to_cache[destination] = from_cache[origin].to(to_cache.device)
+
+
+def _zero_pages(num_bytes: int, *, pin_memory: bool) -> torch.Tensor:
+    """Memory that begins with a page, so that a disk can write from it without the page cache."""
+    memory = torch.zeros(num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=pin_memory)
+    first = -memory.data_ptr() % PAGE_BYTES
+    return memory[first : first + num_bytes]
