@@ -42,7 +42,8 @@ from diptych.workload.traces import MOONCAKE_BLOCK_TOKENS, load_trace
 
 BLOCK = 32  # tokens
 OWN_IDS = 1 << 20  # of one request, for what it shares with no other
-OPTIONS = ("--shape", "chunked", "--speculation", "off")
+ISA = "avx2"  # kernels so slow that a disk is worth reading for so small a model
+OPTIONS = ("--shape", "chunked", "--speculation", "off", "--isa", ISA)
 GB = 10**9
 
 
@@ -166,6 +167,7 @@ def scenario(model: Path, size: Size, specs: Sequence[RequestSpec]) -> Scenario:
             block_size=BLOCK,
             num_blocks=geometry.blocks_within(size.cache_mib << 20),
             num_host_blocks=num_host_blocks(memory, geometry, longest),
+            instruction_set=ISA,
         )
     )
     tiers = tier_config(memory, runner, geometry)

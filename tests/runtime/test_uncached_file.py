@@ -47,12 +47,14 @@ def file(path: Path) -> Iterator[UncachedFile]:
 
 
 def check(file: UncachedFile, path: Path, parts: list[memoryview]) -> None:
-    """Writes, and looks at every byte of the file."""
+    """Writes, reads back, and looks at every byte of the file."""
     file.write(parts, FIRST)
-    assert file.holds(parts, FIRST)
-    data = b"".join(parts)
+    data, offset = b"".join(parts), FIRST
+    for part in parts:
+        assert file.read(len(part), offset) == part
+        offset += len(part)
     found = path.read_bytes()
-    assert found[FIRST : FIRST + len(data)] == data
+    assert found[FIRST:offset] == data
     assert set(found[:FIRST]) == {0xFF}
     end = FIRST - (-len(data) // PAGE_BYTES) * PAGE_BYTES
     assert set(found[end:]) == {0xFF} and len(found) == FILE_BYTES
@@ -128,10 +130,7 @@ def test_a_file_system_that_cannot_open_without_cache_is_written_with_it(
     with path.open("r+b", buffering=0) as opened:
         file = UncachedFile(path, opened.fileno())
         assert not file.is_direct
-        file.write(parts := buffers(count, length), FIRST)
-        assert file.holds(parts, FIRST)
-        found = path.read_bytes()
-        assert found[FIRST : FIRST + count * length] == b"".join(parts)
+        check(file, path, buffers(count, length))
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
@@ -151,8 +150,9 @@ def test_a_disk_that_fails_is_an_error(file: UncachedFile, monkeypatch: pytest.M
         pytest.skip("this file system has no direct input and output")
     monkeypatch.setattr(os, name, refusing(getattr(os, name), errno.EIO, 1))
     with pytest.raises(OSError, match="Input/output error"):
-        file.write(parts := buffers(3, CHUNK), FIRST)
-        file.holds(parts, FIRST)
+        file.write(buffers(3, CHUNK), FIRST)
+        for number in range(3):
+            file.read(CHUNK, FIRST + number * CHUNK)
     assert file.is_direct
 
 
@@ -165,19 +165,23 @@ def test_short_writes_and_reads_go_on_where_they_ended(
     check(file, path, buffers(3, 5000))
 
 
-@pytest.mark.parametrize("at", [0, 4999, 5000, CHUNK - 1, CHUNK, 14_999])
-def test_a_byte_that_is_not_as_it_was_written_is_seen(file: UncachedFile, path: Path, at: int) -> None:
-    file.write(parts := buffers(3, 5000), FIRST)
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_that_ends_early_gives_what_is_before_its_end(file: UncachedFile, path: Path, direct: bool) -> None:
+    file.write(parts := buffers(3, PAGE_BYTES), FIRST)
+    if not direct:
+        file.close()
+    os.truncate(path, FIRST + 2 * PAGE_BYTES)
+    assert file.read(PAGE_BYTES, FIRST + PAGE_BYTES) == parts[1]
+    assert file.read(PAGE_BYTES, FIRST + 2 * PAGE_BYTES) is None
+    assert file.read(2, FIRST + 2 * PAGE_BYTES - 1) is None
+
+
+def test_what_another_process_has_changed_is_read_from_the_disk_as_it_is(file: UncachedFile, path: Path) -> None:
+    file.write(buffers(3, 5000), FIRST)
     with path.open("r+b") as other:
-        other.seek(FIRST + at)
-        other.write(bytes([b"".join(parts)[at] ^ 1]))
-    assert not file.holds(parts, FIRST)
-
-
-def test_a_file_that_ends_early_does_not_hold_what_was_written(file: UncachedFile, path: Path) -> None:
-    file.write(parts := buffers(3, 5000), FIRST)
-    os.truncate(path, FIRST + CHUNK)
-    assert not file.holds(parts, FIRST)
+        other.seek(FIRST + 7000)
+        other.write(b"other")
+    assert file.read(5, FIRST + 7000) == b"other"
 
 
 def test_what_was_written_is_seen_through_the_page_cache_also_where_it_held_something_else(

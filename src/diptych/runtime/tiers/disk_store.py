@@ -1,8 +1,8 @@
 """KV blocks on disk, by their chain hash: an index over the segments of one format, appending, reading, verifying.
 
 Thread-safe. The index is rebuilt from headers: what is not behind a whole header does not exist. A header is written
-only after the blocks behind it were written, synced, read back from the disk and found equal to what lies in memory.
-What does not match its checksum when it is read is a miss, and its extent is dropped.
+only after the blocks behind it were written, synced, read back from the disk and found equal to their checksums. What
+does not match its checksum when it is read is a miss, and its extent is dropped.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ DROPPED = bytes(16)  # in place of the hashes of an extent that was found damage
 
 @dataclass(slots=True)
 class StoreCounts:
-    """Of one process. damaged: blocks that did not match their checksum, or were not as written right after it."""
+    """Of one process. damaged: blocks that did not match their checksum, on reading or right after writing."""
 
     stored_blocks: int = 0
     loaded_blocks: int = 0
@@ -202,7 +202,7 @@ class DiskStore:
             self.refresh()  # others may have been deleted for it
         segment, start = self._open, self._open.end
         self._file.write(buffers, start + PAGE_BYTES)
-        if not self._file.holds(buffers, start + PAGE_BYTES):
+        if not self._is_written(self._file, header, start + PAGE_BYTES):
             self.counts.damaged_blocks += len(hashes)
             self._close_segment()  # another place may be sound
             return 0
@@ -211,6 +211,14 @@ class DiskStore:
         with self._mutex:
             self._insert(segment, start, header)
         return len(hashes)
+
+    def _is_written(self, file: UncachedFile, header: ExtentHeader, offset: int) -> bool:
+        for block_hash, expected in header.entries:
+            block = file.read(self._block_bytes, offset)
+            if block is None or checksum(block_hash, block) != expected:
+                return False
+            offset += self._block_bytes
+        return True
 
     def _close_segment(self) -> None:
         """Append nothing more to the open segment; its unused rest is given back."""

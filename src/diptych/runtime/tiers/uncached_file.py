@@ -1,5 +1,5 @@
-"""Writing a file, and comparing it with memory, past the page cache (O_DIRECT): what a worker stores is read back once,
-to verify it, and seldom soon again, so that copies into the cache and out of it would be most of what a store costs.
+"""Writing a file and reading it back past the page cache (O_DIRECT): what a worker stores is read once, to verify it,
+and seldom soon again, so that copies into the cache and out of it would be most of what a store costs.
 
 Where the file system or the disk does not take that (EINVAL), all goes through the page cache.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from diptych.runtime.tiers.extent_format import PAGE_BYTES, Buffer
 
-CHUNK_BYTES = 1 << 20  # of one read or write
+CHUNK_BYTES = 1 << 20  # of one write, where buffers are copied for it
 
 
 class UncachedFile:
@@ -22,7 +22,7 @@ class UncachedFile:
 
     def __init__(self, path: Path, fd: int) -> None:
         self._fd = fd
-        self._chunk: Buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self._memory = memoryview(b"")
         self._direct = -1
         with contextlib.suppress(OSError):
             self._direct = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
@@ -39,8 +39,8 @@ class UncachedFile:
             self._direct = -1
 
     def write(self, buffers: Sequence[Buffer], offset: int) -> None:
-        """Write buffers of one length, one after the other, from a whole page on. What lies behind them in their last
-        page may become zeros. They are on disk when this returns. Raises OSError when that cannot be completed."""
+        """Write buffers one after the other, from a whole page on. What lies behind them in their last page may become
+        zeros. They are on disk when this returns. Raises OSError when that cannot be completed."""
         if self.is_direct:
             with self._unless_refused():
                 self._write_direct(buffers, offset)
@@ -48,16 +48,21 @@ class UncachedFile:
             write_fully(self._fd, buffers, offset)
         os.fdatasync(self._fd)
         if not self.is_direct:
-            num_bytes = _whole_pages(_num_bytes(buffers))
+            num_bytes = sum(len(buffer) for buffer in buffers)
             os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)  # so that the disk is read
 
-    def holds(self, buffers: Sequence[Buffer], offset: int) -> bool:
-        """Whether what ``write`` has written there is on disk, byte by byte. Raises OSError when the disk does not
-        read."""
+    def read(self, num_bytes: int, offset: int) -> Buffer | None:
+        """What is on disk there, until the next call; None where the file ends before. Raises OSError when the disk
+        does not read."""
+        first = offset // PAGE_BYTES * PAGE_BYTES
+        pages = self._pages(offset + num_bytes - first)
+        is_whole = False
         if self.is_direct:
             with self._unless_refused():
-                return self._is_equal(self._direct, buffers, offset)
-        return self._is_equal(self._fd, buffers, offset)
+                is_whole = read_fully(self._direct, pages, first)
+        if not self.is_direct:
+            is_whole = read_fully(self._fd, pages, first)
+        return pages[offset - first :][:num_bytes] if is_whole else None
 
     @contextlib.contextmanager
     def _unless_refused(self) -> Iterator[None]:
@@ -73,26 +78,26 @@ class UncachedFile:
         if all(_is_aligned(buffer) for buffer in buffers):
             write_fully(self._direct, buffers, offset)
             return
-        for start, end in _chunks(buffers):
-            filled = 0
-            for piece in _pieces(buffers, start, end):
-                self._chunk[filled : filled + len(piece)] = piece
+        chunk, filled = self._pages(CHUNK_BYTES), 0
+        for buffer in buffers:
+            while len(buffer):
+                piece, buffer = buffer[: CHUNK_BYTES - filled], buffer[CHUNK_BYTES - filled :]
+                chunk[filled : filled + len(piece)] = piece
                 filled += len(piece)
-            pages = _whole_pages(filled)
-            self._chunk[filled:pages] = bytes(pages - filled)
-            write_fully(self._direct, [self._chunk[:pages]], offset + start)
+                if filled == CHUNK_BYTES:
+                    write_fully(self._direct, [chunk], offset)
+                    offset, filled = offset + CHUNK_BYTES, 0
+        if filled:
+            end = _whole_pages(filled)
+            chunk[filled:end] = bytes(end - filled)
+            write_fully(self._direct, [chunk[:end]], offset)
 
-    def _is_equal(self, fd: int, buffers: Sequence[Buffer], offset: int) -> bool:
-        for start, end in _chunks(buffers):
-            if not read_fully(fd, self._chunk[: _whole_pages(end - start)], offset + start):
-                return False
-            compared = 0
-            for piece in _pieces(buffers, start, end):
-                found = self._chunk[compared : compared + len(piece)]
-                if bytearray(found) != piece:  # two memoryviews would be compared item by item
-                    return False
-                compared += len(piece)
-        return True
+    def _pages(self, num_bytes: int) -> Buffer:
+        """Whole pages of memory for so many bytes, the same ones at each call."""
+        end = _whole_pages(num_bytes)
+        if len(self._memory) < end:
+            self._memory = memoryview(mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        return self._memory[:end]
 
 
 def read_fully(fd: int, buffer: Buffer, offset: int) -> bool:
@@ -121,25 +126,5 @@ def _is_aligned(buffer: Buffer) -> bool:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % PAGE_BYTES == 0
 
 
-def _num_bytes(buffers: Sequence[Buffer]) -> int:
-    return len(buffers) * len(buffers[0])
-
-
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def _chunks(buffers: Sequence[Buffer]) -> Iterator[tuple[int, int]]:
-    """Ranges of what the buffers hold together."""
-    total = _num_bytes(buffers)
-    for start in range(0, total, CHUNK_BYTES):
-        yield start, min(start + CHUNK_BYTES, total)
-
-
-def _pieces(buffers: Sequence[Buffer], start: int, end: int) -> Iterator[Buffer]:
-    """Bytes [start, end) of buffers of one length, in pieces that lie in one buffer each."""
-    while start < end:
-        number, first = divmod(start, len(buffers[0]))
-        piece = buffers[number][first : first + end - start]
-        yield piece
-        start += len(piece)
