@@ -23,7 +23,7 @@ from diptych.control.engine.kvcache.tier_records import (
     TierEvent,
 )
 from diptych.control.errors import ConfigError
-from diptych.runtime.tiers import disk_store, tier_mover, uncached_file
+from diptych.runtime.tiers import disk_store, extent_format, tier_mover, uncached_file
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import PAGE_BYTES, extent_bytes, unpack_header
 from diptych.runtime.tiers.tier_driver import TierDriver
@@ -184,6 +184,21 @@ def test_the_least_recently_used_segments_make_room_and_the_cap_holds(tmp_path: 
     assert len(removed) > 1000
     assert get(store, 1999) == 1
     assert get(store, 0) == 1
+
+
+def test_a_segment_of_another_version_of_the_format_is_a_miss_and_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(extent_format, "_MAGIC", b"DPTCHKV1")
+        store = opened(tmp_path)
+        put(store, 1, 2)
+        store.close()
+    old = segment(tmp_path)
+    store = opened(tmp_path)
+    assert get(store, 1) == 0
+    assert not old.exists()
+    assert put(store, 1) == 1
 
 
 def test_two_stores_in_one_folder_keep_one_cap(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ class KVTensors:
 
 
 def _rows(cache: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The blocks of a cache in CPU memory as bytes, [num_blocks, bytes of a block]: numpy copies such rows three times
-    as fast as torch copies blocks."""
+    """The blocks of a cache in CPU memory as bytes, [num_blocks, bytes of a block]: numpy copies such rows
+    faster than torch copies blocks."""
     rows: npt.NDArray[np.uint8] = cache.view(torch.uint8).view(len(cache), -1).numpy()
     return rows
