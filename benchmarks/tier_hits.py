@@ -1,6 +1,6 @@
 """How much of a real trace's prompts do the tiers find, on a live server and in the simulator?
 
-    python benchmarks/tier_hits.py [--requests 1000] [--model DIR] [--json tier_hits.json]
+    python benchmarks/tier_hits.py [--requests 500] [--model DIR] [--json tier_hits.json]
 
 The first requests of Mooncake's conversation trace, one after the other, made small: each of its blocks of 512 tokens
 becomes a block of 32, the lengths shrink with them, and equal blocks stay equal. Every cache size gets the same
@@ -204,7 +204,7 @@ def compare(model: Path, size: Size, specs: Sequence[RequestSpec]) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--model", type=Path, default=BUNDLED_MODEL)
     parser.add_argument("--json", help="file for the record")
     asked = parser.parse_args()
