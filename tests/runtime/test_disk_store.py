@@ -23,12 +23,13 @@ from diptych.control.engine.kvcache.tier_records import (
     TierEvent,
 )
 from diptych.control.errors import ConfigError
-from diptych.runtime.tiers import disk_store, tier_mover
+from diptych.runtime.tiers import disk_store, extent_format, tier_mover, uncached_file
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import PAGE_BYTES, extent_bytes, unpack_header
 from diptych.runtime.tiers.tier_driver import TierDriver
 from diptych.runtime.tiers.tier_events import TierEvents
 from diptych.runtime.tiers.tier_mover import TierMover
+from tests.runtime.test_uncached_file import refuse_direct_files
 
 FORMAT = b"f" * 16
 BLOCK = 3000  # bytes
@@ -159,8 +160,8 @@ def test_a_block_whose_write_did_not_reach_the_disk_is_not_published(
     def torn(fd: int, buffers: list[memoryview], offset: int) -> None:
         whole_write(fd, [buffer[: len(buffer) // 2] for buffer in buffers], offset)
 
-    whole_write = disk_store.write_fully
-    monkeypatch.setattr(disk_store, "write_fully", torn)
+    whole_write = uncached_file.write_fully
+    monkeypatch.setattr(uncached_file, "write_fully", torn)
     assert put(store, 1) == 0
     assert store.counts.damaged_blocks == 1
     monkeypatch.undo()
@@ -185,11 +186,43 @@ def test_the_least_recently_used_segments_make_room_and_the_cap_holds(tmp_path: 
     assert get(store, 0) == 1
 
 
+def test_a_segment_of_another_version_of_the_format_is_a_miss_and_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(extent_format, "_MAGIC", b"DPTCHKV1")
+        store = opened(tmp_path)
+        put(store, 1, 2)
+        store.close()
+    old = segment(tmp_path)
+    store = opened(tmp_path)
+    assert get(store, 1) == 0
+    assert not old.exists()
+    assert put(store, 1) == 1
+
+
 def test_two_stores_in_one_folder_keep_one_cap(tmp_path: Path) -> None:
     stores = [opened(tmp_path), opened(tmp_path, digest=b"g" * 16)]
     for number in range(0, 1600, 40):
         put(stores[number // 40 % 2], *range(number, number + 40))
         assert stores[0].folder.used_bytes() <= CAP
+
+
+def test_what_is_deleted_for_a_new_segment_is_gone_from_the_index_at_once(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    for first in range(0, 2000, 40):
+        put(store, *range(first, first + 40))
+        there = {path.name for path in tmp_path.glob("*.kv")}
+        assert all(place.segment.path.name in there for place in store._places.values())
+
+
+def test_a_file_system_without_direct_writes_keeps_blocks_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_direct_files(monkeypatch)
+    store = opened(tmp_path)
+    assert put(store, *range(10)) == 10
+    assert get(store, *range(10)) == 10
 
 
 def test_a_segment_that_is_read_is_not_deleted(tmp_path: Path) -> None:

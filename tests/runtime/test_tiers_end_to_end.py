@@ -18,6 +18,7 @@ from diptych.serving.link.engine_options import BUNDLED_MODEL, DeviceOptions, En
 from diptych.serving.worker.load_engine import LoadedEngine, load_engine
 
 NUM_BLOCKS = 24
+SLOW = (1e6, 1e7, 1e3, 1e6, 1e3)  # a machine on which tiers pay, however busy the disk is
 TOKENS = SamplingParams(max_tokens=8, temperature=0.0)
 
 
@@ -58,10 +59,11 @@ class Server:
 
     def answer(self, prompt: list[int], salt: str | None = None) -> list[int]:
         name, self._number = f"r{self._number}", self._number + 1
-        self.core.model.coefficients = (1e6, 1e7, 1e3, 1e6, 1e3)  # a slow machine: tiers pay, however busy the disk is
+        self.core.model.coefficients = SLOW
         self.engine.add(name, prompt, TOKENS, salt=salt)
         tokens: list[int] = []
         while (outcome := self.engine.step()) is not None:
+            self.core.model.coefficients = SLOW  # whatever it has learned
             tokens += [
                 t for r, t in zip(outcome.tokens.request_ids, outcome.tokens.token_ids, strict=True) if r == name
             ]

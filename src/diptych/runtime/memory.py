@@ -7,16 +7,20 @@ Huge pages are asked for and never insisted on: where the system does not offer 
 import ctypes
 import functools
 import sys
+import threading
 import weakref
 
 import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.kv_geometry import HUGE_PAGE_BYTES
+from diptych.runtime.thread_priority import give_way
 
 PROT_NONE, PROT_READ_WRITE = 0, 3
 MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS = 1, 2, 0x10, 0x20
 MADV_HUGEPAGE, MADV_POPULATE_WRITE, MADV_COLLAPSE = 14, 23, 25
+POPULATE_BYTES = 64 << 20  # at a time, beside other work
+POPULATE_NICENESS = 10
 MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -67,6 +71,29 @@ def map_file(fd: int, num_bytes: int, *, is_shared: bool) -> torch.Tensor:
     buffer = (ctypes.c_byte * num_bytes).from_address(start)
     weakref.finalize(buffer, library.munmap, base, length).atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def zero_pages(num_bytes: int) -> torch.Tensor:
+    """Zeros in private CPU memory, as a 1-d uint8 tensor that begins at a whole huge page."""
+    tensor = torch.zeros(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8)
+    first = -tensor.data_ptr() % HUGE_PAGE_BYTES
+    return tensor[first : first + num_bytes]
+
+
+def populate_beside(region: torch.Tensor) -> threading.Thread | None:
+    """``populate`` all of a region on a thread that gives way to others, so that nothing waits for it and whatever is
+    written there later need not wait for memory. None where there is nothing to do, or no way to do it."""
+    if _libc() is None or not len(region):
+        return None
+
+    def run() -> None:
+        give_way(POPULATE_NICENESS)
+        for start in range(0, len(region), POPULATE_BYTES):
+            populate(region, start, min(start + POPULATE_BYTES, len(region)))
+
+    thread = threading.Thread(target=run, name="populate", daemon=True)
+    thread.start()
+    return thread
 
 
 def populate(region: torch.Tensor, start: int, end: int) -> None:

@@ -1,8 +1,8 @@
 """KV blocks on disk, by their chain hash: an index over the segments of one format, appending, reading, verifying.
 
 Thread-safe. The index is rebuilt from headers: what is not behind a whole header does not exist. A header is written
-only after the blocks before it were written, synced, read back and found equal to their checksums. What does not match
-its checksum when it is read is a miss, and its extent is dropped.
+only after the blocks behind it were written, synced, read back from the disk and found equal to their checksums. What
+does not match its checksum when it is read is a miss, and its extent is dropped.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from diptych.runtime.tiers.extent_format import (
     unpack_header,
 )
 from diptych.runtime.tiers.segment_folder import SegmentFolder, reading
+from diptych.runtime.tiers.uncached_file import UncachedFile, read_fully, write_fully
 
 SEGMENT_BYTES = 64 << 20
 MIN_SEGMENTS = 4  # that the cap has room for
@@ -91,6 +92,7 @@ class DiskStore:
         self._removed: dict[bytes, None] = {}
         self._open: _Segment | None = None  # the one that this process appends to
         self._fd = self._lock = -1
+        self._file: UncachedFile | None = None  # of the open segment
         try:
             self.folder = SegmentFolder(directory, cap_bytes)
             self.folder.trim()
@@ -190,17 +192,17 @@ class DiskStore:
 
     def _append(self, hashes: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         header = header_of(self._digest, hashes, buffers)
-        if self._open is None or self._open.end + header.num_bytes > self._segment_bytes:
+        if self._open is None or self._file is None or self._open.end + header.num_bytes > self._segment_bytes:
             self._close_segment()
             path, self._fd, self._lock = self.folder.make(self._format_hex, self._segment_bytes)
             self._open = _Segment(path)
+            self._file = UncachedFile(path, self._fd)
             with self._mutex:
                 self._segments[path.name] = self._open
+            self.refresh()  # others may have been deleted for it
         segment, start = self._open, self._open.end
-        write_fully(self._fd, buffers, start + PAGE_BYTES)
-        os.fdatasync(self._fd)
-        os.posix_fadvise(self._fd, start, header.num_bytes, os.POSIX_FADV_DONTNEED)  # so that the disk is read
-        if not self._is_written(header, start):
+        self._file.write(buffers, start + PAGE_BYTES)
+        if not self._is_written(self._file, header, start + PAGE_BYTES):
             self.counts.damaged_blocks += len(hashes)
             self._close_segment()  # another place may be sound
             return 0
@@ -210,24 +212,26 @@ class DiskStore:
             self._insert(segment, start, header)
         return len(hashes)
 
-    def _is_written(self, header: ExtentHeader, start: int) -> bool:
-        buffer = memoryview(bytearray(self._block_bytes))
-        for index, (block_hash, expected) in enumerate(header.entries):
-            offset = start + PAGE_BYTES + index * self._block_bytes
-            if not read_fully(self._fd, buffer, offset) or checksum(block_hash, buffer) != expected:
+    def _is_written(self, file: UncachedFile, header: ExtentHeader, offset: int) -> bool:
+        for block_hash, expected in header.entries:
+            block = file.read(self._block_bytes, offset)
+            if block is None or checksum(block_hash, block) != expected:
                 return False
+            offset += self._block_bytes
         return True
 
     def _close_segment(self) -> None:
         """Append nothing more to the open segment; its unused rest is given back."""
         if self._open is None:
             return
+        if self._file is not None:
+            self._file.close()
         try:
             os.ftruncate(self._fd, self._open.end)
         finally:
             os.close(self._fd)
             os.close(self._lock)
-            self._open = None
+            self._open = self._file = None
 
     def close(self) -> None:
         """The segment that this process appends to is complete."""
@@ -324,21 +328,3 @@ def mark_dropped(path: Path, start: int) -> None:
                 os.pwrite(fd, ExtentHeader(header.format, header.block_bytes, entries).pack(), start)
         finally:
             os.close(fd)
-
-
-def read_fully(fd: int, buffer: Buffer, offset: int) -> bool:
-    """Fill the buffer from the file; False when the file ends before."""
-    while len(buffer):
-        count = os.preadv(fd, [buffer], offset)
-        if count == 0:
-            return False
-        buffer, offset = buffer[count:], offset + count
-    return True
-
-
-def write_fully(fd: int, buffers: Sequence[Buffer], offset: int) -> None:
-    """Write buffers one after the other. Raises OSError when that cannot be completed."""
-    for buffer in buffers:
-        while len(buffer):
-            count = os.pwrite(fd, buffer, offset)
-            buffer, offset = buffer[count:], offset + count

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from diptych.runtime.tiers.disk_store import DROPPED, mark_dropped, read_fully
+from diptych.runtime.tiers.disk_store import DROPPED, mark_dropped
 from diptych.runtime.tiers.extent_format import PAGE_BYTES, ExtentHeader, checksum, unpack_header
 from diptych.runtime.tiers.segment_folder import SegmentFile, SegmentFolder, reading
+from diptych.runtime.tiers.uncached_file import read_fully
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ class _Layout:
 
 
 class SharedHost:
-    """The owner's side. memory: the bytes of all blocks, as a 1-d tensor.
+    """The owner's side. memory: the bytes of all blocks, as a 1-d tensor; it lies in ``mapped``, which is the file.
 
     Raises ConfigError for a file that cannot be mapped, or that was laid out for other blocks.
     """
@@ -79,6 +79,7 @@ class SharedHost:
         names_end = layout.names + NAME_BYTES * num_blocks
         self._names: Numbers = whole[layout.names : names_end].view(np.uint64).reshape(num_blocks, 2)
         self._lock = threading.Lock()
+        self.mapped: torch.Tensor = mapped
         self.memory: torch.Tensor = mapped[layout.blocks :]
         with self.writing(range(num_blocks)):  # whatever an earlier owner has left
             pass

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 3  # in a row
 FULL_REST_S = 30.0  # after the disk was full
 WRITER_NICENESS = 10  # a step is waited for, a store is not
-REFRESH_S = 2.0  # between looks at what other processes have stored
+REFRESH_S = 2.0  # between looks at what other processes have stored: each asks for every file of the folder
 
 HostBuffer = Callable[[int], Buffer]
 Writing = Callable[[Sequence[int]], AbstractContextManager[None]]
@@ -75,6 +75,7 @@ class TierMover:
         self._num_failures = 0
         self._is_on = True
         self._full_until = 0.0
+        self._refresh_at = time.monotonic() + REFRESH_S
         self._is_closed = False
         self.used_bytes = store.folder.used_bytes()  # of the folder, as of the last look
         self._report_changes()
@@ -146,10 +147,10 @@ class TierMover:
     def _write_loop(self) -> None:
         give_way(WRITER_NICENESS)
         while True:
+            self._refresh()
             try:
-                action = self._stores.get(timeout=REFRESH_S)
+                action = self._stores.get(timeout=max(0.0, self._refresh_at - time.monotonic()))
             except queue.Empty:
-                self._refresh()
                 continue
             if action is None:
                 return
@@ -158,7 +159,6 @@ class TierMover:
     def _store(self, action: StoreBlocks) -> int:
         if not self._is_on or time.monotonic() < self._full_until:
             return 0
-        self._refresh()
         count = 0
         try:
             blocks = [self._host_buffer(block) for block in action.host_blocks]
@@ -176,6 +176,10 @@ class TierMover:
         return count
 
     def _refresh(self) -> None:
+        """Where it is time."""
+        if time.monotonic() < self._refresh_at:
+            return
+        self._refresh_at = time.monotonic() + REFRESH_S
         if not self._is_on:
             return
         try:
