@@ -1,19 +1,19 @@
 """Servers that are hurt on purpose: does ``diptych diagnose`` name the cause, and is the predicted gain true?
 
-    python benchmarks/diagnosis.py [MODEL_DIR] [--cases queue-cap,...] [--loads 5] [--healthy 20] [--vllm VENV]
-                                   [--apply] [--doctors VENV] [--seconds 20] [--json FILE]
+    python benchmarks/diagnosis.py [MODEL_DIR] [--engines diptych,vllm] [--vllm VENV] [--cases queue-cap,...]
+                                   [--loads 5] [--healthy 20] [--apply] [--doctors VENV] [--seconds 20] [--json FILE]
 
 Each case starts a server with one thing wrong and sends it ``--loads`` loads of different rates (``diptych bench``; a
 slow reader and conversations are made here). What is too much for one machine is nothing to another, so rates, floods
 and caches are given in what the server itself was measured to do alone: seconds per prompt token and per token of an
 answer. The objectives are FACTORS times the latencies of the same requests on a healthy server that they do not fill.
 A run counts as right when the first cause is the injected one; a healthy run when there is none. With --doctors,
-published tools look at the same server (other_doctors.py). With --apply the first advice that has a predicted gain and
-an option of ``diptych serve`` is applied: the same load runs again, and sign and size of the measured gain are compared
-with the prediction. A slow link cannot be injected on one machine without privileges; tests/diagnosis does it in the
-simulator. Speculation is off: answers of random weights repeat themselves, and would take no time. Use a model whose
-steps take some milliseconds (``make_random_model.py llama-20m``): of a smaller one the clients are the load, of a
-larger one a window holds too few prompts.
+published tools look at the same server (other_doctors.py). With --apply the first advice is applied that is an option
+of ``diptych serve`` and predicted to gain more than its interval: the same load runs again, and what the requests gain
+that came before the diagnosis is compared with the prediction, sign and size. A slow link cannot be injected on one
+machine without privileges; tests/diagnosis does it in the simulator. Speculation is off: answers of random weights
+repeat themselves, and would take no time. Use a model whose steps take some milliseconds (``make_random_model.py
+llama-20m``): of a smaller one the clients are the load, of a larger one a window holds too few prompts.
 """
 
 import argparse
@@ -43,6 +43,7 @@ from diptych.diagnosis.engine_settings import DIPTYCH
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 FACTORS = (3.0, 3.0)  # objectives of TTFT and TPOT over the latencies of the healthy server
+BENCH_STARTS_S = 1.0  # from the start of ``diptych bench`` to its first request
 RATE_STEPS = (0.8, 0.9, 1.0, 1.1, 1.2)  # of a case's rate
 MIXED = """
 [workload]
@@ -59,6 +60,20 @@ class Speed:
 
     prompt_s: float
     token_s: float
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request that was answered, in seconds: when it was sent, to its first token, and after it."""
+
+    arrival_s: float
+    ttft_s: float
+    decode_s: float
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> "Sent":
+        """Of a record of ``diptych bench``."""
+        return cls(row["arrival_s"], row["ttft_s"], row["e2e_s"] - row["ttft_s"])
 
 
 @dataclass(frozen=True)
@@ -82,8 +97,8 @@ class Load:
         by_streams = self.streams / (self.output * speed.token_s)
         return scale * (by_use or by_streams)
 
-    def run(self, seconds: float, speed: Speed, scale: float, seed: int) -> None:
-        """Send it."""
+    def run(self, seconds: float, speed: Speed, scale: float, seed: int) -> dict[int, Sent]:
+        """Send it; the requests that were answered, by number."""
         rate = self.rate(speed, scale)
         count = max(20, round(rate * seconds))
         options = ["--rate", f"{rate:g}", "--num-requests", str(count), "--seed", str(seed)]
@@ -96,8 +111,11 @@ class Load:
                 options += ["--prompt-tokens", str(self.prompt), "--output-tokens", str(self.output)]
             flood = threading.Thread(target=self._flood, args=(seconds / 4, speed, seed))
             flood.start()
-            bench(URL, *options)
+            records = Path(folder) / "records.jsonl"
+            bench(URL, *options, "--records", str(records))
             flood.join()
+            rows = map(json.loads, records.read_text().splitlines())
+            return {row["number"]: Sent.of(row) for row in rows if row["outcome"] == "completed"}
 
     def _flood(self, after_s: float, speed: Speed, seed: int) -> None:
         if self.flood_s:
@@ -189,17 +207,17 @@ def _spin(seconds: float) -> None:
 
 CASES = {
     "healthy": Case((), load=Load(streams=1.5), vllm=""),
-    "long-prompts": Case(("prefill_queueing",), "--shape unified", Load(use=0.5, document=6000), vllm=""),
+    "long-prompts": Case(("prefill_queueing",), "--shape unified", Load(use=0.3, document=6000), vllm=""),
     "interference": Case(
         ("prefill_interference",), "--budget fixed --max-batched-tokens 4096 --max-num-seqs 64",
-        Load(use=0.4, output=150, document=4000), vllm="--max-num-batched-tokens 4096", factors=(30.0, 2.0),
+        Load(use=0.25, output=150, document=4000), vllm="--max-num-batched-tokens 4096", factors=(30.0, 2.0),
     ),
     "kv-too-small": Case(
         ("kv_cache_full",), "--kv-cache-memory {kv}", Load(streams=8, output=150), kv_tokens=640,
         vllm="--num-gpu-blocks-override 8 --max-model-len 1024",
     ),
     "queue-cap": Case(
-        ("sequence_limit",), "--max-num-seqs 2", Load(streams=6, output=100), vllm="--max-num-seqs 2"
+        ("sequence_limit",), "--max-num-seqs 2", Load(streams=1.5, output=100), vllm="--max-num-seqs 2"
     ),
     "slow-client": Case(("slow_client",), load=Load(streams=1), beside=slow_reader, factors=(10.0, 10.0)),
     "too-few-prefill-workers": Case(
@@ -263,9 +281,10 @@ def diagnosed(slo: str, window: float) -> dict[str, Any]:
 def observe(
     case: Case, seconds: float, speed: Speed, scale: float, seed: int, slo: str, doctors: Path | None = None
 ) -> dict[str, Any]:
-    """Run a load; diagnose in its last third."""
+    """Run a load; diagnose after two thirds of it. "sent": the requests."""
     beside = threading.Thread(target=case.beside or time.sleep, args=(seconds,))
-    load = threading.Thread(target=case.load.run, args=(seconds, speed, scale, seed))
+    sent: dict[int, Sent] = {}
+    load = threading.Thread(target=lambda: sent.update(case.load.run(seconds, speed, scale, seed)))
     beside.start()
     load.start()
     time.sleep(2 * seconds / 3)
@@ -273,7 +292,7 @@ def observe(
     found["others"] = other_findings(doctors, URL, seconds / 8) if doctors else {}
     load.join()
     beside.join()
-    return found
+    return found | {"sent": sent}
 
 
 def means(found: dict[str, Any]) -> tuple[float, float]:
@@ -297,27 +316,26 @@ def applied(
     given: dict[str, Any], start: Callable[[str], Server], case: Case, arguments: Sequence[Any]
 ) -> dict[str, Any]:
     """The gain that was predicted for an advice, of the latency that it changes most (to the first token, or after it),
-    and what the same load shows with it."""
-    seconds, speed, scale, seed, slo, before = arguments
+    and what the same requests gain with it: the mean of those that came before the diagnosis."""
+    seconds, speed, scale, seed, slo, found = arguments
     with start(f"{case.options} {given['option']}"):
-        after = observe(case, seconds, speed, scale, seed, slo)
-    gain, latencies = given["gain"], [seconds_of(found) for found in (before, after)]
-    part = max(("ttft", "decode"), key=lambda name: abs(gain[f"{name}_seconds"]))
-    predicted, measured = gain[f"{part}_seconds"], latencies[0][part] - latencies[1][part]
+        after = observe(case, seconds, speed, scale, seed, slo)["sent"]
+    gain, before = given["gain"], found["sent"]
+    part = _most_changed(gain)
+    end_s = 2 * seconds / 3 - BENCH_STARTS_S
+    shared = [number for number in before.keys() & after.keys() if before[number].arrival_s <= end_s]
+    saved = [getattr(before[number], f"{part}_s") - getattr(after[number], f"{part}_s") for number in shared]
+    predicted, measured = gain[f"{part}_seconds"], statistics.fmean(saved or [0.0])
     return {
         "applied": given["option"],
         "latency": part,
+        "requests of the gain": len(saved),
         "predicted gain": predicted,
+        "interval": gain[f"{part}_interval"],
         "measured gain": measured,
         "sign right": (predicted > 0) == (measured > 0),
         "within 30 %": abs(predicted - measured) <= 0.3 * abs(measured),
     }
-
-
-def seconds_of(found: dict[str, Any]) -> dict[str, float]:
-    """Of a mean request: to its first token, and after it."""
-    ttft, itl = means(found)
-    return {"ttft": ttft, "decode": itl * max(0.0, found["signals"]["output_mean"] - 1)}
 
 
 def runs(engine: str, names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -352,7 +370,7 @@ def runs(engine: str, names: Sequence[str], options: argparse.Namespace) -> list
                     objective = objectives(healthy[case.load.prompt, case.load.output], case.factors)
                     found = observe(case, options.seconds, speed, scale, number + 1, objective, options.doctors)
                 rows.append(row_of(engine, name, case, number, found))
-                advice = [given for cause in found["causes"] for given in cause["advice"] if _can_apply(given)]
+                advice = [given for cause in found["causes"] for given in cause["advice"] if _helps(given)]
                 if options.apply and engine == "diptych" and advice:
                     arguments = (options.seconds, speed, scale, number + 1, objective, found)
                     rows[-1] |= applied(advice[0], start, case, arguments)
@@ -374,10 +392,20 @@ def row_of(engine: str, name: str, case: Case, number: int, found: dict[str, Any
     return row
 
 
-def _can_apply(given: dict[str, Any]) -> bool:
+def _helps(given: dict[str, Any]) -> bool:
+    """An option of ``diptych serve`` that is predicted to gain more than the error of the prediction."""
     known = {setting.name for settings in DIPTYCH.values() for setting in settings}
     plain = given["option"].startswith("--") and "(" not in given["option"] and not given["option"].endswith("N")
-    return given["gain"] is not None and plain and not given["takes_hardware"] and given["setting"] in known
+    gain = given["gain"]
+    if gain is None or not plain or given["takes_hardware"] or given["setting"] not in known:
+        return False
+    part = _most_changed(gain)
+    return bool(gain[f"{part}_interval"][0] > 0)
+
+
+def _most_changed(gain: dict[str, Any]) -> str:
+    """The latency that a change gains or costs most of: to the first token, or after it."""
+    return max(("ttft", "decode"), key=lambda name: abs(gain[f"{name}_seconds"]))
 
 
 def main() -> None:
@@ -387,14 +415,20 @@ def main() -> None:
     parser.add_argument("--loads", type=int, default=5)
     parser.add_argument("--healthy", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment, to hurt it too")
+    parser.add_argument("--engines", default="diptych", help="diptych, vllm or both with a comma")
+    parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment")
     parser.add_argument("--doctors", type=Path, help="a virtual environment with vllm-doctor and inferpilot")
     parser.add_argument("--apply", action="store_true", help="apply the first advice, and measure")
     parser.add_argument("--json", help="write a record")
     options = parser.parse_args()
+    if "vllm" in options.engines.split(",") and not options.vllm:
+        parser.error("--engines vllm needs --vllm VENV, its virtual environment")
     rows: list[dict[str, Any]] = []
-    for engine in ("diptych", "vllm") if options.vllm else ("diptych",):
+    for engine in options.engines.split(","):
         rows += runs(engine, options.cases.split(","), options)
+    gains = [row for row in rows if "applied" in row]
+    for name in ("sign right", "within 30 %") if gains else ():
+        print(f"predicted gains: {name} in {statistics.fmean(row[name] for row in gains):.0%} of {len(gains)}")
     hurt = [row["right"] for row in rows if row["case"] != "healthy"]
     alarms = sum(not row["right"] for row in rows if row["case"] == "healthy")
     share = statistics.fmean(hurt) if hurt else 0.0

@@ -1,6 +1,7 @@
 """Advice: settings that the twin finds to help are first, with an interval; what it cannot know has no gain."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -8,11 +9,14 @@ from typer.testing import CliRunner
 
 from diptych.cli.main import app
 from diptych.control.fleet_settings import FleetSettings
+from diptych.control.slo import NS_PER_MS, Slo
+from diptych.control.step import SchedulerOutput, StepFeatures
 from diptych.diagnosis.diagnosis import diagnose
 from diptych.diagnosis.diagnosis_page import render
 from diptych.diagnosis.diagnosis_words import as_json
 from diptych.diagnosis.engine_advice import advise
 from diptych.diagnosis.live_diagnosis import live_diagnosis
+from diptych.diagnosis.predicted_gain import Present
 from diptych.diagnosis.shape_choice import choose_shape
 from diptych.diagnosis.traffic import traffic_of
 from diptych.diagnosis.twin_model import twin_of
@@ -32,9 +36,43 @@ def test_the_twin_is_the_server_and_the_gain_is_that_of_the_change() -> None:
     changed = twin_of(found.observation)
     assert changed is not None
     table = changed.with_scheduler(max_num_seqs=16).run()
-    waited = sum(table.ttft_ns(row) for row in table.completed_rows()) / len(table) / 1e9
+    rows = [row for row in table.completed_rows() if table.number[row] in changed.counted]
+    assert len(rows) == len(found.observation.requests) < len(table)  # the traffic goes on, and is not counted
+    waited = sum(table.ttft_ns(row) for row in rows) / len(rows) / 1e9
     measured = sum(parts.ttft_ns for parts in found.observation.requests) / len(found.observation.requests) / 1e9
     assert abs(measured - waited - first.gain.ttft_s) < 0.05 * first.gain.ttft_s
+
+
+def test_a_server_that_does_not_know_the_objectives_is_told_them_by_the_option() -> None:
+    given = advise(diagnose(server_with("prefill_queueing").observe(Slo()), Slo(400 * NS_PER_MS, 30 * NS_PER_MS)))
+    [shape] = [advice for advice in given if advice.setting.name == "shape" and advice.cause == "prefill_queueing"]
+    assert shape.option == "--shape chunked --slo ttft=400ms,tpot=30ms"
+    known = advise(diagnose(server_with("prefill_queueing").observe()))
+    assert "--shape chunked" in [advice.option for advice in known]
+
+
+def test_a_change_is_simulated_by_both_laws_of_the_steps_where_the_warm_up_was_told() -> None:
+    server = server_with("sequence_limit")
+    seen = server.observe()
+    assert seen.fleet is not None
+    cost = server.cost
+    shapes = [StepFeatures(0, 0, count, count * 100) for count in (1, 2, 4, 8, 16, 32)]
+    shapes += [StepFeatures(count, count * count // 2, 0, 0) for count in (16, 64, 256, 512)]
+    rows = []
+    for shape in shapes:
+        output = SchedulerOutput(0, num_decodes=shape.decode_seqs, features=shape)
+        duration_ns = cost.step_ns(output)
+        rows.append(
+            (shape.prefill_tokens, shape.prefill_attention, shape.decode_seqs, shape.decode_context, duration_ns)
+        )
+    workers = tuple(replace(worker, measured=tuple(rows)) for worker in seen.fleet.workers)
+    model = twin_of(replace(seen, fleet=replace(seen.fleet, workers=workers)))
+    assert model is not None and model.cost is not None and len(model.laws()) == 2
+    present = Present.of(model, seen)
+    gain = present.gain(lambda twin: twin.with_scheduler(max_num_seqs=16))
+    assert gain is not None and gain.ttft_s > 1
+    means = [twin.gain(lambda twin: twin.with_scheduler(max_num_seqs=16)) for twin in present.twins]
+    assert all(mean is not None and gain.ttft_interval[0] <= mean.ttft_s <= gain.ttft_interval[1] for mean in means)
 
 
 def test_what_costs_hardware_comes_after_what_does_not_and_losses_come_last() -> None:

@@ -7,7 +7,8 @@ from diptych.control.errors import ConfigError
 from diptych.control.events import RequestFinished
 from diptych.control.slo import Slo
 from diptych.diagnosis.adapters.event_records import records_of
-from diptych.diagnosis.adapters.timeline_records import TimelineSource, newest, observe
+from diptych.diagnosis.adapters.timeline_records import TimelineSource, end_of, newest, observe
+from diptych.diagnosis.observed_arrivals import arrivals_of
 from diptych.diagnosis.request_parts import PartsReader
 from diptych.diagnosis.step_sums import NUM_USES, StepSums, split_step
 from diptych.simulation.run import simulate_with_log
@@ -100,11 +101,57 @@ def test_a_worker_that_reads_its_clock_before_the_request_came_loses_no_nanoseco
 
 def test_newest_keeps_the_whole_life_of_what_ended_in_the_window() -> None:
     records = list(Server(chat(60, 120)).records())
-    late = newest(records, 2.0)
+    late, since_ns = newest(records, 2.0)
     whole = {parts.request_id: parts for parts in observe(records, TimelineSource(source="")).requests}
-    for parts in observe(late, TimelineSource(source="")).requests:
+    found = observe(late, TimelineSource(source=""), since_ns)
+    for parts in found.requests:
         assert parts.ttft_ns == whole[parts.request_id].ttft_ns
-    assert 3 < len(observe(late, TimelineSource(source="")).requests) < 60
+    assert 3 < len(found.requests) < 60
+
+
+def test_arrivals_are_all_that_came_also_what_has_not_ended() -> None:
+    def queued(at: int, name: str) -> RequestRecord:
+        return RequestRecord(1, 0, at, "queued", name, detail={"num_prompt_tokens": 8})
+
+    def step(end: int, *prefills: tuple[str, int, int], decodes: int = 0) -> StepRecord:
+        return StepRecord(1, 0, 0, end - 10, end, "x", decodes, 0, 0, prefills)
+
+    records = [
+        queued(100, "early"),
+        RequestRecord(1, 0, 101, "admitted", "early", detail={"num_cached_tokens": 3, "is_first": True}),
+        step(110, ("early", 3, 5)),
+        RequestRecord(1, 0, 110, "first_token", "early"),
+        RequestRecord(1, 0, 150, "finished", "early", detail={"reason": "length", "num_output_tokens": 5}),
+        queued(200, "ends"),
+        step(210, ("ends", 0, 8)),
+        RequestRecord(1, 0, 210, "first_token", "ends"),
+        queued(220, "runs"),
+        step(230, ("runs", 0, 8), decodes=1),
+        RequestRecord(1, 0, 230, "first_token", "runs"),
+        step(240, decodes=2),
+        step(250, decodes=2),
+        RequestRecord(1, 0, 250, "finished", "ends", detail={"reason": "stop", "num_output_tokens": 4}),
+        queued(255, "waits"),
+    ]
+    own = Slo(5, 6)
+    found = {arrival.request_id: arrival for arrival in arrivals_of(records, own, since_ns=160)}
+    assert list(found) == ["early", "ends", "runs", "waits"]
+    assert [arrival.is_early for arrival in found.values()] == [True, False, False, False]
+    assert all(arrival.judged == own and arrival.spec.slo is None for arrival in found.values())
+    assert found["early"].spec.prompt_tokens == 5
+    more = (5 + 4 + 3) // 2  # tokens so far, over the answers that ended
+    assert [arrival.spec.output_tokens for arrival in found.values()] == [5, 4, 3 + more, more]
+
+
+def test_newest_keeps_what_has_not_ended_and_what_it_ran_beside() -> None:
+    records = list(Server(chat(60, 120)).records())
+    last = max(record.time_ns for record in records if isinstance(record, RequestRecord) and record.what == "queued")
+    cut = [record for record in records if end_of(record) <= last]
+    late, since_ns = newest(cut, 1.0)
+    seen = observe(late, TimelineSource(source=""), since_ns)
+    ended = {parts.request_id for parts in seen.requests}
+    assert ended and all(arrival.request_id in ended for arrival in seen.arrivals[:-20] if not arrival.is_early)
+    assert {arrival.request_id for arrival in seen.arrivals} > ended
 
 
 def test_a_handoff_is_its_own_account() -> None:

@@ -10,12 +10,14 @@ from diptych.control.router.topology import Role
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """One worker as it is now. terms_ns: of its step-time model, in nanoseconds (see EngineStats; empty: not reported
-    yet)."""
+    yet). measured: the steps of its warm-up, each (prompt tokens, attention pairs, streams, tokens of their contexts,
+    nanoseconds)."""
 
     worker: int
     role: Role
     engine: EngineConfig
     terms_ns: tuple[float, ...] = ()
+    measured: tuple[tuple[int, int, int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,7 @@ def lost_to_of_means(observation: Observation, evidence: Evidence) -> Lost:
         tokens = max(0.0, known("output_mean", 1.0) - 1)
         stalls = itl.parts_s.get("stalls", 0.0) * tokens
         preempted = known("preemptions", 0.0) > 0.02
-        after["kv_cache_full" if preempted else _stall_cause(evidence)] += stalls
+        after["kv_cache_full" if preempted else _stall_cause(observation, evidence)] += stalls
         floor, rest = itl.parts_s.get("decode_floor", 0.0) * tokens, itl.parts_s.get("rest", 0.0) * tokens
         after[UNAVOIDABLE] += floor
         after["oversubscribed_cores" if evidence.lacks_cores else "decode_batch"] += rest
@@ -220,12 +220,19 @@ def _queue_cause(observation: Observation, evidence: Evidence) -> str:
         return "sequence_limit"
     if evidence.is_flooded:
         return "batch_flood"
-    if evidence.long_share >= MOST or known("prompt_p95", 0.0) > 4 * max(1.0, known("prompt_p50", 0.0)):
-        return "prefill_queueing"
-    return "capacity" if known("waiting", 0.0) >= max(1.0, known("running", 0.0)) else "prefill_queueing"
+    return "capacity" if _has_too_much(observation, evidence) else "prefill_queueing"
 
 
-def _stall_cause(evidence: Evidence) -> str:
+def _has_too_much(observation: Observation, evidence: Evidence) -> bool:
+    """More requests wait than run, and not for a few long prompts."""
+    known = observation.signals.get
+    few_are_long = evidence.long_share >= MOST or known("prompt_p95", 0.0) > 4 * max(1.0, known("prompt_p50", 0.0))
+    return not few_are_long and known("waiting", 0.0) >= max(1.0, known("running", 0.0))
+
+
+def _stall_cause(observation: Observation, evidence: Evidence) -> str:
     if evidence.lacks_cores:
         return "oversubscribed_cores"
-    return "batch_flood" if evidence.is_flooded and evidence.batch_share >= MOST else "prefill_interference"
+    if evidence.is_flooded and evidence.batch_share >= MOST:
+        return "batch_flood"
+    return "capacity" if _has_too_much(observation, evidence) else "prefill_interference"

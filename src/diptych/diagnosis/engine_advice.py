@@ -7,6 +7,7 @@ setting that the twin cannot simulate (cores, the client's prompts) has no predi
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diptych.control.slo import NS_PER_MS
 from diptych.diagnosis.diagnosis import Diagnosis
 from diptych.diagnosis.engine_settings import CATALOGUE, Setting
 from diptych.diagnosis.predicted_gain import Gain, Present
@@ -53,8 +54,11 @@ def advise(diagnosis: Diagnosis) -> tuple[Advice, ...]:
                 num_simulated += 1
         if gain is not None and abs(gain.total_s) < NOTHING * sum(present.measured if present else ()):
             continue
-        option = setting.option.format_map(_Values({} if changed is None else _values(changed)))
-        if any(advice.option == option for advice in found):
+        values = {"slo": ""}
+        if changed is not None and model is not None:
+            values = {**_values(changed), "slo": _slo_option(model, changed)}
+        option = setting.option.format_map(_Values(values)).strip()
+        if not option or any(advice.option == option for advice in found):
             continue
         found.append(Advice(cause, setting, option, gain, PLAN if cause in SHAPE_CAUSES else ""))
     return tuple(_ranked(found, names))
@@ -68,8 +72,9 @@ def _ranked(found: Sequence[Advice], causes: Sequence[str]) -> list[Advice]:
         if gain is None:
             return False, causes.index(advice.cause), takes_hardware, 0.0
         is_worse = gain.total_s < 0
-        if gain.attainment_before is not None and gain.attainment_after is not None:
-            is_worse = gain.attainment_after < gain.attainment_before
+        before, after = gain.attainment_before, gain.attainment_after
+        if before is not None and after is not None and before != after:
+            is_worse = after < before
         return is_worse, causes.index(advice.cause), takes_hardware, -gain.total_s
 
     return sorted(found, key=place)
@@ -80,6 +85,15 @@ class _Values(dict[str, str]):
 
     def __missing__(self, name: str) -> str:
         return "N"
+
+
+def _slo_option(present: TwinModel, changed: TwinModel) -> str:
+    """What tells the server its objectives; empty where it knows them."""
+    slo = changed.engines[0].slo
+    if slo == present.engines[0].slo:
+        return ""
+    given = (("ttft", slo.ttft_ns), ("tpot", slo.tpot_ns))
+    return "--slo " + ",".join(f"{name}={value / NS_PER_MS:g}ms" for name, value in given if value)
 
 
 def _values(model: TwinModel) -> dict[str, str]:

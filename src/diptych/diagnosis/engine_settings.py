@@ -42,7 +42,7 @@ def _seats(factor: float) -> Change:
 def _batch_that_meets(model: TwinModel) -> TwinModel | None:
     """As many streams as keep the TPOT objective."""
     step_ns, _, _, stream_ns, _ = model.terms
-    tpot_ns = model.engines[0].slo.tpot_ns or 2 * step_ns
+    tpot_ns = model.asked.tpot_ns or model.engines[0].slo.tpot_ns or 2 * step_ns
     seats = max(1, int((0.9 * tpot_ns - step_ns) / stream_ns)) if stream_ns > 0 else 0
     now = model.engines[0].scheduler.max_num_seqs
     return model.with_scheduler(max_num_seqs=seats) if 0 < seats < now else None
@@ -51,8 +51,9 @@ def _batch_that_meets(model: TwinModel) -> TwinModel | None:
 def _chunked(model: TwinModel) -> TwinModel | None:
     if model.engines[0].scheduler.budget.kind != "whole":
         return None
-    engines = tuple(replace(engine, scheduler=reshaped(engine.scheduler, "chunked")) for engine in model.engines)
-    return replace(model, engines=engines)
+    told = model.told()
+    engines = tuple(replace(engine, scheduler=reshaped(engine.scheduler, "chunked")) for engine in told.engines)
+    return replace(told, engines=engines)
 
 
 def _shortest_first(model: TwinModel) -> TwinModel | None:
@@ -84,7 +85,13 @@ def _step_time(factor: float) -> Change:
 
 def _timed_steps(model: TwinModel) -> TwinModel | None:
     budget = model.engines[0].scheduler.budget
-    return model.with_scheduler(budget=replace(budget, kind="slo")) if budget.kind == "fixed" else None
+    return model.told().with_scheduler(budget=replace(budget, kind="slo")) if budget.kind == "fixed" else None
+
+
+def _told(model: TwinModel) -> TwinModel | None:
+    """Steps as long as the asked TPOT allows."""
+    is_told = model.engines[0].slo.tpot_ns == model.asked.tpot_ns
+    return None if is_told or model.engines[0].scheduler.budget.kind != "slo" else model.told()
 
 
 def _threshold(model: TwinModel) -> TwinModel | None:
@@ -142,7 +149,7 @@ def _apart(model: TwinModel) -> TwinModel | None:
 DIPTYCH: Final[Mapping[str, tuple[Setting, ...]]] = {
     "prefill_queueing": (
         Setting(name="shape", words="compute prompts in chunks between decodes, short ones first",
-                option="--shape chunked", costs="long prompts take longer",
+                option="--shape chunked {slo}", costs="long prompts take longer",
                 refuted_by="TTFT of short prompts stays as it is", change=_chunked, can_change_live=True),
         Setting(name="order", words="short prompts first", option="--order shortest", costs="long prompts wait longer",
                 refuted_by="TTFT p50 stays as it is", change=_shortest_first),
@@ -151,11 +158,14 @@ DIPTYCH: Final[Mapping[str, tuple[Setting, ...]]] = {
                 change=_one_more("both"), takes_hardware=True),
     ),
     "prefill_interference": (
-        Setting(name="shape", words="compute prompts in chunks between decodes", option="--shape chunked",
+        Setting(name="shape", words="compute prompts in chunks between decodes", option="--shape chunked {slo}",
                 costs="long prompts take longer", refuted_by="the longest gaps stay as long", change=_chunked,
                 can_change_live=True),
-        Setting(name="budget", words="limit a step by time, not by tokens", option="--budget slo",
+        Setting(name="budget", words="limit a step by time, not by tokens", option="--budget slo {slo}",
                 costs="long prompts take longer", refuted_by="gaps during prefills stay as long", change=_timed_steps),
+        Setting(name="slo", words="steps as long as the objective allows", option="{slo}",
+                costs="more steps for each prompt, or longer gaps", refuted_by="gaps during prefills stay as they are",
+                change=_told),
         Setting(name="step_target_ms", words="shorter steps", option="--step-target-ms {step_target_ms}",
                 costs="more steps for each prompt, each of which reads the weights",
                 refuted_by="gaps during prefills stay as long", change=_step_time(0.5)),

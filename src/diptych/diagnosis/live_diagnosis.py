@@ -34,14 +34,15 @@ def live_diagnosis(packed: bytes) -> bytes:
     watched = _input.decode(packed)
     slo = parse_objectives(watched.slo) if watched.slo else None
     records: list[Record] = [record for page in watched.records for record in _pages.decode(page)]
-    records = newest(records, WINDOW_S) if records and watched.now_ns - _latest(records) < STALE_NS else []
+    is_idle = not records or watched.now_ns - _latest(records) >= STALE_NS
+    records, since_ns = newest([] if is_idle else records, WINDOW_S)
     signals = {"kv_usage": watched.kv_usage, "kv_usage_max": watched.kv_usage}
     signals |= reread_signals(watched.computed)
     settings = watched.settings
     about = TimelineSource(
         source="this server", version=settings.version, settings=settings, slo=settings.cluster.slo, signals=signals
     )
-    found = diagnose(observe(records, about), slo)
+    found = diagnose(observe(records, about, since_ns), slo)
     return msgspec.json.encode(as_json(found, advise(found) if watched.with_advice else ()))
 
 

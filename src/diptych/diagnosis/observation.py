@@ -10,7 +10,9 @@ from typing import Final
 
 from diptych.control.fleet_settings import FleetSettings
 from diptych.control.slo import Slo
+from diptych.control.step import StepFeatures
 from diptych.diagnosis.request_parts import RequestParts
+from diptych.workload.spec import RequestSpec
 
 # The signals, with their units. Shares are 0 to 1.
 SIGNALS: Final[Mapping[str, str]] = {
@@ -109,10 +111,23 @@ class Distribution:
         return low
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that came, whatever became of it. spec: its time is the server's clock; output_tokens of one that has
+    not ended are expected (see observed_arrivals.py); slo: what the server was told of it. judged: its objectives now.
+    is_early: it ended before the window, and counts only as work of the server."""
+
+    request_id: str
+    spec: RequestSpec
+    judged: Slo
+    is_early: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """A server in a window. engine: diptych, vllm, sglang, llamacpp, dynamo. source: where it was read. is_exact: every
-    request is split (``requests``); else ttft and itl are estimates. slo: the server's own objectives. unknown: names
+    request that ended is split (``requests``); else ttft and itl are estimates. arrivals, steps: of an exact one all
+    requests that came, in order, and all steps with their nanoseconds. slo: the server's own objectives. unknown: names
     of exported values that the adapter does not know."""
 
     engine: str
@@ -121,6 +136,8 @@ class Observation:
     version: str = ""
     is_exact: bool = False
     requests: tuple[RequestParts, ...] = ()
+    arrivals: tuple[Arrival, ...] = ()
+    steps: tuple[tuple[StepFeatures, int], ...] = ()
     ttft: Estimate | None = None
     itl: Estimate | None = None
     distributions: Mapping[str, Distribution] = field(default_factory=dict)
@@ -139,4 +156,5 @@ class Observation:
     def with_objectives(self, slo: Slo) -> "Observation":
         """The same, with these objectives instead of those that the server and its requests have."""
         requests = tuple(replace(parts, slo=slo) for parts in self.requests)
-        return replace(self, slo=slo, requests=requests)
+        arrivals = tuple(replace(arrival, judged=slo) for arrival in self.arrivals)
+        return replace(self, slo=slo, requests=requests, arrivals=arrivals)

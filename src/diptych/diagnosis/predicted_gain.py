@@ -1,15 +1,17 @@
 """What a change would gain, by simulating the observed requests with and without it.
 
 Both simulations serve the same requests, so that the difference is taken request by request. What the twin gets wrong
-of the present server widens the interval: a gain is known no better than the present is reproduced.
+of the present server widens the interval: a gain is known no better than the present is reproduced. A change may lead
+to steps that this server does not compute now, which two laws of the step times tell in two ways although both fit the
+present: both are simulated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, stdev
 
-from diptych.control.slo import NS_PER_S
+from diptych.control.slo import NS_PER_S, Slo
 from diptych.diagnosis.attribution import Z
 from diptych.diagnosis.observation import Observation
 from diptych.diagnosis.twin_model import TwinModel
@@ -42,59 +44,88 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """The twin of the server as it is, simulated once for all changes."""
+    """The twin of the server as it is, simulated once for all changes: with each of its laws. measured: seconds per
+    request, TTFT and after it."""
 
     model: TwinModel
-    table: RequestTable
-    measured: tuple[float, float]  # seconds per request: TTFT, and after it
+    twins: tuple["_Twin", ...]
+    measured: tuple[float, float]
 
     @classmethod
     def of(cls, model: TwinModel, observation: Observation) -> "Present":
         """Simulate the present server."""
-        if observation.is_exact:
-            requests = observation.requests[-len(model.requests) :]
-            measured = (
-                fmean(parts.ttft_ns for parts in requests) / NS_PER_S,
-                fmean(parts.decode_ns for parts in requests) / NS_PER_S,
-            )
+        if model.measured:
+            ttfts, decodes = zip(*model.measured.values(), strict=True)
+            measured = fmean(ttfts), fmean(decodes)
         else:
             assert observation.ttft is not None and observation.itl is not None
             tokens = max(0.0, observation.signals.get("output_mean", 1.0) - 1)
             measured = observation.ttft.measured_s, observation.itl.measured_s * tokens
-        return cls(model, model.run(), measured)
-
-    @property
-    def error(self) -> float:
-        """Relative error of the twin's mean latency, from arrival to the last token."""
-        simulated = [sum(latency) for latency in _latencies(self.table).values()]
-        return abs(fmean(simulated) - sum(self.measured)) / max(1e-9, sum(self.measured)) if simulated else 1.0
+        return cls(model, tuple(_Twin(law, _latencies(law.run()), measured) for law in model.laws()), measured)
 
     def gain(self, change: Change) -> Gain | None:
-        """Of one change; None when it changes nothing here, or when the twin is too far from the server."""
-        changed = change(self.model)
-        if changed is None or self.error > MOST_ERROR:
+        """Of one change: the mean of what the laws say, with an interval that holds all of theirs. None when it changes
+        nothing here, or when every twin is too far from the server."""
+        found = [gain for twin in self.twins if (gain := twin.gain(change)) is not None]
+        if not found:
             return None
-        table = changed.run()
-        before, after = _latencies(self.table), _latencies(table)
-        shared = sorted(before.keys() & after.keys())
+        ttfts, decodes = [gain.ttft_interval for gain in found], [gain.decode_interval for gain in found]
+        return Gain(
+            fmean(gain.ttft_s for gain in found),
+            (min(low for low, _ in ttfts), max(high for _, high in ttfts)),
+            fmean(gain.decode_s for gain in found),
+            (min(low for low, _ in decodes), max(high for _, high in decodes)),
+            _mean([gain.attainment_before for gain in found]),
+            _mean([gain.attainment_after for gain in found]),
+            fmean(gain.twin_error for gain in found),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Twin:
+    """One law. latencies: of the present server, simulated. measured: see Present."""
+
+    model: TwinModel
+    latencies: "Latencies"
+    measured: tuple[float, float]
+
+    def simulated(self) -> tuple[float, float]:
+        """What it says of the requests that were measured, like ``measured``; 0 where it finished none."""
+        numbers = set(self.latencies)
+        if self.model.measured:
+            numbers &= self.model.measured.keys()
+        if not numbers:
+            return 0.0, 0.0
+        return fmean(self.latencies[at][0] for at in numbers), fmean(self.latencies[at][1] for at in numbers)
+
+    def gain(self, change: Change) -> Gain | None:
+        """See Present."""
+        changed, simulated, measured = change(self.model), self.simulated(), self.measured
+        error = abs(sum(simulated) - sum(measured)) / max(1e-9, sum(measured))
+        if changed is None or error > MOST_ERROR:
+            return None
+        before, after = self.latencies, _latencies(changed.run())
+        shared = [number for number in self.model.counted if number in before and number in after]
         if len(shared) < 2:
             return None
-        simulated = [fmean(before[number][part] for number in shared) for part in (0, 1)]
-        errors = [abs(have - real) / real if real else 0.0 for have, real in zip(simulated, self.measured, strict=True)]
+        errors = [abs(have - real) / real if real else 0.0 for have, real in zip(simulated, measured, strict=True)]
         intervals, means = [], []
         for part in (0, 1):
             mean, half = _paired([before[number][part] - after[number][part] for number in shared])
-            scale = self.measured[part] / simulated[part] if simulated[part] > 0 else 1.0
+            scale = measured[part] / simulated[part] if simulated[part] > 0 else 1.0
             scale = min(4.0, max(0.25, scale))
             half = sqrt(half**2 + (errors[part] * mean) ** 2)
             means.append(mean * scale)
             intervals.append(((mean - half) * scale, (mean + half) * scale))
-        attainment = (_attainment(self.table), _attainment(table))
-        return Gain(means[0], intervals[0], means[1], intervals[1], *attainment, self.error)
+        attainment = [_attainment(self.model, latencies) for latencies in (before, after)]
+        return Gain(means[0], intervals[0], means[1], intervals[1], attainment[0], attainment[1], error)
 
 
-def _latencies(table: RequestTable) -> dict[int, tuple[float, float]]:
-    """Request number -> (TTFT, time after it), seconds."""
+Latencies = Mapping[int, tuple[float, float]]  # by number of the request: seconds to the first token, and after it
+
+
+def _latencies(table: RequestTable) -> Latencies:
+    """Of the requests that were completed."""
     return {
         table.number[row]: (
             table.ttft_ns(row) / NS_PER_S,
@@ -104,10 +135,24 @@ def _latencies(table: RequestTable) -> dict[int, tuple[float, float]]:
     }
 
 
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
 def _paired(differences: Sequence[float]) -> tuple[float, float]:
     return fmean(differences), Z * stdev(differences) / sqrt(len(differences))
 
 
-def _attainment(table: RequestTable) -> float | None:
-    judged = [met for met in table.slo_met if met >= 0]
-    return sum(judged) / len(judged) if judged else None
+def _attainment(model: TwinModel, latencies: Latencies) -> float | None:
+    """The share of the requests that met their objectives; None where none has any."""
+    met = []
+    for number in model.counted:
+        slo = model.objectives(number)
+        if slo == Slo():
+            continue
+        ttft_s, decode_s = latencies.get(number, (float("inf"), 0.0))
+        tpot_s = decode_s / max(1, model.requests[number].output_tokens - 1)
+        is_late = slo.ttft_ns is not None and ttft_s * NS_PER_S > slo.ttft_ns
+        met.append(not is_late and not (slo.tpot_ns is not None and tpot_s * NS_PER_S > slo.tpot_ns))
+    return fmean(met) if met else None

@@ -86,6 +86,10 @@ class _Life:
     chunks: list[tuple[int, int, int]] = field(default_factory=list)  # (worker, end of the step, tokens)
     answer: AnswerRecord | None = None
 
+    def ends_after(self, time_ns: int) -> bool:
+        """Whether it has ended, and then or later."""
+        return any(record.what == "finished" and record.time_ns >= time_ns for record in self.milestones)
+
 
 class PartsReader:
     """Splits requests by what the workers did. workers: by number (one that is missing: a plain one). default: the
@@ -110,9 +114,10 @@ class PartsReader:
                 if step.prefills:
                     self._totals[worker, step.end_ns] = sum(count for _, _, count in step.prefills)
 
-    def requests(self) -> list[RequestParts]:
-        """Every completed request whose whole life is in the records, in order of arrival."""
-        found = [parts for request_id, life in self._lives.items() if (parts := self._split(request_id, life))]
+    def requests(self, since_ns: int = 0) -> list[RequestParts]:
+        """Every request that was completed since then and whose whole life is in the records, in order of arrival."""
+        lives = [(request_id, life) for request_id, life in self._lives.items() if life.ends_after(since_ns)]
+        found = [parts for request_id, life in lives if (parts := self._split(request_id, life))]
         return sorted(found, key=lambda parts: (parts.arrival_ns, parts.request_id))
 
     @property

@@ -66,7 +66,8 @@ class ShapeChoice:
 
 
 def choose_shape(model: TwinModel) -> ShapeChoice:
-    """The shapes that as many workers can have."""
+    """The shapes that as many workers can have, which know the objectives that are asked."""
+    model = model.told()
     count = len(model.roles)
     found = [_simulated(model, "chunked", 0), _simulated(model, "unified", 0)]
     found += [_simulated(model, "split", num_prefill) for num_prefill in range(1, count)]

@@ -1,19 +1,25 @@
 """A server that was observed, as a scenario: the same requests, workers that cost what its steps cost.
 
-Where every request was seen, these are the requests, at their times; else as many with the same mean lengths, at random
-times (seeded). Costs are the terms of the step-time model; of an engine that has none, they follow from its means.
+Where every request was seen, these are all that came, at their times, also those that have not ended
+(observed_arrivals.py), and after them as many again at the same intervals, because the traffic goes on; else as many
+with the same mean lengths, at random times (seeded). The twin decides by the objectives that the server was told, and
+is judged by those that are asked. Costs are the terms of the step-time model; of an engine that has none, they follow
+from its means.
 """
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
+from diptych.control.fleet_settings import FleetSettings
 from diptych.control.router.topology import Role
-from diptych.control.slo import NS_PER_S
+from diptych.control.slo import NS_PER_S, Slo, objectives
+from diptych.control.step import StepFeatures
 from diptych.diagnosis.observation import Observation
-from diptych.diagnosis.request_parts import RequestParts
+from diptych.simulation.costs.cost_model import CostModel
+from diptych.simulation.costs.fitted import MeasuredPoint, fit_scaled, fit_table, gather
 from diptych.simulation.costs.terms_cost import StepTermsCost
 from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.results import RequestTable
@@ -22,6 +28,7 @@ from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec
 
 MOST_REQUESTS = 400  # that are simulated: the newest
+FEWEST_POINTS = 8  # different steps, from which costs are fitted
 NUM_DRAWN = 150  # of an engine whose requests were not seen
 ENGINE_BLOCK = 16
 ENGINE_BLOCKS = 1 << 16  # the size of their KV cache is not exported
@@ -30,7 +37,10 @@ ENGINE_SEATS, ENGINE_STEP_TOKENS = 256, 2048  # defaults of vLLM
 
 @dataclass(frozen=True, slots=True)
 class TwinModel:
-    """What is simulated. roles, engines: of the workers, in order. link, kv_bytes_per_token: between them."""
+    """What is simulated. roles, engines: of the workers, in order. link, kv_bytes_per_token: between them. asked: the
+    objectives of the diagnosis; judged: those of each request (empty: each is judged by its own). counted: numbers of
+    the requests that are judged; the others count only as work. measured: by number, the seconds to the first token and
+    after it of the requests that have ended (empty: not seen one by one). cost: of steps (None: the terms)."""
 
     requests: tuple[RequestSpec, ...]
     terms: tuple[float, float, float, float, float]
@@ -39,10 +49,15 @@ class TwinModel:
     cluster: ClusterConfig
     link: str = "shared_memory"
     kv_bytes_per_token: int = 1
+    asked: Slo = field(default_factory=Slo)
+    judged: tuple[Slo, ...] = ()
+    counted: tuple[int, ...] = ()
+    measured: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    cost: CostModel | None = None
 
     def scenario(self) -> Scenario:
         """To be simulated."""
-        cost = StepTermsCost(*self.terms)
+        cost = self.cost or StepTermsCost(*self.terms)
         if len(self.roles) == 1 and self.roles[0] == "both":
             return Scenario(engine=self.engines[0], cost=cost, workload=self.requests, cluster=self.cluster)
         pools = tuple(
@@ -61,6 +76,22 @@ class TwinModel:
             for own, engine in zip(self.roles, self.engines, strict=True)
         )
         return replace(self, engines=engines)
+
+    def told(self) -> "TwinModel":
+        """The server is told the objectives that are asked, and the requests those by which they are judged."""
+        if not self.judged:
+            return self
+        requests = (replace(spec, slo=slo) for spec, slo in zip(self.requests, self.judged, strict=True))
+        engines = tuple(replace(engine, slo=self.asked) for engine in self.engines)
+        return replace(self, requests=tuple(requests), engines=engines)
+
+    def laws(self) -> "tuple[TwinModel, ...]":
+        """The same with each law of the step times that fits the present: they differ in what was not seen."""
+        return (self,) if self.cost is None else (self, replace(self, cost=None))
+
+    def objectives(self, number: int) -> Slo:
+        """By which a request is judged."""
+        return self.judged[number] if self.judged else objectives(self.requests[number].slo, self.engines[0].slo)
 
     def run(self) -> RequestTable:
         """The requests after the simulation."""
@@ -81,30 +112,37 @@ def _of_fleet(observation: Observation) -> TwinModel | None:
     if terms is None or not observation.requests:
         return None
     fixed, token, pair, stream, context = terms
+    arrivals = observation.arrivals[-MOST_REQUESTS:]
+    begin_ns = arrivals[0].spec.arrival_ns
+    specs = [replace(arrival.spec, arrival_ns=arrival.spec.arrival_ns - begin_ns) for arrival in arrivals]
+    span_ns = specs[-1].arrival_ns * len(specs) // max(1, len(specs) - 1)
+    specs += [replace(spec, arrival_ns=spec.arrival_ns + span_ns) for spec in specs]
+    ended = {parts.request_id: (parts.ttft_ns / NS_PER_S, parts.decode_ns / NS_PER_S) for parts in observation.requests}
     return TwinModel(
-        _specs(observation.requests[-MOST_REQUESTS:]),
+        tuple(specs),
         (fixed, token, pair, stream, context),
         tuple(worker.role for worker in fleet.workers),
         tuple(worker.engine for worker in fleet.workers),
         fleet.cluster,
         "shared_memory" if fleet.shares_memory else "eth100",
         fleet.kv_bytes_per_token,
+        observation.slo,
+        2 * tuple(arrival.judged for arrival in arrivals),
+        tuple(number for number, arrival in enumerate(arrivals) if not arrival.is_early),
+        {number: ended[arrival.request_id] for number, arrival in enumerate(arrivals) if arrival.request_id in ended},
+        _cost(observation, fleet),
     )
 
 
-def _specs(requests: Sequence[RequestParts]) -> tuple[RequestSpec, ...]:
-    """The requests as they came. Tokens that were found in the cache need not be computed here either."""
-    begin_ns = requests[0].arrival_ns
-    return tuple(
-        RequestSpec(
-            arrival_ns=parts.arrival_ns - begin_ns,
-            prompt_tokens=max(1, parts.num_prompt_tokens - parts.num_cached_tokens),
-            output_tokens=max(1, parts.num_output_tokens),
-            slo=parts.slo,
-            kind=parts.service_class,
-        )
-        for parts in requests
-    )
+def _cost(observation: Observation, fleet: FleetSettings) -> CostModel | None:
+    """What steps cost, also those that this server does not compute as it is set now: its warm-up has seen small chunks
+    and large batches; its own steps say how much longer they take now. None: too little is known."""
+    single = next((worker.measured for worker in fleet.workers if len(worker.measured) >= FEWEST_POINTS), ())
+    points = gather(observation.steps)
+    if not single or len(points) < FEWEST_POINTS:
+        return None
+    forward = fit_table([MeasuredPoint(StepFeatures(*row[:4]), row[4]) for row in single])
+    return fit_scaled(forward, points)
 
 
 def _of_means(observation: Observation) -> TwinModel | None:
@@ -129,6 +167,7 @@ def _of_means(observation: Observation) -> TwinModel | None:
         ("both",),
         (engine,),
         ClusterConfig(max_untouched_per_worker=0),
+        counted=tuple(range(NUM_DRAWN)),
     )
 
 

@@ -10,8 +10,8 @@ from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutpu
 from diptych.runtime.model_runner import ModelRunner
 
 # (prompt tokens, context before them) and (decode sequences, context of each), from cheap to dear
-PREFILLS = ((16, 0), (64, 0), (128, 256), (256, 0), (512, 512))
-DECODES = ((1, 16), (4, 256), (16, 16), (8, 1024), (32, 128))
+PREFILLS = ((16, 0), (64, 0), (128, 256), (256, 0), (64, 2048), (512, 512))
+DECODES = ((1, 16), (4, 256), (16, 16), (8, 1024), (2, 2048), (32, 128))
 REPEATS = 2  # measured steps of each decode shape
 
 Measurement = tuple[StepFeatures, int]

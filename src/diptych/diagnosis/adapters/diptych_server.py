@@ -58,7 +58,7 @@ class DiptychReader:
         settings = msgspec.json.decode(self._site.get("/settings"), type=FleetSettings)
         metrics = MetricsPage.of_text(self._site.get("/metrics").decode(), self._site.url)
         self._read_records()
-        self._records = newest(self._records, self._window_s)
+        self._records, since_ns = newest(self._records, self._window_s)
         misses, words = self._misses()
         about = TimelineSource(
             source=self._site.url,
@@ -69,7 +69,7 @@ class DiptychReader:
             notes=words,
             missing=() if self._has_misses else (NO_MISSES,),
         )
-        return observe(self._records, about)
+        return observe(self._records, about, since_ns)
 
     def _read_records(self) -> None:
         """Takes in the records that are new."""

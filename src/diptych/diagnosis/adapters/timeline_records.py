@@ -15,6 +15,7 @@ from diptych.control.misses.prefix_miss import NEW, ROUNDING, MissReason
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.control.step import StepFeatures, chunk_attention
 from diptych.diagnosis.observation import Missing, Observation
+from diptych.diagnosis.observed_arrivals import arrivals_of
 from diptych.diagnosis.request_parts import KnownWorker, PartsReader, RequestParts, transfers, worker_uses
 from diptych.diagnosis.step_sums import Terms
 from diptych.timeline.records import AnswerRecord, Record, RequestRecord, StepBegunRecord, StepRecord, WorkerRecord
@@ -38,12 +39,13 @@ class TimelineSource:
     notes: tuple[str, ...] = ()
 
 
-def observe(records: Sequence[Record], about: TimelineSource) -> Observation:
-    """The observation of these records."""
+def observe(records: Sequence[Record], about: TimelineSource, since_ns: int = 0) -> Observation:
+    """The observation of these records. since_ns: the beginning of the window; what ended before it counts only as work
+    that the server had."""
     views = _views(records, about.settings)
     reader = PartsReader(records, views, about.slo)
-    requests = reader.requests()
-    start_ns, end_ns = _window(records)
+    requests = reader.requests(since_ns)
+    start_ns, end_ns = _window(records, since_ns)
     signals = {
         **_of_requests(requests, reader, start_ns, end_ns),
         **_of_workers(records, reader, views, start_ns, end_ns),
@@ -57,6 +59,8 @@ def observe(records: Sequence[Record], about: TimelineSource) -> Observation:
         window_s=(end_ns - start_ns) / NS_PER_S,
         is_exact=True,
         requests=tuple(requests),
+        arrivals=arrivals_of(records, about.slo, since_ns),
+        steps=tuple((features_of(step), step.end_ns - step.start_ns) for step in steps_of(records)),
         signals=signals,
         slo=about.slo,
         fleet=about.settings,
@@ -76,32 +80,38 @@ def reread_signals(spent: Mapping[str, int]) -> dict[str, float]:
     return {"reread_share": again / total, "reread_evicted": evicted / again if again else 0.0}
 
 
-def newest(records: Sequence[Record], window_s: float) -> list[Record]:
-    """The records of the last ``window_s`` seconds, with what came before of the requests that ended in them."""
+def newest(records: Sequence[Record], window_s: float) -> tuple[list[Record], int]:
+    """The records of the last ``window_s`` seconds, with what came before of the requests that ended in them or have
+    not ended, and of those that the server served meanwhile; and when these seconds begin."""
     if not records:
-        return []
-    end_ns = max(map(end_of, records))
-    since_ns = end_ns - round(window_s * NS_PER_S)
-    ended = {
-        record.request_id
-        for record in records
-        if isinstance(record, RequestRecord) and record.what == "finished" and record.time_ns >= since_ns
-    }
-    first_ns = min(
-        (
-            record.time_ns
-            for record in records
-            if isinstance(record, RequestRecord) and record.what == "queued" and record.request_id in ended
-        ),
-        default=since_ns,
-    )
+        return [], 0
+    window_ns = round(window_s * NS_PER_S)
+    since_ns = max(map(end_of, records)) - window_ns
+    queued: dict[str, int] = {}
+    ended: dict[str, int] = {}
+    for record in records:
+        if isinstance(record, RequestRecord):
+            if record.what == "queued":
+                queued.setdefault(record.request_id, record.time_ns)
+            elif record.what == "finished":
+                ended[record.request_id] = record.time_ns
+    # one that is under way for longer than another window is left out: its steps cannot be kept for ever
+    alive = {request_id for request_id, at in queued.items() if request_id not in ended and at >= since_ns - window_ns}
+    there = alive | {request_id for request_id, at in ended.items() if at >= since_ns}
+    first_ns = min((queued[request_id] for request_id in there if request_id in queued), default=since_ns)
     first_ns = min(first_ns, since_ns)
-    return [
+    kept = [
         record
         for record in records
         if end_of(record) >= first_ns
-        and (not isinstance(record, RequestRecord) or record.time_ns >= since_ns or record.request_id in ended)
+        and (
+            not isinstance(record, RequestRecord)
+            or record.time_ns >= since_ns
+            or record.request_id in there
+            or queued.get(record.request_id, first_ns - 1) >= first_ns
+        )
     ]
+    return kept, since_ns
 
 
 def _views(records: Sequence[Record], settings: FleetSettings | None) -> dict[int, KnownWorker]:
@@ -119,22 +129,31 @@ def _views(records: Sequence[Record], settings: FleetSettings | None) -> dict[in
 
 def _fitted(records: Sequence[Record], worker: int) -> Terms:
     """The step-time model of the worker's newest steps."""
-    steps = [record for record in records if isinstance(record, StepRecord) and record.worker == worker]
     model = StepTimeModel()
-    for step in steps[-NUM_LEARNED:]:
-        tokens = sum(count for _, _, count in step.prefills)
-        pairs = sum(chunk_attention(start, count) for _, start, count in step.prefills)
-        features = StepFeatures(tokens, pairs, step.num_decodes, step.decode_context)
-        model.observe(features, step.end_ns - step.start_ns)
+    for step in [step for step in steps_of(records) if step.worker == worker][-NUM_LEARNED:]:
+        model.observe(features_of(step), step.end_ns - step.start_ns)
     fixed, token, pair, stream, context = model.coefficients
     return fixed, token, pair, stream, context
 
 
-def _window(records: Sequence[Record]) -> tuple[int, int]:
-    steps = [record for record in records if isinstance(record, StepRecord)]
+def steps_of(records: Sequence[Record]) -> list[StepRecord]:
+    """The steps among them."""
+    return [record for record in records if isinstance(record, StepRecord)]
+
+
+def features_of(step: StepRecord) -> StepFeatures:
+    """What a step computed."""
+    tokens = sum(count for _, _, count in step.prefills)
+    pairs = sum(chunk_attention(start, count) for _, start, count in step.prefills)
+    return StepFeatures(tokens, pairs, step.num_decodes, step.decode_context)
+
+
+def _window(records: Sequence[Record], since_ns: int) -> tuple[int, int]:
+    steps = steps_of(records)
     if not steps:
         return 0, 0
-    return min(step.start_ns for step in steps), max(step.end_ns for step in steps)
+    start_ns, end_ns = min(step.start_ns for step in steps), max(step.end_ns for step in steps)
+    return min(end_ns, max(start_ns, since_ns)), end_ns
 
 
 def _of_requests(requests: Sequence[RequestParts], reader: PartsReader, start_ns: int, end_ns: int) -> dict[str, float]:
@@ -196,10 +215,9 @@ def _of_workers(
         of_role = [busy[worker] for worker in uses if views[worker].role == role]
         if of_role:
             signals[f"busy_{role}"] = fmean(of_role)
-    steps = [record for record in records if isinstance(record, StepRecord)]
-    signals["running"] = sum(step.num_decodes * (step.end_ns - step.start_ns) for step in steps) / max(
-        1, end_ns - start_ns
-    )
+    steps = [step for step in steps_of(records) if step.end_ns > start_ns]
+    computed = sum(step.num_decodes * (step.end_ns - max(start_ns, step.start_ns)) for step in steps)
+    signals["running"] = computed / max(1, end_ns - start_ns)
     signals["running_max"] = float(max(step.num_decodes for step in steps))
     tokens = sorted(step.num_decodes + sum(count for _, _, count in step.prefills) for step in steps)
     signals["step_tokens_p95"] = float(tokens[len(tokens) * 95 // 100])

@@ -26,4 +26,5 @@ def _worker(fleet: Fleet, info: WorkerInfo) -> WorkerSettings:
     longest = min(info.max_model_len, ready.max_model_len) if ready else info.max_model_len
     engine = EngineConfig(cache, fleet.changes.settings(number, info.role), fleet.options.slo, longest)
     terms = fleet.metrics.fleet.stats_of(number).step_time_coefficients
-    return WorkerSettings(number, info.role, engine, terms)
+    known = fleet.known.get(number)
+    return WorkerSettings(number, info.role, engine, terms, tuple(known.measured) if known else ())

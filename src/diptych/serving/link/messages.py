@@ -85,6 +85,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     life: int = 0  # of the StartOver that this answers
     embedding_size: int = 0  # numbers of an embedding
     summary: str = ""  # of a fleet, for people: how many workers of which kind, and what each computes on
+    measured: list[tuple[int, int, int, int, int]] = []  # by the warm-up, see WorkerSettings
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

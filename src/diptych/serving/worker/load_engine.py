@@ -91,10 +91,13 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
     if recorder is not None:
         logger.warning("recording to %s", recorder.path)
     engine = RecordingEngineCore(settings, recorder.write) if recorder else EngineCore(settings)
+    measured = []
     if options.warm_up:
         report("warming up")
         for features, duration_ns in warm_up(runner):
             engine.observe(features, duration_ns)
+            of_prompts = features.prefill_tokens, features.prefill_attention
+            measured.append((*of_prompts, features.decode_seqs, features.decode_context, duration_ns))
     compute: ComputeDevice = ThreadPool(threads)
     if device == "cuda":
         compute = multiprocessors_of(runner.attention.device, runner.forget_graphs)
@@ -115,6 +118,7 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
         processor=threads.processor_words if device == "cpu" else "",
         share=compute.share,
         embedding_size=model.hidden_size,
+        measured=measured,
     )
     driver = open_tiers(options, runner, kv_format(runner)) if memory.prefix_cache else None
     return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model), driver)
