@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,10 +56,12 @@ classes = [
 
 @dataclass(frozen=True)
 class Speed:
-    """What the healthy server does alone: seconds per prompt token, and per token of an answer."""
+    """What the healthy server does alone: seconds per prompt token, and per token of an answer. documents: seconds of
+    a whole prompt, by length, where it is so long that its tokens take more."""
 
     prompt_s: float
     token_s: float
+    documents: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,10 @@ class Load:
 
     def rate(self, speed: Speed, scale: float) -> float:
         """Requests per second."""
-        prompt = 0.9 * self.prompt + 0.1 * self.document if self.document else self.prompt
-        by_use = self.use / (prompt * speed.prompt_s)
+        prompt_s = self.prompt * speed.prompt_s
+        if self.document:
+            prompt_s = 0.9 * prompt_s + 0.1 * speed.documents[self.document]
+        by_use = self.use / prompt_s
         by_streams = self.streams / (self.output * speed.token_s)
         return scale * (by_use or by_streams)
 
@@ -214,7 +218,7 @@ CASES = {
     ),
     "kv-too-small": Case(
         ("kv_cache_full",), "--kv-cache-memory {kv}", Load(streams=8, output=150), kv_tokens=640,
-        vllm="--num-gpu-blocks-override 8 --max-model-len 1024",
+        vllm="--num-gpu-blocks-override 8 --max-model-len 896",
     ),
     "queue-cap": Case(
         ("sequence_limit",), "--max-num-seqs 2", Load(streams=1.5, output=100), vllm="--max-num-seqs 2"
@@ -242,13 +246,14 @@ CASES = {
 }  # fmt: skip
 
 
-def measured_speed() -> Speed:
-    """Of the server that is up, alone: the best of three prompts and answers."""
+def measured_speed(documents: Iterable[int]) -> Speed:
+    """Of the server that is up, alone: the best of three prompts and answers, and of three documents of each length."""
     prompts, answers = [], []
     for number in range(3):
         prompts.append(_seconds(2000, 1, 100 + number) / 2000)
         answers.append((_seconds(16, 65, 200 + number) - _seconds(16, 1, 300 + number)) / 64)
-    return Speed(min(prompts), min(answers))
+    long = {length: min(_seconds(length, 1, 400 + number) for number in range(3)) for length in sorted(set(documents))}
+    return Speed(min(prompts), min(answers), long)
 
 
 def _seconds(num_prompt_tokens: int, max_tokens: int, first_token: int) -> float:
@@ -301,9 +306,16 @@ def means(found: dict[str, Any]) -> tuple[float, float]:
 
 
 def healthy_latencies(load: Load, seconds: float, speed: Speed) -> tuple[float, float]:
-    """Mean TTFT and seconds per token of its requests (without documents) on the healthy server that is up."""
-    light = Case((), load=Load(streams=0.5, prompt=load.prompt, output=load.output))
+    """Mean TTFT and seconds per token of its requests on the healthy server that is up: half a stream of them, or,
+    where documents are what hurts, as many as beside the documents."""
+    streams = load.rate(speed, 1.0) * load.output * speed.token_s if load.document else 0.5
+    light = Case((), load=Load(streams=streams, prompt=load.prompt, output=load.output))
     return means(observe(light, seconds, speed, 1.0, 1, "ttft=1000s,tpot=1000s"))
+
+
+def lengths_of(load: Load) -> tuple[int, int, int]:
+    """Loads of the same lengths have the same healthy latencies."""
+    return load.prompt, load.output, load.document
 
 
 def objectives(latencies: tuple[float, float], factors: tuple[float, float]) -> str:
@@ -349,15 +361,15 @@ def runs(engine: str, names: Sequence[str], options: argparse.Namespace) -> list
         return vllm_server(options.vllm, "vllm", options.model, slots=32, slot_tokens=8192, options=shlex.split(words))
 
     cases = {name: CASES[name] for name in names if engine == "diptych" or CASES[name].vllm is not None}
-    healthy: dict[tuple[int, int], tuple[float, float]] = {}
+    healthy: dict[tuple[int, int, int], tuple[float, float]] = {}
     with start(""):
-        speed = measured_speed()
+        speed = measured_speed(case.load.document for case in cases.values() if case.load.document)
         print(
             f"{engine}: {1 / speed.prompt_s:.0f} prompt tokens/s, {speed.token_s * 1000:.2f} ms a token",
             file=sys.stderr,
         )
         for case in cases.values():
-            lengths = (case.load.prompt, case.load.output)
+            lengths = lengths_of(case.load)
             healthy[lengths] = healthy.get(lengths) or healthy_latencies(case.load, options.seconds / 2, speed)
     for name, case in cases.items():
         words = case.options if engine == "diptych" else case.vllm or ""
@@ -367,7 +379,7 @@ def runs(engine: str, names: Sequence[str], options: argparse.Namespace) -> list
             for number in range(options.healthy if name == "healthy" else options.loads):
                 with nullcontext() if engine == "vllm" else start(words):
                     scale = RATE_STEPS[number % len(RATE_STEPS)]
-                    objective = objectives(healthy[case.load.prompt, case.load.output], case.factors)
+                    objective = objectives(healthy[lengths_of(case.load)], case.factors)
                     found = observe(case, options.seconds, speed, scale, number + 1, objective, options.doctors)
                 rows.append(row_of(engine, name, case, number, found))
                 advice = [given for cause in found["causes"] for given in cause["advice"] if _helps(given)]

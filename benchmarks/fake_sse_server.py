@@ -161,10 +161,16 @@ class Connection(asyncio.Protocol):
         if not mark:
             return
         lines = head.lower().split(b"\r\n")
+        path = head.split(b" ", 2)[1].decode()
+        if b"transfer-encoding: chunked" in lines:
+            if (found := _unchunked(rest)) is not None:
+                body, self.buffer = found
+                self.on_request(path, body)
+            return
         length = next((int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:")), 0)
         if len(rest) >= length:
             self.buffer = rest[length:]
-            self.on_request(head.split(b" ", 2)[1].decode(), rest[:length])
+            self.on_request(path, rest[:length])
 
     def on_request(self, path: str, raw: bytes) -> None:
         """A whole request."""
@@ -195,6 +201,19 @@ class Connection(asyncio.Protocol):
         raw = json.dumps(data).encode()
         head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
         self.transport.write(head.encode() + raw)
+
+
+def _unchunked(rest: bytes) -> tuple[bytes, bytes] | None:
+    """A body that came in chunks, and what came after it. None: it is not all there."""
+    body = b""
+    while True:
+        size, mark, rest = rest.partition(b"\r\n")
+        length = int(size, 16) if mark else 0
+        if not mark or len(rest) < length + 2:
+            return None
+        if length == 0:
+            return body, rest[2:]
+        body, rest = body + rest[:length], rest[length + 2 :]
 
 
 async def serve(port: int, slots: int) -> None:

@@ -23,6 +23,7 @@ SLOW, VERY_SLOW = 0.3, 0.5  # share of the step time that the model does not exp
 YOUNG_S = 120.0  # age of a worker whose cache may be cold
 MOST = 0.5  # of the computed prompt tokens
 BURST = 4.0  # arrivals in a tenth of the time in which they came, over the mean
+DRAINS = 0.7  # arrivals over first tokens: at that, more came at once before than come now
 MANY_CHUNKS = 4.0  # steps that a prompt token's prompt needs
 NOT_COMPUTING = ("reserve", "preempted", "retried", "handoff", "queue_seats", "queue_memory")
 DISTINCT = 0.3  # of the prompt tokens: from that difference on, the share of hits has grown
@@ -57,7 +58,8 @@ def evidence_of(observation: Observation) -> Evidence:
     idle_prefill = known("busy_prefill", 1.0) < NOT_BUSY
     idle_decode = known("busy_decode", 1.0) < NOT_BUSY
     batch_share = known("batch_share", 0.0)
-    burst = known("burst", 0.0) >= BURST and waiting >= 1.0
+    drains = known("arrived_share", 1.0) <= DRAINS and waiting >= known("running", 0.0)
+    burst = waiting >= 1.0 and (known("burst", 0.0) >= BURST or drains)
     late, early = known("hit_share_late", 0.0), known("hit_share_early", 0.0)
     reread = known("reread_share", 0.0)
     core_wait = known("cpu_wait", 0.0) if known("cpu_wait", 0.0) >= WAITS_FOR_CORES else 0.0

@@ -4,7 +4,7 @@ An adapter makes one of what an engine exports. Signals are named numbers; one t
 and what cannot be decided without it is listed in ``missing``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -13,6 +13,8 @@ from diptych.control.slo import Slo
 from diptych.control.step import StepFeatures
 from diptych.diagnosis.request_parts import RequestParts
 from diptych.workload.spec import RequestSpec
+
+MOST_INSIDE: Final = 0.95  # see Distribution: values are never taken to lie all on a bound
 
 # The signals, with their units. Shares are 0 to 1.
 SIGNALS: Final[Mapping[str, str]] = {
@@ -39,6 +41,7 @@ SIGNALS: Final[Mapping[str, str]] = {
     "batch_share": "share of the computed prompt tokens that belong to service class batch",
     "long_share": "share of the computed prompt tokens that belong to long prompts",
     "burst": "largest number of arrivals in a tenth of the time in which they came, over the mean",
+    "arrived_share": "arrivals in the window over first tokens in it; below 1 a backlog shrinks",
     "busy": "share of the time in steps, mean of the workers",
     "busy_prefill": "share of the time in steps, of workers that only prefill",
     "busy_decode": "share of the time in steps, of workers that only decode",
@@ -79,36 +82,68 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Values by upper bound: (bound, how many were at most that), cumulative, the last bound infinite. Seconds."""
+    """Values by upper bound: (bound, how many were at most that), cumulative, the last bound infinite. Seconds.
+
+    inside: where the values of a bucket lie on average, from 0 (its lower bound) to 1; the same for all buckets, chosen
+    so that their sum is the one that was exported. At ``u`` of a bucket's width lie ``u ** (inside / (1 - inside))`` of
+    its values, which is linear for one half."""
 
     buckets: tuple[tuple[float, float], ...] = ()
+    inside: float = 0.5
+
+    @classmethod
+    def with_sum(cls, buckets: tuple[tuple[float, float], ...], total: float) -> "Distribution":
+        """Of values that sum to ``total``. Where some lie beyond the last finite bound it tells nothing of others."""
+        even = cls(buckets)
+        lows = widths = 0.0
+        for low, width, count in even._buckets():
+            lows, widths = lows + low * count, widths + width * count
+            if width == 0:
+                return even
+        inside = (total - lows) / widths if widths else 0.5
+        return cls(buckets, min(MOST_INSIDE, max(1 - MOST_INSIDE, inside)))
 
     @property
     def count(self) -> float:
         """How many values."""
         return self.buckets[-1][1] if self.buckets else 0.0
 
+    def means(self) -> Iterator[tuple[float, float]]:
+        """(mean, how many) of the values of each bucket that has some; its lower bound for the infinite one."""
+        return ((low + self.inside * width, count) for low, width, count in self._buckets())
+
     def share_above(self, limit: float) -> float:
-        """Share of the values above a limit, by linear interpolation within its bucket. 0 without values."""
+        """Share of the values above a limit. 0 without values."""
         if not self.count:
             return 0.0
-        low = below = 0.0
-        for bound, total in self.buckets:
-            if bound >= limit:
-                inside = (limit - low) / (bound - low) if bound not in (low, float("inf")) else 0.0
-                return 1.0 - (below + (total - below) * inside) / self.count
-            low, below = bound, total
-        return 0.0
+        above = 0.0
+        for low, width, count in self._buckets():
+            if low >= limit:
+                above += count
+            elif width and low + width > limit:
+                above += count * (1 - ((limit - low) / width) ** self._power)
+        return above / self.count
 
     def quantile(self, share: float) -> float:
-        """The value below which this share lies, by linear interpolation; the last finite bound where it lies above.
-        0 without values."""
-        wanted, low, below = share * self.count, 0.0, 0.0
-        for bound, total in self.buckets:
-            if total >= wanted and total > below:
-                return low if bound == float("inf") else low + (bound - low) * (wanted - below) / (total - below)
-            low, below = (low if bound == float("inf") else bound), total
-        return low
+        """The value below which this share lies; the last finite bound where it lies above. 0 without values."""
+        wanted, below, last = share * self.count, 0.0, 0.0
+        for low, width, count in self._buckets():
+            if below + count >= wanted:
+                return low + width * float((max(0.0, wanted - below) / count) ** (1 / self._power))
+            below, last = below + count, low + width
+        return last
+
+    @property
+    def _power(self) -> float:
+        return self.inside / (1 - self.inside)
+
+    def _buckets(self) -> Iterator[tuple[float, float, float]]:
+        """(lower bound, width, how many values) of each bucket that has some; width 0: the infinite one."""
+        low = below = 0.0
+        for bound, upto in self.buckets:
+            if upto > below:
+                yield low, (bound - low if bound != float("inf") else 0.0), upto - below
+            low, below = (low if bound == float("inf") else bound), upto
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from diptych.diagnosis.adapters.sglang_metrics import SGLANG
 from diptych.diagnosis.adapters.vllm_metrics import VLLM
 from diptych.diagnosis.observation import Missing, Observation
 
-SCRAPES = 8
+SCRAPES = 15
 ENGINES: tuple[MetricNames, ...] = (VLLM, SGLANG, DYNAMO)
 RANGE_STEPS = 30
 NO_CPU_WAIT = Missing(("oversubscribed_cores", "capacity"), "how long threads waited for a core (run it on the host)")

@@ -101,7 +101,10 @@ class Growth:
             bound = dict(labels).get("le", "+Inf")
             totals[inf if bound == "+Inf" else float(bound)] += value - before if value >= before else value
         buckets = tuple(sorted(totals.items()))
-        return Distribution(buckets) if buckets and buckets[-1][1] > 0 else Distribution()
+        if not buckets or buckets[-1][1] <= 0:
+            return Distribution()
+        total = self.count(f"{histogram}_sum")
+        return Distribution(buckets) if total is None else Distribution.with_sum(buckets, total)
 
     def _grown(self, name: str, **labels: str) -> float:
         total = 0.0

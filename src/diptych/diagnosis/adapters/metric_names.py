@@ -9,13 +9,16 @@ from math import sqrt
 from statistics import fmean
 
 from diptych.diagnosis.adapters.exposition import Growth, MetricsPage
+from diptych.diagnosis.adapters.step_counts import GapModel, StepMeans, StepNames, fit_gaps
 from diptych.diagnosis.observation import Distribution, Estimate, Missing, Observation
 
 FLOOR, USUAL = 0.05, 0.5  # quantiles of the gaps between tokens: a fast step, a usual one
 STALL_FACTOR = 2.5  # a gap of so many usual ones is a stall
 FEWEST_SEEN = 8  # first tokens in the window; with fewer, the whole life of the engine counts
 ENOUGH = 0.5  # of the first tokens: so many ends there must be for the times that are counted at the end
-PLATEAU = 0.8  # of the samples with waiting requests: from this share on at the highest count, places limit
+PLATEAU, FEWEST_ON_IT = 0.6, 3  # share and number of samples with waiting requests that show the same highest batch
+WORTH_PLACES = 1.3  # times the requests a second with twice the places: below, it is not they that limit
+STEP_WAITS = 2.0  # a request waits for the step that runs when it comes, and for one more where its prompt is split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +44,19 @@ class MetricNames:
     prompt_tokens: str = ""
     output_tokens: str = ""
     step_tokens: str = ""
+    generated: str = ""
+    computed: str = ""
     refused: str = ""
     places: str = ""
     missing: tuple[Missing, ...] = ()
     known: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def steps(self) -> StepNames | None:
+        """The names that say what a gap is made of; None: not exported."""
+        if not (self.itl and self.step_tokens and self.generated):
+            return None
+        return StepNames(self.itl, self.step_tokens, self.prefill, self.computed, self.generated)
 
     @property
     def used(self) -> set[str]:
@@ -80,23 +92,62 @@ def observe_metrics(names: MetricNames, scrapes: Scrapes) -> Observation:
         notes = ("too little happened in the window: these are the figures since the start of the engine",)
     distributions = {"ttft": growth.distribution(names.ttft), "tpot": growth.distribution(names.tpot or names.itl)}
     gaps = growth.distribution(names.itl)
+    steps = _Steps.of(names, scrapes, growth)
+    step_wait_s = 0.0 if steps is None or notes else steps.wait_s(scrapes.window_s)
     return Observation(
         engine=names.engine,
         source=scrapes.source,
         version=scrapes.version,
         window_s=scrapes.window_s,
-        ttft=_ttft(names, growth, distributions["ttft"], _waited_s(names, scrapes)),
-        itl=_itl(names, growth, gaps),
+        ttft=_ttft(names, growth, distributions["ttft"], _waited_s(names, scrapes), step_wait_s),
+        itl=_itl(names, growth, gaps, steps),
         distributions={name: found for name, found in distributions.items() if found.count},
-        signals={**_signals(names, scrapes, growth, gaps), **scrapes.signals},
+        signals={**_signals(names, scrapes, growth, gaps, steps), **scrapes.signals},
         missing=names.missing,
         unknown=_unknown(names, last),
         notes=notes,
     )
 
 
-def _ttft(names: MetricNames, growth: Growth, spread: Distribution, waited_s: float) -> Estimate | None:
-    """waited_s: seconds that requests waited in the window, all together."""
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The steps of the window, of an engine that counts them."""
+
+    names: StepNames
+    growth: Growth
+    model: GapModel
+    means: StepMeans
+
+    @classmethod
+    def of(cls, names: MetricNames, scrapes: Scrapes, growth: Growth) -> "_Steps | None":
+        step_names = names.steps
+        if step_names is None:
+            return None
+        means = StepMeans.of(step_names, growth)
+        model = fit_gaps(step_names, scrapes.pages)
+        return cls(step_names, growth, model, means) if model is not None and means is not None else None
+
+    def parts(self) -> dict[str, float]:
+        """See GapModel."""
+        return self.model.parts(self.means)
+
+    @property
+    def gain_of_places(self) -> float:
+        """See GapModel."""
+        return self.model.gain_of_places(self.means)
+
+    def wait_s(self, window_s: float) -> float:
+        """See GapModel."""
+        return self.model.wait_for_step_s(self.names, self.growth, self.means.batch, window_s)
+
+
+def _ttft(
+    names: MetricNames, growth: Growth, spread: Distribution, waited_s: float, step_wait_s: float
+) -> Estimate | None:
+    """waited_s: seconds that requests waited in the window, all together. step_wait_s: see STEP_WAITS.
+
+    An engine core takes in what has come between two steps, and only then counts it as waiting; and what is counted at
+    a request's end lacks those that still wait. So time that no histogram holds is waiting, as far as that goes."""
     measured = growth.mean(names.ttft) if names.ttft else None
     if measured is None:
         return None
@@ -111,7 +162,11 @@ def _ttft(names: MetricNames, growth: Growth, spread: Distribution, waited_s: fl
         parts = {"queue": queue, "prefill": mean - queue}
     rest = mean - sum(parts.values())
     if rest > 0:
-        parts["rest"] = rest
+        unseen = max(0.0, waited_s / count - parts.get("queue", 0.0)) + STEP_WAITS * step_wait_s
+        parts["queue"] = parts.get("queue", 0.0) + min(rest, unseen)
+        parts["rest"] = max(0.0, rest - unseen)
+    elif rest < 0:
+        parts = {account: value * mean / (mean - rest) for account, value in parts.items()}
     return Estimate(mean, parts, _half(spread, mean, count), int(count))
 
 
@@ -121,27 +176,26 @@ def _waited_s(names: MetricNames, scrapes: Scrapes) -> float:
     return fmean(values) * scrapes.window_s if values else 0.0
 
 
-def _itl(names: MetricNames, growth: Growth, gaps: Distribution) -> Estimate | None:
-    """A usual gap, what stalls add to it, and the rest. The fastest gaps are the floor."""
+def _itl(names: MetricNames, growth: Growth, gaps: Distribution, steps: _Steps | None) -> Estimate | None:
+    """What the engine's counts of steps say; without them a usual gap, what stalls add to it, and the rest, with the
+    fastest gaps as the floor."""
     measured = growth.mean(names.itl) if names.itl else None
     if measured is None:
         return None
     mean, count = measured
+    half_s = _half(gaps, mean, count)
+    if steps is not None:
+        return Estimate(mean, steps.parts(), half_s, int(count))
     usual, floor = gaps.quantile(USUAL), gaps.quantile(FLOOR)
     stalls = max(0.0, min(mean, _stalls(gaps, usual)))
     floor = min(floor, mean - stalls)
     parts = {"decode_floor": floor, "stalls": stalls, "rest": mean - stalls - floor}
-    return Estimate(mean, parts, _half(gaps, mean, count), int(count))
+    return Estimate(mean, parts, half_s, int(count))
 
 
 def _stalls(gaps: Distribution, usual: float) -> float:
-    """Seconds per token beyond a usual gap, of gaps that are much longer (at the middle of their buckets)."""
-    total = low = below = 0.0
-    for bound, upto in gaps.buckets:
-        middle = (low + bound) / 2 if bound != float("inf") else low
-        if middle > STALL_FACTOR * usual:
-            total += (upto - below) * (middle - usual)
-        low, below = (low if bound == float("inf") else bound), upto
+    """Seconds per token beyond a usual gap, of gaps that are much longer (at the mean of their buckets)."""
+    total = sum(count * (mean - usual) for mean, count in gaps.means() if mean > STALL_FACTOR * usual)
     return total / gaps.count if gaps.count else 0.0
 
 
@@ -149,15 +203,13 @@ def _half(spread: Distribution, mean: float, count: float) -> float:
     """Half of the 95 % interval of a mean, with the variance that the buckets show."""
     if not spread.count or count < 2:
         return mean
-    variance = low = below = 0.0
-    for bound, upto in spread.buckets:
-        middle = (low + bound) / 2 if bound != float("inf") else low
-        variance += (upto - below) * (middle - mean) ** 2
-        low, below = (low if bound == float("inf") else bound), upto
+    variance = sum(count * (middle - mean) ** 2 for middle, count in spread.means())
     return 1.96 * sqrt(variance / spread.count / count)
 
 
-def _signals(names: MetricNames, scrapes: Scrapes, growth: Growth, gaps: Distribution) -> dict[str, float]:
+def _signals(
+    names: MetricNames, scrapes: Scrapes, growth: Growth, gaps: Distribution, steps: _Steps | None
+) -> dict[str, float]:
     """The named evidence, as far as it is exported."""
     pages = [page for _, page in scrapes.pages]
     signals: dict[str, float] = {}
@@ -167,6 +219,9 @@ def _signals(names: MetricNames, scrapes: Scrapes, growth: Growth, gaps: Distrib
     inside = Growth(pages[0], pages[-1]).mean(names.ttft) if names.ttft else None
     if scrapes.window_s > 0 and inside is not None:
         signals["rate"] = inside[1] / scrapes.window_s
+    if inside is not None and names.waiting:
+        backlog = [page.total(names.waiting) or 0.0 for page in (pages[0], pages[-1])]
+        signals["arrived_share"] = max(0.0, inside[1] + backlog[1] - backlog[0]) / inside[1]
     for signal, name in (("running", names.running), ("waiting", names.waiting)):
         values = [value for page in pages if name and (value := page.total(name)) is not None]
         if values:
@@ -181,7 +236,7 @@ def _signals(names: MetricNames, scrapes: Scrapes, growth: Growth, gaps: Distrib
         signals["rejected"] = refused
     if names.places and (places := pages[-1].total(names.places)):
         signals["max_num_seqs"] = places
-    elif plateau := _plateau(names, pages):
+    elif (steps is None or steps.gain_of_places >= WORTH_PLACES) and (plateau := _plateau(names, pages)):
         signals["max_num_seqs"] = plateau
     queries = growth.count(names.prefix_queries) if names.prefix_queries else None
     hits = growth.count(names.prefix_hits) if names.prefix_hits else None
@@ -198,23 +253,21 @@ def _signals(names: MetricNames, scrapes: Scrapes, growth: Growth, gaps: Distrib
     if names.step_tokens and (tokens := growth.distribution(names.step_tokens)).count:
         signals["step_tokens_p95"] = tokens.quantile(0.95)
     if gaps.count:
-        signals["stall_s"] = _stalls(gaps, gaps.quantile(USUAL)) * max(0.0, signals.get("output_mean", 1.0) - 1)
+        stalls = _stalls(gaps, gaps.quantile(USUAL)) if steps is None else steps.parts()["stalls"]
+        signals["stall_s"] = stalls * max(0.0, signals.get("output_mean", 1.0) - 1)
     return signals
 
 
 def _plateau(names: MetricNames, pages: Sequence[MetricsPage]) -> float | None:
-    """The number of places, where it can be seen: requests wait, memory is free, and the batch stays at one size."""
+    """The number of places, where it can be seen: requests wait, memory is free, and the batch is often as large as it
+    ever is."""
     if not (names.running and names.waiting):
         return None
-    seen = [
-        running
-        for page in pages
-        if (page.total(names.waiting) or 0) > 0 and (running := page.total(names.running)) is not None
-    ]
-    if len(seen) < 3:
-        return None
-    most = max(seen)
-    return most if most > 0 and seen.count(most) >= PLATEAU * len(seen) else None
+    batches = [(page.total(names.running) or 0.0, page.total(names.waiting) or 0.0) for page in pages]
+    most = max(running for running, _ in batches)
+    seen = [running for running, waiting in batches if waiting > 0]
+    on_it = seen.count(most)
+    return most if most > 0 and on_it >= FEWEST_ON_IT and on_it >= PLATEAU * len(seen) else None
 
 
 def _unknown(names: MetricNames, page: MetricsPage) -> tuple[str, ...]:

@@ -27,6 +27,8 @@ VLLM: Final = MetricNames(
     prompt_tokens="vllm:request_prompt_tokens",
     output_tokens="vllm:request_generation_tokens",
     step_tokens="vllm:iteration_tokens_total",
+    generated="vllm:generation_tokens",
+    computed="vllm:request_prefill_kv_computed_tokens",
     refused="vllm:admission_rejections",
     missing=(
         Missing(("decode_batch", "slow_model"), "the time of a step with one stream"),
@@ -36,11 +38,11 @@ VLLM: Final = MetricNames(
     known=frozenset(
         f"vllm:{name}"
         for name in (
-            "cache_config", "e2e_request_latency_seconds", "engine_sleep_state", "generation_tokens",
+            "cache_config", "e2e_request_latency_seconds", "engine_sleep_state",
             "num_requests_waiting_by_reason", "prompt_tokens", "prompt_tokens_by_source", "prompt_tokens_cached",
             "request_decode_time_seconds", "request_inference_time_seconds", "request_max_num_generation_tokens",
             "request_num_preemptions", "request_params_max_tokens", "request_params_n", "request_success",
-            "request_prefill_kv_computed_tokens", "corrupted_requests", "external_prefix_cache_hits", "mm_cache_hits",
+            "corrupted_requests", "external_prefix_cache_hits", "mm_cache_hits",
             "external_prefix_cache_queries", "mm_cache_queries", "lora_requests", "time_per_output_token_seconds",
             "iteration_tokens", "prompt_tokens_cached_by_source", "watermark_requests", "num_requests_swapped",
         )
