@@ -93,6 +93,7 @@ class Root:
             words = (tool, "--variant=minbase", "--include=ca-certificates", SUITE, str(self.folder), MIRROR)
             subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
         shutil.copy("/etc/resolv.conf", self.folder / "etc/resolv.conf")
+        (self.folder / "etc/hosts").write_text("127.0.0.1 localhost\n")  # written by Debian's installer
         if pip_conf is not None:
             shutil.copy(pip_conf, self.folder / "etc/pip.conf")
         status, printed, _ = self.run(f"userdel -r {USER}; useradd -m {USER} && mkdir {HOME}/diptych", "root")
