@@ -397,7 +397,8 @@ def row_of(engine: str, name: str, case: Case, number: int, found: dict[str, Any
     row = {
         "engine": engine, "case": name, "load": number + 1, "first cause": first,
         "right": first in case.expected if case.expected else not causes, "causes": causes,
-        "requests": found["num_requests"], "took s": round(found["took_s"], 2),
+        "requests": found["num_requests"], "missed": round(found["miss_share"] or 0.0, 2),
+        "took s": round(found["took_s"], 2),
     }  # fmt: skip
     for tool, finding in found["others"].items():
         row |= {tool: finding, f"{tool} right": doctor_is_right(finding, case.expected)}

@@ -21,6 +21,7 @@ from diptych.diagnosis.adapters.vllm_metrics import VLLM
 from diptych.diagnosis.observation import Missing, Observation
 
 SCRAPES = 15
+SETTLE_S = 0.5  # from the last work of ours to the first page
 ENGINES: tuple[MetricNames, ...] = (VLLM, SGLANG, DYNAMO)
 RANGE_STEPS = 30
 NO_CPU_WAIT = Missing(("oversubscribed_cores", "capacity"), "how long threads waited for a core (run it on the host)")
@@ -58,20 +59,24 @@ def reader_of(site: Site, window_s: float, range_s: float | None = None, *, is_w
 
 def read_pages(site: Site, window_s: float, also: Callable[[], None] = lambda: None) -> Scrapes:
     """Pages over the window, with how long the server's threads waited for cores where that can be seen. also: called
-    at each page."""
+    at each page. On the server's machine its requests would be slower for our own work: it is over for a while when the
+    window begins, and the pages are parsed after it."""
+    time.sleep(SETTLE_S)
     pids = processes_behind(site.local_port) if site.local_port else ()
     waits = cpu_waits_ns(pids)
     begun = time.monotonic()
-    pages = []
+    texts = []
     for number in range(SCRAPES):
         time.sleep(max(0.0, begun + window_s * number / (SCRAPES - 1) - time.monotonic()))
-        page = MetricsPage.of_text(site.get("/metrics").decode(), site.url)
-        pages.append((time.monotonic() - begun, page))
+        text = site.get("/metrics")
+        texts.append((time.monotonic() - begun, text))
         also()
+    elapsed_ns = max(1.0, (time.monotonic() - begun) * 1e9)
+    waited_ns = longest_wait_ns(waits, cpu_waits_ns(pids))
     signals = {}
     if waits:
-        elapsed_ns = max(1.0, pages[-1][0] * 1e9)
-        signals["cpu_wait"] = min(1.0, longest_wait_ns(waits, cpu_waits_ns(pids)) / elapsed_ns)
+        signals["cpu_wait"] = min(1.0, waited_ns / elapsed_ns)
+    pages = [(seconds, MetricsPage.of_text(text.decode(), site.url)) for seconds, text in texts]
     return Scrapes(pages, site.url, signals)
 
 
