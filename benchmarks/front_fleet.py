@@ -163,6 +163,8 @@ def goodput_part(options: argparse.Namespace, engines: Sequence[Engine]) -> list
         workload.write_text(WORKLOAD)
         load = ["--workload", str(workload), "--slo", options.slo, "--timeout", "120s", "--model", options.model.name]
         load += ["--send-slo"] if options.sends_slo else []
+        for engine in engines:  # the first prompt of each length takes seconds longer than the next
+            bench(engine.url, *load, "--rate", "1", "--num-requests", "10", "--seed", str(options.seed + 2000))
         for repetition in range(options.repetitions):
             for name, command in ways(options, engines).items():
                 seed = options.seed + repetition  # the arrivals of all; their texts differ in each run
