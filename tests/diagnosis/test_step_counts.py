@@ -202,3 +202,12 @@ def test_an_infinite_bucket_says_nothing_of_the_others() -> None:
     buckets = ((0.01, 50.0), (float("inf"), 100.0))
     assert Distribution.with_sum(buckets, 500.0).inside == 0.5
     assert Distribution.with_sum((), 0.0) == Distribution()
+
+
+def test_pages_within_the_window_need_no_buckets() -> None:
+    text = '# TYPE h histogram\nh_bucket{le="1"} 3\nh_bucket{le="+Inf"} 4\nh_sum 5\nh_count 4\n'
+    page = MetricsPage.of_text(text, "test", has_buckets=False)
+    growth = Growth(MetricsPage(), page)
+    assert growth.mean("h") == (1.25, 4)
+    assert growth.distribution("h") == Distribution()
+    assert Growth(MetricsPage(), MetricsPage.of_text(text, "test")).distribution("h").count == 4

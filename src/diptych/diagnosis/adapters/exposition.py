@@ -24,8 +24,11 @@ class MetricsPage:
     samples: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
 
     @classmethod
-    def of_text(cls, text: str, source: str) -> "MetricsPage":
-        """Raises ConfigError for a page that is not in the format."""
+    def of_text(cls, text: str, source: str, *, has_buckets: bool = True) -> "MetricsPage":
+        """has_buckets: also those of histograms, which are most of a page and of the time that it takes to read it.
+        Raises ConfigError for a page that is not in the format."""
+        if not has_buckets:
+            text = "\n".join(line for line in text.splitlines() if "_bucket{" not in line) + "\n"
         samples: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
         try:
             for family in text_string_to_metric_families(text):

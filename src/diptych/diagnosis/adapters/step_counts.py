@@ -100,7 +100,7 @@ class GapModel:
 def fit_gaps(names: StepNames, pages: Sequence[tuple[float, MetricsPage]]) -> GapModel | None:
     """The model of the window of these pages, with their seconds, in order. None: see ``StepMeans.of``."""
     (begin_s, first), (end_s, last) = pages[0], pages[-1]
-    growths = [Growth(one, other) for (_, one), (_, other) in pairwise(pages)]
+    growths = [Growth(before, after) for (_, before), (_, after) in pairwise(pages)]
     intervals = [means for growth in growths if (means := StepMeans.of(names, growth))]
     num_gaps = sum(means.num_gaps for means in intervals)
     rows = [means.row(means.num_gaps / num_gaps) for means in intervals if means.num_gaps]
