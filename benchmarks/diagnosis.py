@@ -66,16 +66,17 @@ class Speed:
 
 @dataclass(frozen=True)
 class Sent:
-    """A request that was answered, in seconds: when it was sent, to its first token, and after it."""
+    """A request that was answered, in seconds: when it was sent, to its first token, after it, and per token then."""
 
     arrival_s: float
     ttft_s: float
     decode_s: float
+    tpot_s: float
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> "Sent":
         """Of a record of ``diptych bench``."""
-        return cls(row["arrival_s"], row["ttft_s"], row["e2e_s"] - row["ttft_s"])
+        return cls(row["arrival_s"], row["ttft_s"], row["e2e_s"] - row["ttft_s"], row["tpot_s"] or 0.0)
 
 
 @dataclass(frozen=True)
@@ -318,10 +319,28 @@ def lengths_of(load: Load) -> tuple[int, int, int]:
     return load.prompt, load.output, load.document
 
 
-def objectives(latencies: tuple[float, float], factors: tuple[float, float]) -> str:
-    """As ``--slo`` takes them."""
+def objectives(latencies: tuple[float, float], factors: tuple[float, float]) -> tuple[float, float]:
+    """Of TTFT and TPOT, in milliseconds."""
     ttft_ms, tpot_ms = (max(1.0, factor * value * 1000) for value, factor in zip(latencies, factors, strict=True))
-    return f"ttft={ttft_ms:.0f}ms,tpot={tpot_ms:.0f}ms"
+    return round(ttft_ms, 1), round(tpot_ms, 1)
+
+
+def as_option(objective: tuple[float, float]) -> str:
+    """As ``--slo`` takes them."""
+    return f"ttft={objective[0]:g}ms,tpot={objective[1]:g}ms"
+
+
+def missed_by_clients(found: dict[str, Any], objective: tuple[float, float], seconds: float) -> float:
+    """Share of the requests that missed an objective as their client saw it: of those that ended in about the window of
+    the diagnosis, in a load of so many seconds."""
+    ttft_s, tpot_s = (value / 1000 for value in objective)
+    begin_s = 2 * seconds / 3 - BENCH_STARTS_S
+    missed = [
+        sent.ttft_s > ttft_s or sent.tpot_s > tpot_s
+        for sent in found["sent"].values()
+        if begin_s <= sent.arrival_s + sent.ttft_s + sent.decode_s <= begin_s + found["took_s"]
+    ]
+    return statistics.fmean(missed or [0.0])
 
 
 def applied(
@@ -380,11 +399,14 @@ def runs(engine: str, names: Sequence[str], options: argparse.Namespace) -> list
                 with nullcontext() if engine == "vllm" else start(words):
                     scale = RATE_STEPS[number % len(RATE_STEPS)]
                     objective = objectives(healthy[lengths_of(case.load)], case.factors)
-                    found = observe(case, options.seconds, speed, scale, number + 1, objective, options.doctors)
+                    found = observe(
+                        case, options.seconds, speed, scale, number + 1, as_option(objective), options.doctors
+                    )
                 rows.append(row_of(engine, name, case, number, found))
+                rows[-1]["missed by clients"] = round(missed_by_clients(found, objective, options.seconds), 2)
                 advice = [given for cause in found["causes"] for given in cause["advice"] if _helps(given)]
                 if options.apply and engine == "diptych" and advice:
-                    arguments = (options.seconds, speed, scale, number + 1, objective, found)
+                    arguments = (options.seconds, speed, scale, number + 1, as_option(objective), found)
                     rows[-1] |= applied(advice[0], start, case, arguments)
                 print(rows[-1], file=sys.stderr)
     return rows

@@ -36,7 +36,7 @@ from diptych.workload.spec import RequestSpec
 from diptych.workload.synthetic import SyntheticWorkload
 from diptych.workload.traces import Trace, load_trace
 
-DATA = Path(__file__).parent.parent / "src/diptych/simulation/workload/data"
+DATA = Path(__file__).parent.parent / "src/diptych/workload/data"
 SOURCES = {
     "azure-conv": (
         "Azure LLM inference trace 2023, conversation: github.com/Azure/AzurePublicDataset @ b469a11, "

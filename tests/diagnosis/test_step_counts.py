@@ -198,6 +198,19 @@ def test_values_near_a_bound_are_told_by_their_sum() -> None:
         assert far.share_above(far.quantile(share)) == pytest.approx(1 - share)
 
 
+def test_few_values_of_a_wide_first_bucket_are_several_times_their_mean() -> None:
+    """Tokens of 2 ms, all in the bucket to 10 ms, of an engine that has no smaller one."""
+    tokens = Distribution.with_sum(((0.01, 100.0), (float("inf"), 100.0)), 0.2)
+    assert tokens.share_above(0.006) < 0.01
+    assert 0.3 < tokens.share_above(0.002) < 0.5  # their mean
+    assert tokens.share_above(0.001) > 0.8
+    assert tokens.share_above(0.01) == 0
+    for share in (0.05, 0.5, 0.95):
+        assert tokens.share_above(tokens.quantile(share)) == pytest.approx(1 - share, abs=1e-6)
+    slow = Distribution.with_sum(((0.01, 100.0), (float("inf"), 100.0)), 0.7)
+    assert slow.share_above(0.006) > 0.5
+
+
 def test_an_infinite_bucket_says_nothing_of_the_others() -> None:
     buckets = ((0.01, 50.0), (float("inf"), 100.0))
     assert Distribution.with_sum(buckets, 500.0).inside == 0.5

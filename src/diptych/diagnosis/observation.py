@@ -6,6 +6,7 @@ and what cannot be decided without it is listed in ``missing``.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import exp, factorial
 from typing import Final
 
 from diptych.control.fleet_settings import FleetSettings
@@ -15,6 +16,7 @@ from diptych.diagnosis.request_parts import RequestParts
 from diptych.workload.spec import RequestSpec
 
 MOST_INSIDE: Final = 0.95  # see Distribution: values are never taken to lie all on a bound
+ERLANG: Final = 4  # Erlang's distribution of this shape: its standard deviation is half of its mean
 
 # The signals, with their units. Shares are 0 to 1.
 SIGNALS: Final[Mapping[str, str]] = {
@@ -86,7 +88,9 @@ class Distribution:
 
     inside: where the values of a bucket lie on average, from 0 (its lower bound) to 1; the same for all buckets, chosen
     so that their sum is the one that was exported. At ``u`` of a bucket's width lie ``u ** (inside / (1 - inside))`` of
-    its values, which is linear for one half."""
+    its values, which is linear for one half. Not so in a bucket that begins at 0 and is mostly empty, such as the first
+    10 ms of tokens that take 2: no latency is near 0, and few are several times the mean, so the values there are taken
+    to have the distribution that ERLANG names, about that mean."""
 
     buckets: tuple[tuple[float, float], ...] = ()
     inside: float = 0.5
@@ -121,7 +125,7 @@ class Distribution:
             if low >= limit:
                 above += count
             elif width and low + width > limit:
-                above += count * (1 - ((limit - low) / width) ** self._power)
+                above += count * self._beyond(low, (limit - low) / width)
         return above / self.count
 
     def quantile(self, share: float) -> float:
@@ -129,13 +133,24 @@ class Distribution:
         wanted, below, last = share * self.count, 0.0, 0.0
         for low, width, count in self._buckets():
             if below + count >= wanted:
-                return low + width * float((max(0.0, wanted - below) / count) ** (1 / self._power))
+                return low + width * self._place(low, max(0.0, wanted - below) / count)
             below, last = below + count, low + width
         return last
 
-    @property
-    def _power(self) -> float:
-        return self.inside / (1 - self.inside)
+    def _beyond(self, low: float, place: float) -> float:
+        """Share of a bucket's values above a place in it, from 0 to 1. low: the bucket's lower bound."""
+        if low == 0 and self.inside < 0.5:
+            end = _erlang_beyond(1 / self.inside)
+            return (_erlang_beyond(place / self.inside) - end) / (1 - end)
+        return float(1 - place ** (self.inside / (1 - self.inside)))
+
+    def _place(self, low: float, share: float) -> float:
+        """The place in a bucket below which this share of its values lies."""
+        least, most = 0.0, 1.0
+        while most - least > 1e-9:
+            middle = (least + most) / 2
+            least, most = (middle, most) if 1 - self._beyond(low, middle) < share else (least, middle)
+        return most
 
     def _buckets(self) -> Iterator[tuple[float, float, float]]:
         """(lower bound, width, how many values) of each bucket that has some; width 0: the infinite one."""
@@ -144,6 +159,12 @@ class Distribution:
             if upto > below:
                 yield low, (bound - low if bound != float("inf") else 0.0), upto - below
             low, below = (low if bound == float("inf") else bound), upto
+
+
+def _erlang_beyond(ratio: float) -> float:
+    """Share of the values above so many times their mean (Erlang's distribution, of shape ERLANG)."""
+    at = ERLANG * ratio
+    return exp(-at) * sum(at**number / factorial(number) for number in range(ERLANG))
 
 
 @dataclass(frozen=True, slots=True)

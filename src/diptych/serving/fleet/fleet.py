@@ -376,7 +376,7 @@ class Fleet:
             share=ready.share,
             max_model_len=longest_sequence(ready),
             model_copy=self._plan.copies[worker],
-            host_domain=self._plan.host_domain(worker),
+            host_domain=self._plan.host_domain,
         )
         self.tell(WorkerUp(info))
         if has_both_phases(self.core.members.infos[number].role for number in self.core.members.up):

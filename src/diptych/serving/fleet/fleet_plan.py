@@ -57,8 +57,9 @@ class FleetPlan:
         """The memory that this worker shares with others of its copy; None: it has its own."""
         return self.copies[worker] if self.memories else None
 
-    def host_domain(self, worker: int) -> int | None:
-        """Workers of one such domain and one copy read each other's host blocks; None: nobody reads this worker's."""
+    @property
+    def host_domain(self) -> int | None:
+        """Of all workers: those of one copy read each other's host blocks. None: nobody reads another's."""
         return 0 if self.host_fds else None
 
     def close(self) -> None:
