@@ -1,7 +1,7 @@
 """``diptych front`` over two vLLM servers of one core each, beside vllm-router: prefix hits, goodput, and lost engines.
 
     python benchmarks/front_fleet.py MODEL_DIR --vllm VENV [--vllm-router VENV] [--parts prefix,goodput,faults]
-                                     [--conversations 24] [--turns 6] [--rates 0.5,1,2] [--seconds 60] [--slo ...]
+                                     [--conversations 24] [--turns 6] [--pause 1] [--rates 0.5,1,2] [--seconds 60] [--slo ...]
                                      [--llamacpp FOLDER --gguf FILE] [--faults 200] [--vllm-faults 10] [--json FILE]
 
 prefix: conversations with a system prompt that others share; each turn repeats what came before. Cached tokens are
@@ -38,7 +38,6 @@ from tokenizers import Tokenizer
 BLOCK = 128  # tokens of a block of vLLM's CPU build
 NUM_SYSTEM_PROMPTS = 3
 ANSWER_TOKENS = 16
-MEAN_PAUSE_S = 1.0
 WORDS = ("time", "river", "stone", "light", "paper", "green", "seven", "quiet", "north", "apple", "metal", "ocean")
 
 
@@ -88,7 +87,7 @@ async def converse(url: str, model: str, seed: int, options: argparse.Namespace,
 
     async def one(number: int, own: random.Random) -> None:
         prompt = systems[number % NUM_SYSTEM_PROMPTS] + f" conversation {number}"
-        await asyncio.sleep(own.random() * MEAN_PAUSE_S * options.turns / 2)
+        await asyncio.sleep(own.random() * options.pause * options.turns / 2)
         for _ in range(options.turns):
             prompt += " user " + words(own, 40, 150)
             ids = oracle.tokens(prompt)
@@ -105,7 +104,7 @@ async def converse(url: str, model: str, seed: int, options: argparse.Namespace,
             counts["cached"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             counts["oracle"] += could
             prompt += " assistant " + words(own, 30, 60)
-            await asyncio.sleep(own.expovariate(1 / MEAN_PAUSE_S))
+            await asyncio.sleep(own.expovariate(1 / options.pause))
 
     await asyncio.gather(*(one(number, random.Random(f"{seed} {number}")) for number in range(options.conversations)))
     return {
@@ -150,7 +149,8 @@ def prefix_part(options: argparse.Namespace, engines: Sequence[Engine]) -> list[
         with front(command, options.model.name) as url:
             seed = options.seed * 1000 + len(rows)
             found = asyncio.run(converse(url, options.model.name, seed, options, oracle))
-        rows.append({"through": name, "requests": options.conversations * options.turns, **found})
+        asked = {"requests": options.conversations * options.turns, "mean pause s": options.pause}
+        rows.append({"through": name, **asked, **found})
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=8192, help="longest sequence of vLLM")
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--pause", type=float, default=1.0, help="mean seconds between an answer and the next turn")
     parser.add_argument("--rates", type=lambda text: [float(one) for one in text.split(",")], default=[0.5, 1, 2])
     parser.add_argument("--seconds", type=float, default=60, help="of one run")
     parser.add_argument("--slo", default="ttft=2s,tpot=60ms")
