@@ -1,8 +1,9 @@
 """``diptych front`` over two vLLM servers of one core each, beside vllm-router: prefix hits, goodput, and lost engines.
 
     python benchmarks/front_fleet.py MODEL_DIR --vllm VENV [--vllm-router VENV] [--parts prefix,goodput,faults]
-                                     [--conversations 24] [--turns 6] [--pause 1] [--rates 0.5,1,2] [--seconds 60] [--slo ...]
-                                     [--llamacpp FOLDER --gguf FILE] [--faults 200] [--vllm-faults 10] [--json FILE]
+                                     [--conversations 24] [--turns 6] [--pause 1] [--rates 0.5,1,2] [--seconds 60]
+                                     [--slo ...] [--llamacpp FOLDER --gguf FILE] [--faults 200] [--vllm-faults 10]
+                                     [--json FILE]
 
 prefix: conversations with a system prompt that others share; each turn repeats what came before. Cached tokens are
 those that the engines report in their usage; the oracle is one cache without limits that holds every prompt that was
