@@ -39,6 +39,7 @@ class FakeEngine:
     prefill_s: float = 0.0
     api_key: str = ""
     names_tokens: bool = True
+    shows_text: bool = True  # else each token is a part of a character
     reasons: bool = False  # the first token of a chat is reasoning
     reports_cache: bool = True
     has_metrics: bool = True
@@ -367,7 +368,7 @@ class _Reply:
         """The next chunk, and whether it is the last."""
         token = next_token(self.ids)
         self.ids.append(token)
-        self.letter = chr(token)
+        self.letter = chr(token) if self.engine.shows_text else ""
         stops = self.engine.answer_tokens and len(self.ids) >= self.stop_at
         self.reason = "stop" if stops else "length" if self.num_tokens >= self._limit else ""
         if is_endless:

@@ -91,6 +91,18 @@ async def test_a_stream_with_state_ends_with_an_error_that_says_so(more: dict[st
         await client.idle()
 
 
+async def test_what_an_answer_must_have_at_least_is_less_where_it_goes_on() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    async with fronted(*engines) as client:
+        for engine in engines:
+            engine.faults.append(Fault("reset", at=3))
+        answer = await client.complete("the prompt", 10, min_tokens=8)
+        assert answer.text == answer_to("the prompt", 10) and answer.error is None
+        asked = [request["min_tokens"] for engine in engines for request in engine.requests if "min_tokens" in request]
+        assert 8 in asked and 5 in asked
+        await client.idle()
+
+
 async def test_an_engine_that_names_no_tokens_cannot_be_continued() -> None:
     engines = [FakeEngine(names_tokens=False), FakeEngine(names_tokens=False)]
     async with fronted(*engines) as client:

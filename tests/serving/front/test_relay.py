@@ -184,3 +184,15 @@ async def test_events_that_come_at_once_are_the_events_that_come_one_by_one() ->
             assert answer.usage is not None and answer.usage["completion_tokens"] == 12
             await client.idle()
             assert client.front.metrics.num_generated_tokens == 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", ["completions", "chat"])
+async def test_tokens_without_text_reach_the_client_as_they_come(kind: str, path: str) -> None:
+    """Parts of a character are tokens, also of an engine that does not name tokens: none waits for the next letter."""
+    async with fronted(FakeEngine(kind, names_tokens=False, shows_text=False, delay_s=0.01)) as client:
+        ask = client.complete if path == "completions" else client.chat
+        answer = await ask("hello there", 6)
+        assert (answer.text, answer.finish_reason, answer.is_done) == ("", "length", True)
+        await client.idle()
+        assert client.front.metrics.num_generated_tokens == 5  # the last one's event ends the answer, and may be none

@@ -41,7 +41,7 @@ SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "ignore_eos", "stop_token_ids", "user",
     "cache_salt",
 )  # fmt: skip
-RESUMABLE_FIELDS = PROMPT_FIELDS | OWN_FIELDS | frozenset(SAMPLING_FIELDS)
+RESUMABLE_FIELDS = PROMPT_FIELDS | OWN_FIELDS | frozenset(SAMPLING_FIELDS) | {"min_tokens"}
 DEFAULT_MAX_TOKENS = 1 << 16
 Raw = msgspec.Raw
 
@@ -61,6 +61,7 @@ class RelayBody(msgspec.Struct):
     stream_options: AskedStreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    min_tokens: int | None = None
     n: int | None = None
     temperature: float | None = None
     messages: Raw = Raw()
@@ -175,6 +176,8 @@ class RelayRequest:
     def continuation_fields(self, model: str, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> dict[str, Any]:
         """A completion that goes on after ``output_ids`` of the answer, wherever the first ones came from."""
         fields: dict[str, Any] = {name: self.fields[name] for name in SAMPLING_FIELDS if name in self.fields}
+        if self.body.min_tokens is not None:
+            fields["min_tokens"] = max(0, self.body.min_tokens - len(output_ids))
         return fields | {
             "model": model,
             "prompt": [*prompt_ids, *output_ids],

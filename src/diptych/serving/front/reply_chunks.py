@@ -80,6 +80,7 @@ class EngineUsage(msgspec.Struct):
 class ChunkDelta(msgspec.Struct):
     """What a chat chunk adds. tool_calls, reasoning: only whether there are any."""
 
+    role: str | None = None
     content: str | None = None
     tool_calls: msgspec.Raw = msgspec.Raw()
     reasoning_content: str | None = None
@@ -104,12 +105,16 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it brings: counted where the engine names them, else one for a chunk with content."""
+        """Tokens that it brings: counted where the engine names them, else one for a chunk with content, and for one
+        with an empty text, which is a part of a character; not for one that only begins the answer, or ends it."""
         if self.token_ids is not None:
             return len(self.token_ids)
         if self.text or (self.delta is not None and (self.delta.content or not self.delta.is_plain)):
             return 1
-        return 0
+        if self.finish_reason is not None:
+            return 0
+        is_part = self.text if self.delta is None else self.delta.content
+        return int(is_part is not None and (self.delta is None or self.delta.role is None))
 
 
 class EngineChunk(msgspec.Struct):
