@@ -212,7 +212,9 @@ def _spin(seconds: float) -> None:
 
 CASES = {
     "healthy": Case((), load=Load(streams=1.5), vllm=""),
-    "long-prompts": Case(("prefill_queueing",), "--shape unified", Load(use=0.3, document=6000), vllm=""),
+    "long-prompts": Case(
+        ("prefill_queueing",), "--shape unified", Load(use=0.3, document=6000), vllm="", factors=(3.0, 30.0)
+    ),
     "interference": Case(
         ("prefill_interference",), "--budget fixed --max-batched-tokens 4096 --max-num-seqs 64",
         Load(use=0.25, output=150, document=4000), vllm="--max-num-batched-tokens 4096", factors=(30.0, 2.0),
