@@ -1,11 +1,14 @@
 """An engine that counts its steps: what its gaps are made of is found again from pages of a made-up one."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 
 from diptych.control.slo import NS_PER_MS, Slo
+from diptych.diagnosis.adapters import engine_server
 from diptych.diagnosis.adapters.exposition import Growth, MetricsPage
+from diptych.diagnosis.adapters.http_get import Site
 from diptych.diagnosis.adapters.metric_names import Scrapes, observe_metrics
 from diptych.diagnosis.adapters.step_counts import GapModel, StepMeans, StepNames, fit_gaps
 from diptych.diagnosis.adapters.vllm_metrics import VLLM
@@ -224,3 +227,35 @@ def test_pages_within_the_window_need_no_buckets() -> None:
     assert growth.mean("h") == (1.25, 4)
     assert growth.distribution("h") == Distribution()
     assert Growth(MetricsPage(), MetricsPage.of_text(text, "test")).distribution("h").count == 4
+
+
+@pytest.mark.parametrize(("page_s", "num_pages", "end_s"), [(0, 15, 7.0), (0.6, 8, 7.6), (3, 3, 9.0), (9, 2, 18.0)])
+def test_a_server_that_takes_long_for_a_page_is_asked_less_often(
+    page_s: float, num_pages: int, end_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SlowSite(page_s)
+    monkeypatch.setattr(engine_server, "time", clock)
+    begun = clock.now + engine_server.SETTLE_S
+    read = engine_server.read_pages(cast(Site, clock), 7.0)
+    assert len(read.pages) == num_pages
+    assert clock.now - begun == pytest.approx(end_s)
+
+
+class SlowSite:
+    """A server and the clock that its pages take time from."""
+
+    url, local_port = "http://here", None
+
+    def __init__(self, page_s: float) -> None:
+        self.now = 100.0
+        self.page_s = page_s
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def get(self, path: str) -> bytes:
+        self.now += self.page_s
+        return b"# TYPE a counter\na_total 1\n"

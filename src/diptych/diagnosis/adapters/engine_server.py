@@ -6,6 +6,7 @@ the pages at both ends of a range instead.
 
 import time
 from collections.abc import Callable
+from math import ceil
 from typing import Any, Protocol
 
 from diptych.control.errors import ConfigError
@@ -60,17 +61,21 @@ def reader_of(site: Site, window_s: float, range_s: float | None = None, *, is_w
 def read_pages(site: Site, window_s: float, also: Callable[[], None] = lambda: None) -> Scrapes:
     """Pages over the window, with how long the server's threads waited for cores where that can be seen. also: called
     at each page. On the server's machine its requests would be slower for our own work: it is over for a while when the
-    window begins, and the pages are parsed after it."""
+    window begins, and the pages are parsed after it. A busy server takes long for a page: those that are due meanwhile
+    are left out, so that the window does not grow."""
     time.sleep(SETTLE_S)
     pids = processes_behind(site.local_port) if site.local_port else ()
     waits = cpu_waits_ns(pids)
     begun = time.monotonic()
     texts = []
-    for number in range(SCRAPES):
-        time.sleep(max(0.0, begun + window_s * number / (SCRAPES - 1) - time.monotonic()))
+    number, passed_s, step_s = 0, 0.0, max(window_s, 1e-3) / (SCRAPES - 1)
+    while len(texts) < 2 or (number < SCRAPES and passed_s < window_s):
+        time.sleep(max(0.0, begun + number * step_s - time.monotonic()))
         text = site.get("/metrics")
         texts.append((time.monotonic() - begun, text))
         also()
+        passed_s = time.monotonic() - begun
+        number = max(number + 1, min(SCRAPES - 1, ceil(passed_s / step_s)))
     elapsed_ns = max(1.0, (time.monotonic() - begun) * 1e9)
     waited_ns = longest_wait_ns(waits, cpu_waits_ns(pids))
     signals = {}
@@ -78,7 +83,7 @@ def read_pages(site: Site, window_s: float, also: Callable[[], None] = lambda: N
         signals["cpu_wait"] = min(1.0, waited_ns / elapsed_ns)
     pages = []
     for number, (seconds, text) in enumerate(texts):  # shares are of the whole window: its ends have all buckets
-        has_buckets = number in (0, SCRAPES - 1)
+        has_buckets = number in (0, len(texts) - 1)
         pages.append((seconds, MetricsPage.of_text(text.decode(), site.url, has_buckets=has_buckets)))
     return Scrapes(pages, site.url, signals)
 
