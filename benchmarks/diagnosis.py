@@ -136,7 +136,8 @@ class Load:
 class Case:
     """One thing that is wrong. expected: causes that count as right, none for a healthy server. options: of ``diptych
     serve`` (vllm: of vLLM; None: it is not injected there), in which ``{kv}`` stands for the bytes of ``kv_tokens``
-    tokens. beside: runs during the load. factors: see FACTORS."""
+    tokens. beside: runs during the load. factors: see FACTORS. lasts: times as long, where the diagnosis itself takes
+    longer to start."""
 
     expected: tuple[str, ...]
     options: str = ""
@@ -145,6 +146,7 @@ class Case:
     beside: Callable[[float], None] | None = None
     kv_tokens: int = 0
     factors: tuple[float, float] = FACTORS
+    lasts: float = 1.0
 
 
 def slow_reader(seconds: float) -> None:
@@ -243,7 +245,7 @@ CASES = {
         ("cold_cache", "prefix_misses"), load=Load(streams=0.3), beside=conversations(coming_back, 4000),
         factors=(3.0, 10.0),
     ),
-    "busy-cores": Case(("oversubscribed_cores",), load=Load(streams=1.5), vllm="", beside=busy_cores),
+    "busy-cores": Case(("oversubscribed_cores",), load=Load(streams=1.5), vllm="", beside=busy_cores, lasts=1.5),
     "batch-flood": Case(("batch_flood",), load=Load(streams=1.5, flood_s=12), vllm=""),
     "capacity": Case(("capacity", "decode_batch"), load=Load(use=2, prompt=600), vllm=""),
 }  # fmt: skip
@@ -290,9 +292,10 @@ def observe(
     case: Case, seconds: float, speed: Speed, scale: float, seed: int, slo: str, doctors: Path | None = None
 ) -> dict[str, Any]:
     """Run a load; diagnose after two thirds of it. "sent": the requests."""
-    beside = threading.Thread(target=case.beside or time.sleep, args=(seconds,))
+    whole_s = seconds * case.lasts
+    beside = threading.Thread(target=case.beside or time.sleep, args=(whole_s,))
     sent: dict[int, Sent] = {}
-    load = threading.Thread(target=lambda: sent.update(case.load.run(seconds, speed, scale, seed)))
+    load = threading.Thread(target=lambda: sent.update(case.load.run(whole_s, speed, scale, seed)))
     beside.start()
     load.start()
     time.sleep(2 * seconds / 3)
