@@ -246,7 +246,7 @@ CASES = {
         ("cold_cache", "prefix_misses"), load=Load(streams=0.3), beside=conversations(coming_back, 4000),
         factors=(3.0, 10.0),
     ),
-    "busy-cores": Case(("oversubscribed_cores",), load=Load(streams=1.5), vllm="", beside=busy_cores, lasts=1.5),
+    "busy-cores": Case(("oversubscribed_cores",), load=Load(streams=1.5), vllm="", beside=busy_cores, lasts=2.5),
     "batch-flood": Case(("batch_flood",), load=Load(streams=1.5, flood_s=12), vllm=""),
     "capacity": Case(("capacity", "decode_batch"), load=Load(use=2, prompt=600), vllm=""),
 }  # fmt: skip
