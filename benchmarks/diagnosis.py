@@ -215,7 +215,7 @@ def _spin(seconds: float) -> None:
 CASES = {
     "healthy": Case((), load=Load(streams=1.5), vllm=""),
     "long-prompts": Case(
-        ("prefill_queueing",), "--shape unified", Load(use=0.3, document=6000),
+        ("prefill_queueing",), "--shape unified", Load(use=0.6, document=6000),
         vllm="--max-num-batched-tokens 8192", factors=(3.0, 30.0),
     ),
     "interference": Case(
