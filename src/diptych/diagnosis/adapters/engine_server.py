@@ -67,7 +67,7 @@ def read_pages(site: Site, window_s: float, also: Callable[[], None] = lambda: N
     pids = processes_behind(site.local_port) if site.local_port else ()
     waits = cpu_waits_ns(pids)
     begun = time.monotonic()
-    texts = []
+    texts: list[tuple[float, bytes]] = []
     number, passed_s, step_s = 0, 0.0, max(window_s, 1e-3) / (SCRAPES - 1)
     while len(texts) < 2 or (number < SCRAPES and passed_s < window_s):
         time.sleep(max(0.0, begun + number * step_s - time.monotonic()))
