@@ -286,18 +286,14 @@ def test_every_suggestion_sets_the_panel_and_gets_an_answer(browser: Any, guide:
 def test_a_step_is_seen_while_it_is_computed(browser: Any, guide: str) -> None:
     with watched(browser, f"{guide}guide/interference") as page:
         page.wait_for_selector(QUIET)
-
-        def spoken_at_400_ms() -> str:
-            page.locator("#seek").evaluate(
-                "one => { one.value = '400'; one.dispatchEvent(new Event('input', {bubbles: true})); }"
-            )
-            page.locator("#timeline canvas").focus()
-            page.keyboard.press("ArrowUp")
-            return str(page.locator("#timeline [aria-live]").inner_text())
-
-        # (on a busy machine the first picture may come after the first try, and begins at its end)
-        wait_until(lambda: "Prefill step on worker 1: for " in spoken_at_400_ms())
-        assert "4 streams wait for it" in spoken_at_400_ms()
+        page.locator("#seek").evaluate(
+            "one => { one.value = '400'; one.dispatchEvent(new Event('input', {bubbles: true})); }"
+        )
+        page.evaluate("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+        page.locator("#timeline canvas").focus()
+        page.keyboard.press("ArrowUp")
+        spoken = page.locator("#timeline [aria-live]").inner_text()
+        assert "Prefill step on worker 1: for " in spoken and "4 streams wait for it" in spoken
 
 
 def test_the_answer_is_shown_token_by_token_and_rests_for_those_who_want_less_motion(browser: Any, guide: str) -> None:
