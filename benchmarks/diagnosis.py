@@ -407,14 +407,13 @@ def runs(engine: str, names: Sequence[str], options: argparse.Namespace) -> list
                 with nullcontext() if engine == "vllm" else start(words):
                     scale = RATE_STEPS[number % len(RATE_STEPS)]
                     objective = objectives(healthy[lengths_of(case.load)], case.factors)
-                    found = observe(
-                        case, options.seconds, speed, scale, number + 1, as_option(objective), options.doctors
-                    )
+                    slo = as_option(objective)
+                    found = observe(case, options.seconds, speed, scale, number + 1, slo, options.doctors)
                 rows.append(row_of(engine, name, case, number, found))
                 rows[-1]["missed by clients"] = round(missed_by_clients(found, objective, options.seconds), 2)
                 advice = [given for cause in found["causes"] for given in cause["advice"] if _helps(given)]
                 if options.apply and engine == "diptych" and advice:
-                    arguments = (options.seconds, speed, scale, number + 1, as_option(objective), found)
+                    arguments = (options.seconds, speed, scale, number + 1, slo, found)
                     rows[-1] |= applied(advice[0], start, case, arguments)
                 print(rows[-1], file=sys.stderr)
     return rows

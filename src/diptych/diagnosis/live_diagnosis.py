@@ -62,7 +62,7 @@ def engines_diagnosis(packed: bytes) -> bytes:
 
 
 def _observed(engine: WatchedEngine) -> Any:
-    pages = [(seconds, MetricsPage.of_text(page.decode(), engine.name)) for seconds, page in engine.pages]
+    pages = MetricsPage.of_window(engine.pages, engine.name)
     names = next(names for names in ENGINES if pages[-1][1].has_prefix(names.prefix))
     return observe_metrics(names, Scrapes(pages, engine.name, {}, engine.version))
 

@@ -81,11 +81,7 @@ def read_pages(site: Site, window_s: float, also: Callable[[], None] = lambda: N
     signals = {}
     if waits:
         signals["cpu_wait"] = min(1.0, waited_ns / elapsed_ns)
-    pages = []
-    for number, (seconds, text) in enumerate(texts):  # shares are of the whole window: its ends have all buckets
-        has_buckets = number in (0, len(texts) - 1)
-        pages.append((seconds, MetricsPage.of_text(text.decode(), site.url, has_buckets=has_buckets)))
-    return Scrapes(pages, site.url, signals)
+    return Scrapes(MetricsPage.of_window(texts, site.url), site.url, signals)
 
 
 class MetricsReader:

@@ -5,7 +5,7 @@ Counters start again at 0 when a process does: a value that fell counts from 0. 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 
@@ -37,6 +37,16 @@ class MetricsPage:
         except ValueError as error:
             raise ConfigError(f"{source} is no page of Prometheus metrics: {error}", param="url") from None
         return cls(samples)
+
+    @classmethod
+    def of_window(cls, texts: Sequence[tuple[float, bytes]], source: str) -> "list[tuple[float, MetricsPage]]":
+        """Pages with their seconds, in order. Shares are of the whole window: only its ends have buckets. Raises
+        ConfigError."""
+        ends = (0, len(texts) - 1)
+        return [
+            (seconds, cls.of_text(text.decode(), source, has_buckets=number in ends))
+            for number, (seconds, text) in enumerate(texts)
+        ]
 
     @classmethod
     def of_samples(cls, found: Iterable[tuple[Mapping[str, str], float]]) -> "MetricsPage":
