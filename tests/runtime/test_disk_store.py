@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -150,6 +151,25 @@ def test_a_segment_that_is_truncated_or_deleted_under_an_open_store_is_a_miss(tm
     segment(tmp_path).unlink()
     assert get(store, 1) == 0
     assert hash_of(1) not in store
+
+
+@pytest.mark.parametrize("harm", [lambda path: os.truncate(path, PAGE_BYTES), Path.unlink])
+def test_a_segment_that_lost_its_place_does_not_grow_over_what_others_took_since(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    store = opened(tmp_path)
+    put(store, 1)
+    path = segment(tmp_path)
+    harm(path)
+    size = path.stat().st_size if path.exists() else None
+    assert put(store, 2) == 1
+    assert get(store, 2) == 1
+    assert (path.stat().st_size if path.exists() else None) == size
+    for found in tmp_path.glob("*.kv"):
+        harm(found)
+    used = store.folder.used_bytes()
+    store.close()
+    assert store.folder.used_bytes() == used  # and is not extended at its end
 
 
 def test_a_block_whose_write_did_not_reach_the_disk_is_not_published(
@@ -365,3 +385,26 @@ def test_a_full_disk_is_asked_again_later(tmp_path: Path, monkeypatch: pytest.Mo
     mover.act(StoreBlocks(9, (hash_of(1),), (0,)))
     assert RunStored(9, 1) in wait_for(mover, RunStored)
     mover.close()
+
+
+def test_room_is_kept_for_what_the_file_system_needs_for_its_own_map(tmp_path: Path) -> None:
+    """A segment may take more than it was allocated with, when what was allocated is written piece by piece."""
+    store = opened(tmp_path)
+    for first in range(0, 2000, 40):
+        put(store, *range(first, first + 40))
+        kept = [path.stat().st_size for path in tmp_path.glob("*.kv")]
+        assert store.folder.used_bytes() + len(kept) * 4096 + sum(kept) // 256 <= CAP
+    assert len(kept) >= disk_store.MIN_SEGMENTS - 1
+
+
+@pytest.mark.parametrize("block_bytes", [100, 3000, 1_500_000])
+def test_the_least_cap_is_room_enough_for_segments_of_one_block(tmp_path: Path, block_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="need at least") as refused:
+        DiskStore(tmp_path, 1, FORMAT, block_bytes)
+    least = int(str(refused.value).rpartition(" ")[2])
+    store = DiskStore(tmp_path, least, FORMAT, block_bytes)
+    hashes = [hash_of(number) for number in range(8)]
+    assert [store.store([block], [memoryview(content(block, block_bytes))]) for block in hashes] == [1] * 8
+    assert store.folder.used_bytes() <= least
+    with pytest.raises(ConfigError):
+        DiskStore(tmp_path, least - 1, FORMAT, block_bytes)

@@ -75,14 +75,15 @@ class DiskStore:
         self._digest = digest
         self._format_hex = digest.hex()
         self._block_bytes = block_bytes
-        least = MIN_SEGMENTS * (extent_bytes(1, block_bytes) + PAGE_BYTES) + 8 * PAGE_BYTES
+        least = MIN_SEGMENTS * (extent_bytes(1, block_bytes) * 256 // 255 + 3 * PAGE_BYTES) + 4 * PAGE_BYTES
         if cap_bytes < least:
             raise ConfigError(
                 f"kv_disk_gb gives {cap_bytes} bytes; blocks of {block_bytes} bytes need at least {least}",
                 param="kv_disk_gb",
             )
         largest = extent_bytes(MAX_BLOCKS, block_bytes)
-        whole = min(max(SEGMENT_BYTES, largest), (cap_bytes - 8 * PAGE_BYTES) // MIN_SEGMENTS)
+        share = (cap_bytes - 4 * PAGE_BYTES) // MIN_SEGMENTS  # of it goes what the file system keeps of a segment
+        whole = min(max(SEGMENT_BYTES, largest), (share - PAGE_BYTES) * 255 // 256)
         self._segment_bytes = whole // PAGE_BYTES * PAGE_BYTES
         self.counts = StoreCounts()
         self._mutex = threading.Lock()  # of the index
@@ -192,7 +193,7 @@ class DiskStore:
 
     def _append(self, hashes: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         header = header_of(self._digest, hashes, buffers)
-        if self._open is None or self._file is None or self._open.end + header.num_bytes > self._segment_bytes:
+        if self._open is None or self._file is None or not self._has_room(self._open.end + header.num_bytes):
             self._close_segment()
             path, self._fd, self._lock = self.folder.make(self._format_hex, self._segment_bytes)
             self._open = _Segment(path)
@@ -212,6 +213,12 @@ class DiskStore:
             self._insert(segment, start, header)
         return len(hashes)
 
+    def _has_room(self, end: int) -> bool:
+        """Whether the open segment can grow to ``end`` within what was allocated for it. Who truncates or deletes it
+        under us gives that back, and others may have it by now: growing again would exceed the cap."""
+        status = os.fstat(self._fd)
+        return end <= self._segment_bytes <= status.st_size and status.st_nlink > 0
+
     def _is_written(self, file: UncachedFile, header: ExtentHeader, offset: int) -> bool:
         for block_hash, expected in header.entries:
             block = file.read(self._block_bytes, offset)
@@ -227,7 +234,8 @@ class DiskStore:
         if self._file is not None:
             self._file.close()
         try:
-            os.ftruncate(self._fd, self._open.end)
+            if os.fstat(self._fd).st_size > self._open.end:
+                os.ftruncate(self._fd, self._open.end)
         finally:
             os.close(self._fd)
             os.close(self._lock)

@@ -23,6 +23,7 @@ from pathlib import Path
 SEGMENT, LOCK, DESCRIPTION = ".kv", ".lock", ".json"
 FOLDER_LOCK = "folder.lock"
 LOCK_WAIT_S = 5.0
+LEAF_BYTES = 4096  # of a file system's map of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,10 @@ class SegmentFolder:
                 status = entry.stat()
                 total += max(status.st_size, status.st_blocks * 512)
         return total
+
+    def _reserved_bytes(self) -> int:
+        """What the files may come to take without growing."""
+        return sum(bound_bytes(segment.num_bytes) - segment.num_bytes for segment in self.segments())
 
     def make(self, format_hex: str, num_bytes: int) -> tuple[Path, int, int]:
         """A new segment: its path, the descriptor of its file, and that of its lock, which this process holds now.
@@ -158,15 +163,19 @@ class SegmentFolder:
             yield fd if try_lock(lock, fcntl.LOCK_EX) and try_lock(fd, fcntl.LOCK_EX) else None
 
     def _make_room(self, num_bytes: int) -> bool:
-        used = self.used_bytes()
-        if used + num_bytes <= self.cap_bytes:
+        def fits() -> bool:
+            return self.used_bytes() + self._reserved_bytes() + bound_bytes(num_bytes) <= self.cap_bytes
+
+        if fits():
             return True
-        for segment in sorted(self.segments(), key=lambda segment: (segment.used_ns, segment.path.name)):
-            if self.delete(segment.path):
-                used = self.used_bytes()
-                if used + num_bytes <= self.cap_bytes:
-                    return True
-        return False
+        least_recent = sorted(self.segments(), key=lambda segment: (segment.used_ns, segment.path.name))
+        return any(self.delete(segment.path) and fits() for segment in least_recent)
+
+
+def bound_bytes(num_bytes: int) -> int:
+    """What a file of this size takes at most, with the file system's map of it, which grows when what was allocated is
+    written piece by piece: a leaf, and 12 bytes for each 4 KiB if no two lie side by side (ext4)."""
+    return num_bytes + LEAF_BYTES + num_bytes // 256 if num_bytes else 0
 
 
 def try_lock(fd: int, kind: int) -> bool:
