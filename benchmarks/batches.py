@@ -2,12 +2,13 @@
 
     python benchmarks/batches.py memory [--lines 100000]              resident memory while a file of so many lines runs
     python benchmarks/batches.py kills [--kills 100] [--lines 20000]  kill -9 again and again: every line exactly once
-    python benchmarks/batches.py beside MODEL [--seconds 120]         other requests beside a batch; idle time used
+    python benchmarks/batches.py beside MODEL [--seconds 40]          other requests beside a batch; idle time used
     (each with [--json FILE])
 
 memory and kills: the real store, runner and rows in a process of their own; lines are answered at once, without a
-model. beside: a server with MODEL. Other requests come with pauses; their p99 time to first token and p99 gap, alone
-and while a batch runs, and the lines per second of the batch in the pauses, as a share of those of the batch alone.
+model. beside: a server with MODEL. Other requests come one after another, with pauses; their time to first token and
+gaps, alone and while a batch runs, in turns, and the lines per second of the batch in the pauses, as a share of those
+of the batch alone.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from diptych.serving.batches.batch_service import BatchOptions, BatchService, Li
 ENDPOINT = "/v1/completions"
 REPLY = LineReply(200, b'{"choices":[{"text":"' + b"x" * 400 + b'"}]}', "req")
 BATCH_TOKENS = 48
+PAUSE_S = 1.2
 
 
 def write_input(path: Path, num_lines: int) -> None:
@@ -143,17 +145,18 @@ def kills(num_kills: int, num_lines: int) -> list[dict[str, Any]]:
 
 
 class Others:
-    """Requests that come in bursts, each stream read to its end."""
+    """Requests that come one after another, each stream read to its end. seed: of their prompts, which nobody has asked
+    before."""
 
-    def __init__(self, url: str, seconds: float) -> None:
+    def __init__(self, url: str, seconds: float, seed: int) -> None:
         self.url, self.ttfts, self.gaps = url, list[float](), list[float]()
         self.busy_s = 0.0
-        chance, end = random.Random(3), time.monotonic() + seconds
+        chance, end = random.Random(seed), time.monotonic() + seconds
         while time.monotonic() < end:
             begun = time.monotonic()
             self._stream(chance)
             self.busy_s += time.monotonic() - begun
-            time.sleep(chance.expovariate(1 / 6.0))
+            time.sleep(chance.expovariate(1 / PAUSE_S))
 
     def _stream(self, chance: random.Random) -> None:
         prompt = [chance.randrange(100, 500) for _ in range(200)]
@@ -169,61 +172,75 @@ class Others:
                     (self.ttfts if is_first else self.gaps).append(now - (begun if is_first else last))
                     is_first, last = False, now
 
-    def figures(self) -> dict[str, Any]:
-        return {
-            "requests": len(self.ttfts),
-            "ttft_p99_ms": 1000 * percentile(self.ttfts),
-            "gap_p99_ms": 1000 * percentile(self.gaps),
-        }
+
+def percentile(values: list[float], share: int) -> float:
+    """Between the two values that lie around it."""
+    if len(values) < 2:
+        return (values or [0.0])[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[share - 1]
 
 
-def percentile(values: list[float]) -> float:
-    return statistics.quantiles(values, n=100)[98] if len(values) > 1 else (values or [0.0])[0]
+def figures(what: str, others: list[Others]) -> dict[str, Any]:
+    """Of all requests of these runs."""
+    ttfts = [seconds for run in others for seconds in run.ttfts]
+    gaps = [seconds for run in others for seconds in run.gaps]
+    return {
+        "what": what,
+        "requests": len(ttfts),
+        **{f"ttft_p{share}_ms": round(1000 * percentile(ttfts, share), 1) for share in (50, 90, 99)},
+        **{f"gap_p{share}_ms": round(1000 * percentile(gaps, share), 1) for share in (50, 99)},
+    }
 
 
-def beside(model: str, seconds: float) -> list[dict[str, Any]]:
+def beside(model: str, seconds: float, rounds: int) -> list[dict[str, Any]]:
     from servers import PORT, PROGRAM, URL, Server, metric
 
-    rows = []
+    alone, both, idle, rates = [], [], [], []
     with tempfile.TemporaryDirectory() as place:
         words = [PROGRAM, "serve", "--model", model, "--port", str(PORT), "--batch-dir", f"{place}/batches"]
         with Server(words, ready="/ready"):
             source = Path(place) / "in.jsonl"
             with source.open("w") as file:
-                for number in range(50_000):
+                for number in range(20_000):
                     body = {"prompt": [7 + number % 400] * 64, "max_tokens": BATCH_TOKENS, "ignore_eos": True}
                     row = {"custom_id": f"id-{number}", "method": "POST", "url": ENDPOINT, "body": body}
                     file.write(json.dumps(row) + "\n")
-            Others(URL, 10.0)  # warm
-            rows.append({"what": "others alone", **Others(URL, seconds).figures()})
             client = BatchClient(Site.of(URL))
-            batch = client.create(client.upload(source), ENDPOINT, "30d")
-            while client.batch(batch["id"])["status"] == "validating":
-                time.sleep(0.2)
-            time.sleep(10.0)
-            name, begun = "diptych:batch_lines_total", time.monotonic()
-            before = metric(name)
-            time.sleep(seconds)
-            alone = (metric(name) - before) / (time.monotonic() - begun)
-            rows.append({"what": "batch alone", "lines_per_s": alone})
-            found: list[Others] = []
-            begun, before = time.monotonic(), metric(name)
-            thread = threading.Thread(target=lambda: found.append(Others(URL, seconds)))
-            thread.start()
-            thread.join()
-            rate = (metric(name) - before) / (time.monotonic() - begun)
-            idle = 1 - found[0].busy_s / (time.monotonic() - begun)
-            rows.append(
-                {
-                    "what": "both",
-                    **found[0].figures(),
-                    "lines_per_s": rate,
-                    "idle": idle,
-                    "idle used": rate / alone / idle,
-                }
-            )
-            client.cancel(batch["id"])
-    return rows
+            name = "diptych:batch_lines_total"
+            Others(URL, 10.0, 0)  # warm
+            for number in range(1, rounds + 1):
+                alone.append(Others(URL, seconds, number))
+                batch = client.create(client.upload(source), ENDPOINT, "30d")
+                while client.batch(batch["id"])["status"] == "validating":
+                    time.sleep(0.2)
+                time.sleep(5.0)
+                begun, before = time.monotonic(), metric(name)
+                time.sleep(seconds / 2)
+                full = (metric(name) - before) / (time.monotonic() - begun)
+                begun, before = time.monotonic(), metric(name)
+                found: list[Others] = []
+                thread = threading.Thread(
+                    target=lambda runs=found, seed=100 + number: runs.append(Others(URL, seconds, seed))
+                )
+                thread.start()
+                thread.join()
+                lasted = time.monotonic() - begun
+                rates.append((full, (metric(name) - before) / lasted))
+                idle.append(1 - found[0].busy_s / lasted)
+                both += found
+                client.cancel(batch["id"])
+                time.sleep(2.0)
+    used = [rate / full / free for (full, rate), free in zip(rates, idle, strict=True)]
+    return [
+        figures("others alone", alone),
+        {
+            **figures("beside a batch", both),
+            "lines/s alone": round(statistics.median(full for full, _ in rates), 1),
+            "lines/s": round(statistics.median(rate for _, rate in rates), 1),
+            "idle": round(statistics.median(idle), 3),
+            "idle used": round(statistics.median(used), 3),
+        },
+    ]
 
 
 def main() -> None:
@@ -236,7 +253,8 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--lines", type=int)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of one turn")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="file for the record")
     asked = parser.parse_args()
     if asked.part == "memory":
@@ -246,7 +264,7 @@ def main() -> None:
     else:
         if asked.model is None:
             parser.error("beside needs a MODEL")
-        rows = beside(asked.model, asked.seconds)
+        rows = beside(asked.model, asked.seconds, asked.rounds)
     report(f"batches {asked.part}", rows, asked.json)
 
 
