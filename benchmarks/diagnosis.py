@@ -385,7 +385,8 @@ def runs(engine: str, names: Sequence[str], options: argparse.Namespace) -> list
     def start(words: str) -> Server:
         if engine == "diptych":
             return diptych_server(options.model, "--speculation", "off", *shlex.split(words))
-        return vllm_server(options.vllm, "vllm", options.model, slots=32, slot_tokens=8192, options=shlex.split(words))
+        own = ["--dtype", options.vllm_dtype, *shlex.split(words)]
+        return vllm_server(options.vllm, "vllm", options.model, slots=32, slot_tokens=8192, options=own)
 
     cases = {name: CASES[name] for name in names if engine == "diptych" or CASES[name].vllm is not None}
     healthy: dict[tuple[int, int, int], tuple[float, float]] = {}
@@ -459,6 +460,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--engines", default="diptych", help="diptych, vllm or both with a comma")
     parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment")
+    parser.add_argument("--vllm-dtype", default="bfloat16", help="float32 where the processor computes no bfloat16")
     parser.add_argument("--doctors", type=Path, help="a virtual environment with vllm-doctor and inferpilot")
     parser.add_argument("--apply", action="store_true", help="apply the first advice, and measure")
     parser.add_argument("--json", help="write a record")

@@ -186,17 +186,22 @@ def _interference(parts: RequestParts, evidence: Evidence) -> Mapping[str, float
 
 
 def lost_to_of_means(observation: Observation, evidence: Evidence) -> Lost:
-    """The same in seconds for the mean request of an engine that is not split request by request."""
+    """The same in seconds for the mean request of an engine that is not split request by request.
+
+    Where threads wait for cores, all that is computed takes 1 / (1 - core_wait) times as long, and what waits for it at
+    least the square of that (Pollaczek-Khinchine: the work that is found grows with the square of the service time)."""
     before: defaultdict[str, float] = defaultdict(float)
     after: defaultdict[str, float] = defaultdict(float)
     known = observation.signals.get
     ttft, itl = observation.ttft, observation.itl
+    free = 1 - evidence.core_wait
     if ttft is not None:
         queue, prefill = ttft.parts_s.get("queue", 0.0), ttft.parts_s.get("prefill", 0.0)
-        before[_queue_cause(observation, evidence)] += queue
+        before["oversubscribed_cores"] += queue * (1 - free**2) + prefill * (1 - free)
+        before[_queue_cause(observation, evidence)] += queue * free**2
         again = evidence.reread_share
-        before["cold_cache" if evidence.is_cold else "prefix_misses"] += prefill * again
-        before[UNAVOIDABLE] += prefill * (1 - again)
+        before["cold_cache" if evidence.is_cold else "prefix_misses"] += prefill * free * again
+        before[UNAVOIDABLE] += prefill * free * (1 - again)
         before["slow_transfer"] += ttft.parts_s.get("transfer", 0.0)
         before["oversubscribed_cores" if evidence.lacks_cores else "front_end"] += ttft.parts_s.get("rest", 0.0)
     if itl is not None:
@@ -205,7 +210,8 @@ def lost_to_of_means(observation: Observation, evidence: Evidence) -> Lost:
         preempted = known("preemptions", 0.0) > 0.02
         after["kv_cache_full" if preempted else _stall_cause(observation, evidence)] += stalls
         floor, rest = itl.parts_s.get("decode_floor", 0.0) * tokens, itl.parts_s.get("rest", 0.0) * tokens
-        after[UNAVOIDABLE] += floor
+        after["oversubscribed_cores"] += floor * (1 - free)
+        after[UNAVOIDABLE] += floor * free
         after["oversubscribed_cores" if evidence.lacks_cores else "decode_batch"] += rest
     return before, after
 

@@ -6,6 +6,7 @@ the pages at both ends of a range instead.
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from math import ceil
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ SCRAPES = 15
 SETTLE_S = 0.5  # from the last work of ours to the first page
 ENGINES: tuple[MetricNames, ...] = (VLLM, SGLANG, DYNAMO)
 RANGE_STEPS = 30
+STARTED = "process_start_time_seconds"  # what Prometheus clients export beside the engine's own names
 NO_CPU_WAIT = Missing(("oversubscribed_cores", "capacity"), "how long threads waited for a core (run it on the host)")
 
 
@@ -81,7 +83,10 @@ def read_pages(site: Site, window_s: float, also: Callable[[], None] = lambda: N
     signals = {}
     if waits:
         signals["cpu_wait"] = min(1.0, waited_ns / elapsed_ns)
-    return Scrapes(MetricsPage.of_window(texts, site.url), site.url, signals)
+    pages = MetricsPage.of_window(texts, site.url)
+    started_s = pages[-1][1].largest(STARTED)
+    life_s = 0.0 if started_s is None else max(0.0, time.time() - started_s)
+    return Scrapes(pages, site.url, signals, life_s=life_s)
 
 
 class MetricsReader:
@@ -93,8 +98,7 @@ class MetricsReader:
     def observe(self) -> Observation:
         """See Reader."""
         read = read_pages(self._site, self._window_s)
-        scrapes = Scrapes(read.pages, read.source, read.signals, self._version)
-        return observe_metrics(self._names, scrapes)
+        return observe_metrics(self._names, replace(read, version=self._version))
 
 
 class LlamaCppReader:

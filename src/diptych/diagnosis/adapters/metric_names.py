@@ -67,13 +67,13 @@ class MetricNames:
 
 @dataclass(frozen=True, slots=True)
 class Scrapes:
-    """Pages of one server in order of time, with seconds. since_start: the first page is taken as empty, because
-    nothing ended between the pages."""
+    """Pages of one server in order of time, with seconds. life_s: how long it has run (0: not known)."""
 
     pages: Sequence[tuple[float, MetricsPage]]
     source: str
     signals: Mapping[str, float] = field(default_factory=dict)
     version: str = ""
+    life_s: float = 0.0
 
     @property
     def window_s(self) -> float:
@@ -93,7 +93,8 @@ def observe_metrics(names: MetricNames, scrapes: Scrapes) -> Observation:
     distributions = {"ttft": growth.distribution(names.ttft), "tpot": growth.distribution(names.tpot or names.itl)}
     gaps = growth.distribution(names.itl)
     steps = _Steps.of(names, scrapes, growth)
-    step_wait_s = 0.0 if steps is None or notes else steps.wait_s(scrapes.window_s)
+    seconds = scrapes.life_s if notes else scrapes.window_s
+    step_wait_s = steps.wait_s(seconds) if steps is not None and seconds else 0.0
     return Observation(
         engine=names.engine,
         source=scrapes.source,

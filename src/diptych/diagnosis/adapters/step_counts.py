@@ -7,10 +7,14 @@ life before them, and the prefill time of a request, whose prompt shares its ste
 same time. The three unknowns are fitted to these by least squares of the relative errors, none below 0. Where the batch
 never changes, nothing tells its cost from the floor: then a stream costs a small share of it, as where a step's time is
 that of reading the weights.
+
+A mean gap tells little of a few long prompts: most of their steps run while hardly a stream is there to feel them, and
+attention makes their tokens dearer. Where the longest prompts are much longer than the mean one, a prompt token costs
+at least what the longest prefill times say.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from diptych.control.engine.scheduler.step_time import nonnegative_least_squares
@@ -19,6 +23,7 @@ from diptych.diagnosis.adapters.exposition import Growth, MetricsPage
 STREAM_OF_FLOOR, BELIEF = 0.04, 0.1  # a further stream over the floor, and how much that weighs against what was seen
 PREFILL_WEIGHT = 0.5  # of a mean prefill time; all gaps of the window weigh 1, and those before it
 FEWEST_STEPS = 5.0  # in an interval that is used
+MUCH_LONGER = 3.0  # the longest prompts than the mean one
 MS = 1e-3
 
 Row = tuple[float, float, tuple[float, float, float]]  # weight, milliseconds, (1, further streams, prompt tokens)
@@ -108,17 +113,40 @@ def fit_gaps(names: StepNames, pages: Sequence[tuple[float, MetricsPage]]) -> Ga
         if means := StepMeans.of(names, growth):
             rows += [means.row(1.0)] if not seconds else []
             rows += _prefill_row(names, growth, means.batch, seconds)
-    return _fit(rows) if rows else None
+    if not rows:
+        return None
+    model = _fit(rows)
+    by_longest = _longest_s(names, Growth(MetricsPage(), last), model.floor_s)
+    by_longest /= _together(names, Growth(first, last), end_s - begin_s)
+    return replace(model, per_prompt_token_s=max(model.per_prompt_token_s, by_longest))
+
+
+def _longest_s(names: StepNames, growth: Growth, floor_s: float) -> float:
+    """Prefill time of a token of the longest prompts, by the last buckets that hold any; 0 where they are not long."""
+    mean = growth.mean(names.computed) if names.computed else None
+    if mean is None or not names.prefill:
+        return 0.0
+    tokens, seconds = (
+        max((at for at, _ in growth.distribution(name).means()), default=0.0)
+        for name in (names.computed, names.prefill)
+    )
+    return max(0.0, seconds - floor_s) / tokens if tokens > MUCH_LONGER * mean[0] > 0 else 0.0
+
+
+def _together(names: StepNames, growth: Growth, seconds: float) -> float:
+    """Prompts that are computed at the same time, in the mean of so many seconds, by Little's law (0: not known)."""
+    prefill = growth.mean(names.prefill) if names.prefill else None
+    return max(1.0, prefill[0] * prefill[1] / seconds) if prefill is not None and seconds else 1.0
 
 
 def _prefill_row(names: StepNames, growth: Growth, batch: float, seconds: float) -> list[Row]:
     """The mean prefill time of a request as that of a step. In it are the tokens of all prompts that are computed at
-    the same time: their number is the mean one of the ``seconds`` by Little's law (0 seconds: not known, one)."""
+    the same time (see ``_together``)."""
     prefill = growth.mean(names.prefill) if names.prefill else None
     computed = growth.mean(names.computed) if names.computed else None
     if prefill is None or computed is None or prefill[0] <= 0:
         return []
-    together = max(1.0, prefill[0] * prefill[1] / seconds) if seconds else 1.0
+    together = _together(names, growth, seconds)
     return [(PREFILL_WEIGHT, prefill[0] / MS, (1.0, batch - 1, computed[0] * together))]
 
 
