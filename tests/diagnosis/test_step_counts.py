@@ -12,8 +12,9 @@ from diptych.diagnosis.adapters.http_get import Site
 from diptych.diagnosis.adapters.metric_names import Scrapes, observe_metrics
 from diptych.diagnosis.adapters.step_counts import GapModel, StepMeans, StepNames, fit_gaps
 from diptych.diagnosis.adapters.vllm_metrics import VLLM
+from diptych.diagnosis.causes import Evidence, lost_to_of_means
 from diptych.diagnosis.diagnosis import diagnose
-from diptych.diagnosis.observation import Distribution, Observation
+from diptych.diagnosis.observation import Distribution, Estimate, Observation
 
 FLOOR, STREAM, PROMPT = 0.004, 0.0002, 0.00006
 Step = tuple[int, int]  # streams, prompt tokens
@@ -95,6 +96,34 @@ def test_the_cost_of_a_step_is_found_from_means() -> None:
     assert model.floor_s == pytest.approx(FLOOR, rel=0.05)
     assert model.per_stream_s == pytest.approx(STREAM, rel=0.15)
     assert model.per_prompt_token_s == pytest.approx(PROMPT, rel=0.15)
+
+
+def test_long_prompts_that_hardly_a_stream_feels_are_priced_by_their_own_prefill_times() -> None:
+    """Their steps have no gaps; those of the same pages have many short ones."""
+    engine = MadeUpEngine()
+    engine.run([(1, 0)] * 40 + [(1, 120)] * 20)
+    pages = [engine.page()]
+    for _ in range(4):
+        engine.run([(1, 0)] * 40 + [(1, 120)] * 5)
+        engine.run([(0, 6000)], idle_s=1.0)
+        pages.append(engine.page())
+    model = fit_gaps(step_names(), pages)
+    assert model is not None
+    assert model.per_prompt_token_s == pytest.approx(PROMPT, rel=0.5)
+    assert model.wait_for_step_s(step_names(), Growth(pages[0][1], pages[-1][1]), 1, 4.0) > 4 * 0.36**2 / 2 / 4 / 2
+
+
+def test_where_nothing_ended_in_the_window_the_steps_of_the_whole_life_explain_the_wait() -> None:
+    engine = MadeUpEngine()
+    engine.run([(1, 0)] * 40 + [(1, 120)] * 20)
+    engine.run([(0, 6000)] * 5, queue_s=0.0)
+    late_s = 1.0
+    engine.samples[f"{VLLM.ttft}_sum"][()] += 25 * late_s  # that no other histogram holds
+    pages = [engine.page(), (engine.now_s + 6, engine.page()[1])]
+    rests = {life_s: observe_metrics(VLLM, Scrapes(pages, "test", life_s=life_s)) for life_s in (0.0, 2.0)}
+    parts = {life_s: found.ttft.parts_s for life_s, found in rests.items() if found.ttft}
+    assert parts[0.0]["rest"] > 0.5 and not parts[0.0]["queue"]
+    assert parts[2.0]["queue"] > 0.1 and sum(parts[2.0].values()) == pytest.approx(sum(parts[0.0].values()))
 
 
 def test_where_the_batch_never_changes_most_of_a_step_is_its_floor() -> None:
@@ -259,3 +288,16 @@ class SlowSite:
     def get(self, path: str) -> bytes:
         self.now += self.page_s
         return b"# TYPE a counter\na_total 1\n"
+
+
+def test_lacking_cores_own_their_share_of_all_that_is_computed_and_its_square_of_what_waits_for_it() -> None:
+    ttft = Estimate(1.0, {"queue": 0.6, "prefill": 0.4}, 0.1, 10)
+    itl = Estimate(0.01, {"decode_floor": 0.01}, 0.001, 10)
+    for core_wait in (0.0, 0.5):
+        seen = Observation(
+            engine="vllm", source="test", window_s=1.0, ttft=ttft, itl=itl, signals={"output_mean": 11.0}
+        )
+        before, after = lost_to_of_means(seen, Evidence(lacks_cores=core_wait > 0, core_wait=core_wait))
+        assert sum(before.values()) == pytest.approx(1.0) and sum(after.values()) == pytest.approx(0.1)
+        assert before["oversubscribed_cores"] == pytest.approx(0.6 * (1 - (1 - core_wait) ** 2) + 0.4 * core_wait)
+        assert after["oversubscribed_cores"] == pytest.approx(0.1 * core_wait)
