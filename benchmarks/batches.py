@@ -30,6 +30,7 @@ from common import report
 
 from diptych.cli.batch_client import BatchClient
 from diptych.diagnosis.adapters.http_get import Site
+from diptych.report.statistics import percentile
 from diptych.serving.batches.batch_records import BatchLimits, BatchTerms
 from diptych.serving.batches.batch_runner import LineReply
 from diptych.serving.batches.batch_service import BatchOptions, BatchService, LineHost
@@ -173,17 +174,10 @@ class Others:
                     is_first, last = False, now
 
 
-def percentile(values: list[float], share: int) -> float:
-    """Between the two values that lie around it."""
-    if len(values) < 2:
-        return (values or [0.0])[0]
-    return statistics.quantiles(values, n=100, method="inclusive")[share - 1]
-
-
 def figures(what: str, others: list[Others]) -> dict[str, Any]:
     """Of all requests of these runs."""
-    ttfts = [seconds for run in others for seconds in run.ttfts]
-    gaps = [seconds for run in others for seconds in run.gaps]
+    ttfts = sorted(seconds for run in others for seconds in run.ttfts)
+    gaps = sorted(seconds for run in others for seconds in run.gaps)
     return {
         "what": what,
         "requests": len(ttfts),

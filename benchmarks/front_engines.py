@@ -106,8 +106,11 @@ class Engine:
                 self.kill()
 
 
-def vllm_engine(venv: Path, model: Path, core: int, *, dtype: str, max_len: int) -> Engine:
-    """vLLM's CPU build on one core, with KV events and the cached tokens in its usage."""
+def vllm_engine(
+    venv: Path, model: Path, core: int, *, dtype: str, max_len: int, options: Sequence[str] | None = None
+) -> Engine:
+    """vLLM's CPU build on one core, with the cached tokens in its usage. options: instead of those with which it
+    publishes KV events."""
     port, kv_port = free_port(), free_port()
     events = (
         f'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:{kv_port}", '
@@ -115,7 +118,8 @@ def vllm_engine(venv: Path, model: Path, core: int, *, dtype: str, max_len: int)
     )
     command = [str(venv / "bin/vllm"), "serve", str(model), "--dtype", dtype, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--served-model-name", model.name, "--max-model-len", str(max_len)]
-    command += ["--max-num-seqs", "64", "--enable-prompt-tokens-details", "--kv-events-config", events]
+    command += ["--max-num-seqs", "64", "--enable-prompt-tokens-details"]
+    command += ["--kv-events-config", events] if options is None else options
     environment = {**vllm_environment(venv), "VLLM_CPU_OMP_THREADS_BIND": str(core)}
     return Engine("vllm", port, command, environment, kv_port)
 

@@ -55,22 +55,22 @@ class SegmentFolder:
             if entry.name.endswith(SEGMENT) and entry.name.startswith(format_hex):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat()
-                    size = max(status.st_size, status.st_blocks * 512)
-                    found.append(SegmentFile(Path(entry.path), size, status.st_mtime_ns))
+                    found.append(SegmentFile(Path(entry.path), taken_bytes(status), status.st_mtime_ns))
         return sorted(found, key=lambda segment: segment.path.name)
 
     def used_bytes(self) -> int:
         """What all files of the folder take."""
-        total = 0
+        return sum(size for _, size in self._sizes())
+
+    def _most_bytes(self) -> int:
+        """What they may come to take without growing."""
+        return sum(bound_bytes(size) if name.endswith(SEGMENT) else size for name, size in self._sizes())
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        """Every file, and what it takes."""
         for entry in os.scandir(self.directory):
             with contextlib.suppress(FileNotFoundError):
-                status = entry.stat()
-                total += max(status.st_size, status.st_blocks * 512)
-        return total
-
-    def _reserved_bytes(self) -> int:
-        """What the files may come to take without growing."""
-        return sum(bound_bytes(segment.num_bytes) - segment.num_bytes for segment in self.segments())
+                yield entry.name, taken_bytes(entry.stat())
 
     def make(self, format_hex: str, num_bytes: int) -> tuple[Path, int, int]:
         """A new segment: its path, the descriptor of its file, and that of its lock, which this process holds now.
@@ -164,12 +164,17 @@ class SegmentFolder:
 
     def _make_room(self, num_bytes: int) -> bool:
         def fits() -> bool:
-            return self.used_bytes() + self._reserved_bytes() + bound_bytes(num_bytes) <= self.cap_bytes
+            return self._most_bytes() + bound_bytes(num_bytes) <= self.cap_bytes
 
         if fits():
             return True
         least_recent = sorted(self.segments(), key=lambda segment: (segment.used_ns, segment.path.name))
         return any(self.delete(segment.path) and fits() for segment in least_recent)
+
+
+def taken_bytes(status: os.stat_result) -> int:
+    """What a file takes, also where some of it is not allocated yet."""
+    return max(status.st_size, status.st_blocks * 512)
 
 
 def bound_bytes(num_bytes: int) -> int:
