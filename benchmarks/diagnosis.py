@@ -46,6 +46,7 @@ from diptych.serving.link.engine_options import BUNDLED_MODEL
 FACTORS = (3.0, 3.0)  # objectives of TTFT and TPOT over the latencies of the healthy server
 BENCH_STARTS_S = 1.0  # from the start of ``diptych bench`` to its first request
 RATE_STEPS = (0.8, 0.9, 1.0, 1.1, 1.2)  # of a case's rate
+WINDOW_DOCUMENTS = 5  # expected in the window of a diagnosis, where documents are what hurts
 MIXED = """
 [workload]
 classes = [
@@ -102,6 +103,12 @@ class Load:
         by_use = self.use / prompt_s
         by_streams = self.streams / (self.output * speed.token_s)
         return scale * (by_use or by_streams)
+
+    def seconds(self, least: float, speed: Speed, scale: float) -> float:
+        """How long to send it: a window is a quarter of that, and holds some documents."""
+        if not self.document:
+            return least
+        return max(least, 4 * WINDOW_DOCUMENTS / (0.1 * self.rate(speed, scale)))
 
     def run(self, seconds: float, speed: Speed, scale: float, seed: int) -> dict[int, Sent]:
         """Send it; the requests that were answered, by number."""
@@ -407,14 +414,15 @@ def runs(engine: str, names: Sequence[str], options: argparse.Namespace) -> list
             for number in range(options.healthy if name == "healthy" else options.loads):
                 with nullcontext() if engine == "vllm" else start(words):
                     scale = RATE_STEPS[number % len(RATE_STEPS)]
+                    seconds = case.load.seconds(options.seconds, speed, scale)
                     objective = objectives(healthy[lengths_of(case.load)], case.factors)
                     slo = as_option(objective)
-                    found = observe(case, options.seconds, speed, scale, number + 1, slo, options.doctors)
+                    found = observe(case, seconds, speed, scale, number + 1, slo, options.doctors)
                 rows.append(row_of(engine, name, case, number, found))
-                rows[-1]["missed by clients"] = round(missed_by_clients(found, objective, options.seconds), 2)
+                rows[-1]["missed by clients"] = round(missed_by_clients(found, objective, seconds), 2)
                 advice = [given for cause in found["causes"] for given in cause["advice"] if _helps(given)]
                 if options.apply and engine == "diptych" and advice:
-                    arguments = (options.seconds, speed, scale, number + 1, slo, found)
+                    arguments = (seconds, speed, scale, number + 1, slo, found)
                     rows[-1] |= applied(advice[0], start, case, arguments)
                 print(rows[-1], file=sys.stderr)
     return rows

@@ -110,7 +110,6 @@ async def converse(url: str, model: str, seed: int, options: argparse.Namespace,
     await asyncio.gather(*(one(number, random.Random(f"{seed} {number}")) for number in range(options.conversations)))
     return {
         **counts,
-        "of the oracle's": round(counts["cached"] / max(1, counts["oracle"]), 4),
         "reply p50 ms": round(1e3 * statistics.median(times)),
         "reply p90 ms": round(1e3 * sorted(times)[int(0.9 * (len(times) - 1))]),
     }
@@ -145,15 +144,26 @@ def front(command: list[str], model: str) -> Iterator[str]:
 def prefix_part(options: argparse.Namespace, engines: Sequence[Engine]) -> list[dict[str, Any]]:
     """A row for each way: all repetitions together."""
     oracle = Oracle(Tokenizer.from_file(str(options.model / "tokenizer.json")))
-    rows = []
-    for name, command in ways(options, engines).items():
-        with front(command, options.model.name) as url:
-            seed = options.seed * 1000 + len(rows)
-            found = asyncio.run(converse(url, options.model.name, seed, options, oracle))
-        asked = {"requests": options.conversations * options.turns, "mean pause s": options.pause}
-        rows.append({"through": name, **asked, **found})
-        print(rows[-1], file=sys.stderr, flush=True)
-    return rows
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for repetition in range(options.repetitions):
+        for number, (name, command) in enumerate(ways(options, engines).items()):
+            with front(command, options.model.name) as url:
+                seed = options.seed * 1000 + repetition * 10 + number
+                found = asyncio.run(converse(url, options.model.name, seed, options, oracle))
+            runs.setdefault(name, []).append(found)
+            print(name, found, file=sys.stderr, flush=True)
+    return [prefix_row(name, found, options) for name, found in runs.items()]
+
+
+def prefix_row(name: str, runs: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """All repetitions of a way: sums of tokens, medians of the rest."""
+    row: dict[str, Any] = {"through": name, "requests": len(runs) * options.conversations * options.turns}
+    row["mean pause s"] = options.pause
+    row |= {key: sum(run[key] for run in runs) for key in ("prompt tokens", "cached", "oracle")}
+    shares = sorted(run["cached"] / max(1, run["oracle"]) for run in runs)
+    row["of the oracle's"] = round(statistics.median(shares), 4)
+    row["lowest to highest"] = f"{shares[0]:.3f} to {shares[-1]:.3f}"
+    return row | {key: round(statistics.median(run[key] for run in runs)) for key in ("reply p50 ms", "reply p90 ms")}
 
 
 def goodput_part(options: argparse.Namespace, engines: Sequence[Engine]) -> list[dict[str, Any]]:
@@ -211,7 +221,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="of one run")
     parser.add_argument("--slo", default="ttft=2s,tpot=60ms")
     parser.add_argument("--sends-slo", action="store_true", help="clients of the goodput part name their objectives")
-    parser.add_argument("--repetitions", type=int, default=1, help="of the goodput part")
+    parser.add_argument("--repetitions", type=int, default=1, help="of the prefix and goodput parts")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--llamacpp", type=Path, help="the folder of llama.cpp's server")
     parser.add_argument("--gguf", type=Path, help="its model")
