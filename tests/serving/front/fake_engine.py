@@ -40,6 +40,10 @@ class FakeEngine:
     api_key: str = ""
     names_tokens: bool = True
     shows_text: bool = True  # else each token is a part of a character
+    parts: str = ""  # letters that are parts of characters: their text comes with the next other letter
+    merges: int = 1  # tokens of a chunk
+    detokenizes: bool = True
+    detokenize_s: float = 0.0
     reasons: bool = False  # the first token of a chat is reasoning
     reports_cache: bool = True
     has_metrics: bool = True
@@ -115,6 +119,11 @@ class FakeEngine:
             self.tokenized += 1
             text = body.get("content") or body.get("prompt") or self._render(body)
             await self._json(writer, {"tokens": [ord(letter) for letter in text], "count": len(text)})
+        elif path == "/detokenize" and self.kind == "vllm" and self.detokenizes:
+            await asyncio.sleep(self.detokenize_s)
+            text = "".join(map(chr, body["tokens"]))
+            whole = text.rstrip(self.parts) if self.parts else text
+            await self._json(writer, {"prompt": whole + "\ufffd" * (len(text) - len(whole))})
         elif path == "/apply-template" and self.kind == "llamacpp":
             await self._json(writer, {"prompt": self._render(body)})
         elif path in ("/v1/completions", "/v1/chat/completions"):
@@ -366,24 +375,39 @@ class _Reply:
 
     def next(self, *, is_endless: bool = False) -> tuple[dict[str, Any], bool]:
         """The next chunk, and whether it is the last."""
-        token = next_token(self.ids)
-        self.ids.append(token)
-        self.letter = chr(token) if self.engine.shows_text else ""
-        stops = self.engine.answer_tokens and len(self.ids) >= self.stop_at
-        self.reason = "stop" if stops else "length" if self.num_tokens >= self._limit else ""
-        if is_endless:
-            self.reason = ""
+        tokens = []
+        self.letter = ""
+        while len(tokens) < self.engine.merges and not self.reason:
+            tokens.append(next_token(self.ids))
+            self.letter += self._text_of(tokens[-1])
+            self.ids.append(tokens[-1])
+            stops = self.engine.answer_tokens and len(self.ids) >= self.stop_at
+            self.reason = "stop" if stops else "length" if self.num_tokens >= self._limit else ""
+            if is_endless:
+                self.reason = ""
         choice: dict[str, Any] = {"index": 0, "finish_reason": self.reason or None, "logprobs": None}
         choice |= {"delta": {"content": self.letter}} if self.is_chat else {"text": self.letter}
         if self.engine.reasons and self.is_chat and self._is_first:
             choice["delta"] = {"reasoning_content": self.letter}
         chunk = {**self.head(), "choices": [choice]}
         if self.body.get("return_token_ids") and self.engine.names_tokens:
-            choice["token_ids"] = [token]
+            choice["token_ids"] = tokens
             if self._is_first and not self.is_chat:
                 choice["prompt_token_ids"] = self.prompt
         self._is_first = False
         return chunk, bool(self.reason)
+
+    def _text_of(self, token: int) -> str:
+        """What its token adds to the text. After a prompt that ends within a character, the whole prompt comes with it,
+        as vLLM has it."""
+        letter = chr(token)
+        if not self.engine.shows_text or letter in self.engine.parts:
+            return ""
+        text = "".join(map(chr, self.ids))
+        whole = text.rstrip(self.engine.parts) if self.engine.parts else text
+        if len(whole) < len(self.prompt):
+            return text + letter
+        return text[len(whole) :] + letter
 
     @property
     def stop_at(self) -> int:

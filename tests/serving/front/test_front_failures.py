@@ -14,6 +14,7 @@ pytestmark = pytest.mark.asyncio
 BEFORE = [Fault(kind) for kind in ("reset", "close", "not_http", "long_head", "not_json")]
 BEFORE += [Fault("status", status=status) for status in (500, 503, 429)]
 STATES = [{"stop": ["zz"]}, {"response_format": {"type": "json_object"}}, {"logprobs": 1}, {"n": 2}, {"unknown": 1}]
+PARTS = "abcdefghijk"
 MIDDLE = ["reset", "close", "no_finish", "error_event", "abort_reason", "garbage", "ends"]
 
 
@@ -274,4 +275,54 @@ async def test_whatever_goes_wrong_every_request_ends_and_no_text_is_wrong(seed:
             await asyncio.gather(trouble(), *(one(number) for number in range(40)))
         for stream in list(client.front.fleet.streams._streams.values()):  # of clients that left
             client.front.abort(stream.generation)
+        await client.idle()
+
+
+async def undisturbed(prompt: str, num_tokens: int) -> str:
+    """The text that an engine with these parts gives."""
+    async with fronted(FakeEngine(parts=PARTS)) as client:
+        return (await client.complete(prompt, num_tokens)).text
+
+
+@pytest.mark.parametrize("merges", [1, 3])
+@pytest.mark.parametrize("at", range(1, 10))
+async def test_an_answer_that_breaks_off_within_a_character_goes_on_with_that_character(at: int, merges: int) -> None:
+    engines = [FakeEngine(parts=PARTS, merges=merges), FakeEngine(parts=PARTS, merges=merges)]
+    async with fronted(*engines) as client:
+        for engine in engines:
+            engine.faults.append(Fault("reset", at=at))
+            engine.faults.append(Fault("reset", at=1))
+        answer = await client.complete("the prompt", 32, stream_options={"include_usage": True})
+        assert (answer.text, answer.error) == (await undisturbed("the prompt", 32), None)
+        assert answer.usage is not None and answer.usage["completion_tokens"] == 32
+        assert client.front.fleet.core.counts["retried"] >= 1
+        await client.idle()
+
+
+async def test_a_stream_whose_last_character_cannot_be_found_ends_with_an_error() -> None:
+    engines = [FakeEngine(parts=PARTS, merges=3, detokenizes=False) for _ in range(2)]
+    async with fronted(*engines) as client:
+        for engine in engines:
+            engine.faults.append(Fault("reset", at=3))
+        answer = await client.complete("the prompt", 32)
+        assert answer.error is not None and answer.error["code"] == "answer_lost"
+        assert (await undisturbed("the prompt", 32)).startswith(answer.text) and answer.text
+        await client.idle()
+
+
+async def test_an_answer_that_nobody_wants_any_more_is_not_asked_about() -> None:
+    engines = [FakeEngine(parts=PARTS, merges=3, delay_s=0.02) for _ in range(2)]
+    async with fronted(*engines) as client:
+        task = asyncio.create_task(client.complete("the prompt", 32))
+        while not sum(engine.num_running for engine in engines):
+            await asyncio.sleep(0.005)
+        for engine in engines:
+            engine.detokenize_s = 0.5
+        busy = next(engine for engine in engines if engine.num_running)
+        await asyncio.sleep(0.08)
+        await busy.stop()
+        await asyncio.sleep(0.1)
+        for stream in list(client.front.fleet.streams._streams.values()):
+            client.front.abort(stream.generation)
+        task.cancel()
         await client.idle()

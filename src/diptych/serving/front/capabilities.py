@@ -3,16 +3,20 @@
 An adapter is one file of adapters/ and one line in ADAPTERS. The rest of the front reads capabilities, never a kind.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from diptych.control.compute_share import ComputeShare
 from diptych.serving.front.engine_connection import ConnectionPool
 from diptych.serving.front.engine_load import EngineGauges
 from diptych.serving.front.engine_spec import EngineKind, EngineSpec
 from diptych.serving.front.relay_request import RelayRequest
+from diptych.serving.link.messages import Ready
 
 HandoffKind = Literal["", "nixl", "bootstrap"]
+UNKNOWN_BLOCKS = 1 << 16  # of an engine that does not say how large its KV cache is
+MAX_SEQS = 4096
 
 
 class EngineNotReadyError(Exception):
@@ -49,6 +53,30 @@ class EngineFacts:
     capabilities: Capabilities = Capabilities()
     degraded: tuple[str, ...] = ()
 
+    def num_blocks_of(self, block_size: int) -> int:
+        """Of its KV cache, in blocks of so many tokens."""
+        if not self.num_blocks:
+            return UNKNOWN_BLOCKS
+        return max(1, self.num_blocks * max(1, self.block_size) // block_size)
+
+    def ready(self, url: str, block_size: int) -> Ready:
+        """What the fleet is told of it, in blocks of so many tokens."""
+        num_blocks = self.num_blocks_of(block_size)
+        num_tokens = num_blocks * block_size
+        return Ready(
+            0,
+            self.max_model_len or num_tokens,
+            num_tokens,
+            MAX_SEQS,
+            MAX_SEQS,
+            [],
+            self.description,
+            address=url,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            share=ComputeShare(),
+        )
+
     @property
     def description(self) -> str:
         """One line for people."""
@@ -78,6 +106,10 @@ class EngineAdapter(Protocol):
     async def tokenize(self, pool: ConnectionPool, request: RelayRequest, model: str) -> tuple[int, ...] | None:
         """The token ids of the prompt as the engine will see it; None where it cannot say. Raises ConnectionError or
         TimeoutError."""
+        ...
+
+    async def text_of(self, pool: ConnectionPool, token_ids: Sequence[int], model: str) -> str | None:
+        """Of tokens that it named; None where it cannot say. Raises ConnectionError or TimeoutError."""
         ...
 
 

@@ -123,6 +123,7 @@ class EngineExchange:
         self._owner = owner
         self._question = question
         self._feeder = owner.number if feeder is None else feeder
+        self._num_again = stream.num_textless if question.resumes else 0  # tokens that it gives once more
         self._most_tokens = (stream.request.max_tokens + SPARE_TOKENS) * stream.request.num_choices
         self._call: EngineCall | None = None
         self._status = 0
@@ -221,7 +222,7 @@ class EngineExchange:
             return partial(self._on_error, chunk.error, message)
         if chunk.usage is not None:
             self._usage = chunk.usage
-        found = self._tokens_of(chunk)
+        found = self._new_tokens_of(chunk)
         if len(stream.token_ids) + len(token_ids) + len(found) > self._most_tokens:
             return self._on_excess
         token_ids += found
@@ -264,6 +265,19 @@ class EngineExchange:
                 found += [NO_TOKEN] * count
             else:
                 found += choice.token_ids
+        return found
+
+    def _new_tokens_of(self, chunk: EngineChunk) -> list[int]:
+        """The same, without those that the answer has already; the stream knows then what text there is of them."""
+        stream, found = self.stream, self._tokens_of(chunk)
+        num_tokens = len(found)
+        if self._num_again and found:
+            came, found = found[: self._num_again], found[self._num_again :]
+            self._num_again -= len(came)
+            stream.again(came, self._num_again)
+        has_text = any(choice.has_text for choice in chunk.choices)
+        if num_tokens or has_text:
+            stream.note_chunk(num_tokens, len(found), self._num_again, has_text=has_text)
         return found
 
     def _on_excess(self) -> None:
@@ -438,6 +452,7 @@ def fields_of(stream: RelayStream, model: str, changes: Mapping[str, Any]) -> Re
     request = stream.request
     if stream.num_tokens:
         assert stream.prompt_ids is not None
-        fields = request.continuation_fields(model, stream.prompt_ids, stream.token_ids)
+        known = stream.token_ids[: len(stream.token_ids) - stream.num_textless]
+        fields = request.continuation_fields(model, stream.prompt_ids, known)
         return RequestFields(COMPLETION_PATH, fields, resumes=True)
     return RequestFields(request.path, request.engine_fields(model, changes), resumes=False)

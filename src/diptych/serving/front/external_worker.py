@@ -16,7 +16,6 @@ from dataclasses import asdict
 from typing import Any
 
 from diptych.control.commands import AskKVSnapshot, Drop, Prefill, Release, Reserve, Serve, WorkerCommand
-from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ErrorRecord, WorkerError
 from diptych.control.events import Event, HandoffReleased, RequestAdmitted, RequestFinished, StepFinished
 from diptych.control.request import FinishReason
@@ -25,7 +24,7 @@ from diptych.control.step import StepFeatures, StepTokens
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState
 from diptych.serving.front.adapters import ADAPTERS
-from diptych.serving.front.capabilities import EngineFacts, EngineNotReadyError, HandoffKind
+from diptych.serving.front.capabilities import UNKNOWN_BLOCKS, EngineFacts, EngineNotReadyError, HandoffKind
 from diptych.serving.front.engine_cache import EngineCache
 from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
 from diptych.serving.front.engine_exchange import EngineExchange, RequestFields, fields_of
@@ -38,6 +37,7 @@ from diptych.serving.front.relay_request import RelayRequest
 from diptych.serving.front.relay_stream import RelayStream
 from diptych.serving.front.reply_chunks import EngineUsage
 from diptych.serving.front.step_feed import StepWatch
+from diptych.serving.front.text_boundary import TextBoundaries
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import (
     FrontendMessage,
@@ -54,9 +54,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
 ALIVE_S = 2.0  # for a sign of life
-UNKNOWN_BLOCKS = 1 << 16  # of an engine that does not say how large its KV cache is
 MAX_ENGINE_BLOCKS = 1 << 20  # of which events are kept, of such an engine
-MAX_SEQS = 4096
 STALE_PROBES = 4
 
 
@@ -103,6 +101,7 @@ class ExternalWorker:
         self.cache = EngineCache(options, spec, clock)
         self.steps = StepWatch(spec.step_events, self._on_step, clock)
         self.handoffs = HandoffPort(self)
+        self._boundaries = TextBoundaries(self)
         self._pages = EnginePages()
 
     # -- WorkerPort ---------------------------------------------------------------------------------------------------
@@ -120,7 +119,7 @@ class ExternalWorker:
         """See WorkerPort."""
         if isinstance(message, Orders) and self.state is WorkerState.READY:
             for order in message.orders:
-                self._obey(unpack_command(order.command))
+                self.obey(unpack_command(order.command))
 
     def pulse(self) -> Pulse | None:
         """None: an engine is asked for a sign of life, and stamps no file here."""
@@ -205,7 +204,7 @@ class ExternalWorker:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._begin(facts)
-        message = self._ready_message(facts)
+        message = facts.ready(self.spec.url, self._options.block_size)
         if facts.degraded:
             logger.warning("%s lacks: %s", self.name, "; ".join(facts.degraded))
         self._listener.on_message(self.number, message)
@@ -228,26 +227,7 @@ class ExternalWorker:
     @property
     def num_blocks(self) -> int:
         """Of its KV cache, in blocks of ours."""
-        facts = self.facts
-        if facts is None or not facts.num_blocks:
-            return UNKNOWN_BLOCKS
-        return max(1, facts.num_blocks * max(1, facts.block_size) // self._options.block_size)
-
-    def _ready_message(self, facts: EngineFacts) -> Ready:
-        num_tokens = self.num_blocks * self._options.block_size
-        return Ready(
-            0,
-            facts.max_model_len or num_tokens,
-            num_tokens,
-            MAX_SEQS,
-            MAX_SEQS,
-            [],
-            facts.description,
-            address=self.spec.url,
-            num_blocks=self.num_blocks,
-            block_size=self._options.block_size,
-            share=ComputeShare(),
-        )
+        return UNKNOWN_BLOCKS if self.facts is None else self.facts.num_blocks_of(self._options.block_size)
 
     async def _watch(self) -> None:
         """Look after it while it serves; returns when it is lost, and has told the fleet."""
@@ -331,6 +311,7 @@ class ExternalWorker:
         for exchange in list(self.exchanges.values()):
             exchange.cancel()
         self.handoffs.drop_all()
+        self._boundaries.drop_all()
         self._suspects.clear()
 
     def _new_pool(self) -> ConnectionPool:
@@ -347,7 +328,10 @@ class ExternalWorker:
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
-    def _obey(self, command: WorkerCommand) -> None:
+    def obey(self, command: WorkerCommand) -> None:
+        """Carry it out, now or when it is known where the text of its answer ends (see BoundaryOwner)."""
+        if self._boundaries.awaits(command, self._relay_of):
+            return
         match command:
             case Serve():
                 self._serve(command)
@@ -386,6 +370,7 @@ class ExternalWorker:
         if exchange is not None:
             exchange.cancel()
         self.handoffs.drop(command.attempt_id)
+        self._boundaries.drop(command.attempt_id)
         self._suspects.pop(command.attempt_id, None)
         self.report([HandoffReleased(self.clock(), command.attempt_id)])
 
@@ -465,9 +450,18 @@ class ExternalWorker:
 
     def on_lost(self, exchange: EngineExchange, words: str) -> None:
         """See ExchangeOwner."""
-        logger.warning("%s: request %s broke off: %s", self.name, exchange.attempt_id, words)
-        self._suspects[exchange.attempt_id] = words
+        self.on_silent(exchange.attempt_id, words)
+
+    def on_silent(self, attempt_id: str, words: str) -> None:
+        """See BoundaryOwner."""
+        logger.warning("%s: request %s broke off: %s", self.name, attempt_id, words)
+        self._suspects[attempt_id] = words
         self._check_soon()
+
+    async def text_of(self, token_ids: Sequence[int]) -> str | None:
+        """See BoundaryOwner."""
+        assert self.facts is not None
+        return await self._adapter.text_of(self.pool, token_ids, self.facts.model)
 
     def on_refused(self, exchange: EngineExchange, status: int) -> bool:
         """See ExchangeOwner. Each engine is asked once."""

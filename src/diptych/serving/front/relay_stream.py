@@ -77,7 +77,11 @@ class RelayStream(AnswerStream):
     as the engine counted them (0: it has not yet). hashes: of its blocks. prompt_ids: of its prompt, where an engine
     named them. is_exact: whether all tokens so far are known. refusal: an engine's reply to pass on as it is.
     served_by: the engine that gave the first byte. refused_by: workers that did not want the request now. on_read:
-    called when the client has taken what was too much."""
+    called when the client has taken what was too much.
+
+    Some last tokens may be a part of a character: an engine keeps their text until it is whole, and one that begins
+    after them would lose it, or repeat its prompt. num_textless: how many have given the client no text yet, at least;
+    most_textless: at most, for an engine does not say which of the tokens of a chunk its text is of."""
 
     __slots__ = (
         "_data",
@@ -85,8 +89,10 @@ class RelayStream(AnswerStream):
         "first_chunk",
         "hashes",
         "is_exact",
+        "most_textless",
         "num_estimated_tokens",
         "num_said_tokens",
+        "num_textless",
         "on_read",
         "prompt_ids",
         "refusal",
@@ -113,6 +119,7 @@ class RelayStream(AnswerStream):
         self.prompt_ids: list[int] | None = list(request.token_ids) if request.token_ids is not None else None
         self.is_exact = True
         self.refusal: EngineRefusal | None = None
+        self.num_textless = self.most_textless = 0
         self.served_by = ""
         self.refused_by: set[int] = set()
         self.first_chunk: tuple[str, int, str] | None = None  # id, created and model, as the client knows them
@@ -136,6 +143,26 @@ class RelayStream(AnswerStream):
     def is_full(self) -> bool:
         """Whether the client has left too much unread."""
         return self._num_unread > UNREAD_BYTES
+
+    def note_chunk(self, num_tokens: int, num_new: int, num_left: int, *, has_text: bool) -> None:
+        """A chunk came with so many tokens. num_new: of these, how many the answer did not have yet. num_left: how many
+        it has that have yet to come again (see ``again``)."""
+        if has_text:
+            self.num_textless = num_left
+            self.most_textless = num_left + max(0, num_tokens - 1)
+        else:
+            self.num_textless += num_new
+            self.most_textless += num_new
+
+    def again(self, token_ids: list[int], num_left: int) -> None:
+        """Tokens without text came again, from another engine, which may have chosen others. num_left: how many have
+        yet to come after them."""
+        end = len(self.token_ids) - num_left
+        self.token_ids[end - len(token_ids) : end] = token_ids
+
+    def has_text_up_to(self, num_textless: int) -> None:
+        """It was found out how many of the last tokens have given the client no text."""
+        self.num_textless = self.most_textless = num_textless
 
     def add(self, data: bytes) -> None:
         """What the client gets next. (The tokens in it come by ``push``.)"""

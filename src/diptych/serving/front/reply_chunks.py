@@ -104,12 +104,17 @@ class ChunkChoice(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
     @property
+    def has_text(self) -> bool:
+        """Whether it adds text to the answer."""
+        return bool(self.text or (self.delta is not None and self.delta.content))
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that it brings: counted where the engine names them, else one for a chunk with content, and for one
         with an empty text, which is a part of a character; not for one that only begins the answer, or ends it."""
         if self.token_ids is not None:
             return len(self.token_ids)
-        if self.text or (self.delta is not None and (self.delta.content or not self.delta.is_plain)):
+        if self.has_text or (self.delta is not None and not self.delta.is_plain):
             return 1
         if self.finish_reason is not None:
             return 0

@@ -4,6 +4,7 @@
 the longest common beginning.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -86,6 +87,10 @@ class LlamaCppAdapter:
         except (ReplyTooLongError, msgspec.DecodeError, AttributeError):
             return None
         return await self._tokens(pool, prompt) if isinstance(prompt, str) else None
+
+    async def text_of(self, pool: ConnectionPool, token_ids: Sequence[int], model: str) -> str | None:
+        """See EngineAdapter. It names none."""
+        return None
 
     @staticmethod
     async def _tokens(pool: ConnectionPool, content: Any) -> tuple[int, ...] | None:

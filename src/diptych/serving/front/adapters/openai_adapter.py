@@ -3,6 +3,7 @@
 It is placed by its own requests alone, and its cache is assumed from what it was sent.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from diptych.serving.front.adapters.openai_parts import first_model, real_token, usage_wanted
@@ -35,4 +36,8 @@ class OpenAIAdapter:
 
     async def tokenize(self, pool: ConnectionPool, request: RelayRequest, model: str) -> tuple[int, ...] | None:
         """See EngineAdapter."""
+        return None
+
+    async def text_of(self, pool: ConnectionPool, token_ids: Sequence[int], model: str) -> str | None:
+        """See EngineAdapter. It names none."""
         return None

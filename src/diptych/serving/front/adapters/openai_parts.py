@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ from diptych.serving.front.reply_chunks import error_message
 LOOK_S = 20.0  # that an engine may take for one token, when it is asked for a sign of life
 TOKENIZE_S = 10.0
 TOKENS_LIMIT = 64 << 20
+Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 
 async def get_json(pool: ConnectionPool, path: str) -> Any:
@@ -115,8 +116,27 @@ class GaugePage:
         return gauges_of(values) if values else None
 
 
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class _Text(msgspec.Struct):
+    prompt: str
+
+
 async def post_tokens(pool: ConnectionPool, path: str, fields: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The tokens of a reply {"tokens": [...]}; None where the engine refuses. Raises ConnectionError, TimeoutError."""
+    found = await _post(pool, path, fields, _Tokens)
+    return None if found is None else tuple(found.tokens)
+
+
+async def post_text(pool: ConnectionPool, path: str, fields: Mapping[str, Any]) -> str | None:
+    """The text of a reply {"prompt": "..."}; None where the engine refuses. Raises ConnectionError, TimeoutError."""
+    found = await _post(pool, path, fields, _Text)
+    return None if found is None else found.prompt
+
+
+async def _post(pool: ConnectionPool, path: str, fields: Mapping[str, Any], kind: type[Reply]) -> Reply | None:
     try:
         status, body = await ask(pool, "POST", path, encode_json(fields), timeout_s=TOKENIZE_S, limit=TOKENS_LIMIT)
     except ReplyTooLongError:
@@ -124,10 +144,6 @@ async def post_tokens(pool: ConnectionPool, path: str, fields: Mapping[str, Any]
     if status != 200:
         return None
     try:
-        return tuple(msgspec.json.decode(body, type=_Tokens).tokens)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-
-
-class _Tokens(msgspec.Struct):
-    tokens: list[int]

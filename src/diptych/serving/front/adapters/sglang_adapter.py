@@ -6,6 +6,7 @@ CPUs, so that only servers that speak its protocol were run here.
 stream that it loses cannot be continued.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from diptych.serving.front.adapters.openai_parts import (
@@ -86,4 +87,8 @@ class SGLangAdapter:
         """See EngineAdapter. Of text only: it has no endpoint for its chat template."""
         if request.path == COMPLETION_PATH and request.prompt.startswith(b'"'):
             return await post_tokens(pool, "/tokenize", {"model": model, "prompt": request.body.prompt})
+        return None
+
+    async def text_of(self, pool: ConnectionPool, token_ids: Sequence[int], model: str) -> str | None:
+        """See EngineAdapter. It names none."""
         return None

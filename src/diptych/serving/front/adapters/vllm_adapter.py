@@ -6,7 +6,7 @@ connection, which every version understands.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diptych.serving.front.adapters.openai_parts import (
@@ -14,6 +14,7 @@ from diptych.serving.front.adapters.openai_parts import (
     GaugePage,
     first_model,
     get_fields,
+    post_text,
     post_tokens,
     real_token,
     usage_wanted,
@@ -115,6 +116,10 @@ class VLLMAdapter:
             special = {name: request.fields[name] for name in ("add_special_tokens",) if name in request.fields}
             return await self._tokens(pool, {"model": model, "prompt": request.body.prompt, **special})
         return None
+
+    async def text_of(self, pool: ConnectionPool, token_ids: Sequence[int], model: str) -> str | None:
+        """See EngineAdapter."""
+        return await post_text(pool, "/detokenize", {"model": model, "tokens": list(token_ids)})
 
     @staticmethod
     async def _tokens(pool: ConnectionPool, fields: dict[str, Any]) -> tuple[int, ...] | None:
