@@ -145,7 +145,7 @@ class Case:
     """One thing that is wrong. expected: causes that count as right, none for a healthy server. options: of ``diptych
     serve`` (vllm: of vLLM; None: it is not injected there), in which ``{kv}`` stands for the bytes of ``kv_tokens``
     tokens. beside: runs during the load. factors: see FACTORS. lasts: times as long, where the diagnosis itself takes
-    longer to start."""
+    longer to start, or a load that ended would look like another."""
 
     expected: tuple[str, ...]
     options: str = ""
@@ -257,7 +257,7 @@ CASES = {
     ),
     "busy-cores": Case(("oversubscribed_cores",), load=Load(streams=1.5), vllm="", beside=busy_cores, lasts=2.5),
     "batch-flood": Case(("batch_flood",), load=Load(streams=1.5, flood_s=12), vllm=""),
-    "capacity": Case(("capacity", "decode_batch"), load=Load(use=2, prompt=600), vllm=""),
+    "capacity": Case(("capacity", "decode_batch"), load=Load(use=2, prompt=600), vllm="", lasts=1.5),
 }  # fmt: skip
 
 

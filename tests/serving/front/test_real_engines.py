@@ -187,6 +187,31 @@ async def test_steps_of_the_engine_are_on_the_timeline(kind: str) -> None:
         assert feed.num_missed == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_streams_that_move_at_any_token_keep_their_text(kind: str) -> None:
+    """Also within a character: a model with random weights gives hardly anything but parts of characters."""
+    specs = specs_of(kind)
+    if len(specs) < 2:
+        pytest.skip("needs two engines of a kind")
+    async with over(specs) as client:
+        engines, changes = client.front.external.engines, client.front.fleet.changes
+        if not all(engine.facts and engine.facts.capabilities.tokens_out for engine in engines):
+            pytest.skip("does not name its tokens")
+        bodies = [body_of(client, [100 + number] * 60, max_tokens=200, ignore_eos=True) for number in range(8)]
+        expected = [await direct(specs[0], "/v1/completions", body) for body in bodies]
+        tasks = [asyncio.create_task(client.post("/v1/completions", body)) for body in bodies]
+        drained = 0
+        while not all(task.done() for task in tasks):
+            changes.drain(drained)
+            await asyncio.sleep(0.1)
+            changes.use_again(drained)
+            drained = (drained + 1) % len(specs)
+        answers = [await task for task in tasks]
+        print(f"{client.front.fleet.core.counts} in {len(answers)} streams")
+        assert [answer.text for answer in answers] == [right.text for right in expected]
+        await client.idle()
+
+
 @pytest.mark.skipif(not PID, reason="DIPTYCH_REAL_ENGINE_PID names no process")
 async def test_streams_of_an_engine_that_is_killed_go_on_at_another_where_its_tokens_are_known() -> None:
     specs = specs_of(SPECS[-1].kind)

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 RECEIVE_LIMIT = 100_000  # messages that wait in the socket
 REPLAY_S = 2.0  # that the engine may take for the next batch of a replay
+FIRST_CHECK_S, CHECK_S, LONGEST_CHECK_S = 0.1, 2.0, 60.0  # without a batch, until it is asked whether one was missed
 END_OF_REPLAY = -1
 IGNORED_TOPICS = (b"load",)
 FULL_ATTENTION = (None, "full_attention", "mla_attention", "sink_full_attention")
@@ -112,6 +113,7 @@ class KVEventReader:
         self._replay = replay
         self._on_change = on_change
         self._has_warned = False
+        self._is_mute = False  # the engine repeats nothing, and that was said
 
     async def run(self) -> None:
         """For ever; cancel it."""
@@ -126,7 +128,13 @@ class KVEventReader:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.connect(self._address)
             await self._take(self.source.on_connected(), context)
+            pause_s = FIRST_CHECK_S
             while True:
+                if not await socket.poll(1000 * pause_s):
+                    # Batches may have come while the connection was not there yet, or was lost and made again.
+                    is_answered = await self._take(self.source.on_connected(), context)
+                    pause_s = CHECK_S if is_answered else min(2 * max(pause_s, CHECK_S), LONGEST_CHECK_S)
+                    continue
                 frames = await socket.recv_multipart()
                 if len(frames) >= 2 and not (len(frames) > 2 and frames[0] in IGNORED_TOPICS):
                     await self._take(self._on_frames(frames, self.source.on_batch), context)
@@ -148,14 +156,17 @@ class KVEventReader:
                 self._has_warned = True
             return self.source.on_lost()
 
-    async def _take(self, change: SourceChange, context: Any) -> None:
+    async def _take(self, change: SourceChange, context: Any) -> bool:
+        """Returns whether the engine has repeated what it was asked for."""
         self._on_change(change)
-        if change.replay_from is not None:
-            await self._ask_again(change.replay_from, context)
-            self._on_change(self.source.on_replay_end())
+        if change.replay_from is None:
+            return False
+        is_answered = await self._ask_again(change.replay_from, context)
+        self._on_change(self.source.on_replay_end())
+        return is_answered
 
-    async def _ask_again(self, number: int, context: Any) -> None:
-        """Have the batches from this number on repeated, as far as the engine has them."""
+    async def _ask_again(self, number: int, context: Any) -> bool:
+        """Have the batches from this number on repeated, as far as the engine has them. Returns whether it did."""
         import zmq
 
         socket = context.socket(zmq.DEALER)
@@ -167,9 +178,12 @@ class KVEventReader:
                 async with asyncio.timeout(REPLAY_S):
                     frames = await socket.recv_multipart()
                 if len(frames) < 2 or frames[-2] == END_OF_REPLAY.to_bytes(8, "big", signed=True):
-                    return
+                    return True
                 self._on_change(self._on_frames(frames, self.source.on_replayed))
         except TimeoutError:
-            logger.warning("KV events of %s: %s repeats nothing", self._address, self._replay)
+            if not self._is_mute:
+                logger.warning("KV events of %s: %s repeats nothing", self._address, self._replay)
+            self._is_mute = True
+            return False
         finally:
             socket.close()
