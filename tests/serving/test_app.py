@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from diptych.control.errors import DiptychError
 from diptych.control.events import RequestAdmitted
+from diptych.control.misses.prefix_miss import MissReason
 from diptych.serving.api import protocol
 from diptych.serving.api.app import build_app
 from diptych.serving.api.middleware import tenant_of
@@ -345,6 +347,30 @@ async def test_misses_are_listed_and_their_texts_only_for_the_administrator() ->
     metrics = (await call("GET", "/metrics", llm=explaining())).text
     assert 'diptych:prefix_miss_requests_total{model_name="fake",reason="never_seen"} 1.0' in metrics
     assert 'diptych:prefill_tokens_by_cause_total{cause="new",model_name="fake"} 100.0' in metrics
+
+
+async def test_the_holder_of_one_of_several_keys_sees_the_misses_of_its_own_requests_alone() -> None:
+    llm = explaining()
+    watch = llm.fleet.misses
+    assert watch is not None
+    mine, yours = tenant_of("mine"), tenant_of("yours")
+    [first] = watch.recent
+    of_mine = replace(
+        first.miss, tenant=mine, reason=MissReason.DIFFERS, first_token=75, num_seen_tokens=75, block_size=32,
+        nearest="theirs", nearest_tenant=yours, evicted_for="theirs",
+    )  # fmt: skip
+    watch.recent.append(ExplainedMiss(of_mine, None))
+    watch.recent.append(ExplainedMiss(replace(first.miss, tenant=yours, request_id="theirs"), None))
+    keys: dict[str, Any] = {"api_keys": ("mine", "yours"), "admin_key": "admin"}
+    reply = await call("GET", "/cache/misses", llm=llm, headers={"authorization": "Bearer mine"}, **keys)
+    found = reply.json()
+    assert [(miss["request_id"], miss["first_token"], miss["seen_tokens"]) for miss in found["recent"]] == [
+        (of_mine.request_id, 64, 64)
+    ]
+    assert (found["computed"], found["reasons"], found["places"]) == ({}, {}, [])
+    assert "theirs" not in reply.text and yours not in reply.text
+    reply = await call("GET", "/admin/cache/misses", llm=llm, headers={"authorization": "Bearer admin"}, **keys)
+    assert len(reply.json()["recent"]) == 3 and "theirs" in reply.text
 
 
 async def test_a_server_that_explains_no_misses_says_how_to_start_it() -> None:

@@ -236,7 +236,7 @@ def build_app(
     add_ui_routes(app, llm, model_name, ERRORS, has_admin_key=admin_key is not None)
     add_settings_routes(app, llm, model_name, ERRORS)
     add_admin_routes(app, llm, ERRORS)
-    add_miss_routes(app, llm.fleet, ERRORS)
+    add_miss_routes(app, llm.fleet, ERRORS, has_tenants=len(set(api_keys)) > 1)
     app.add_middleware(NativePanics)
     serve_lines(app, batches, llm, lambda: (model_name,), LINE_ENDPOINTS, workers_give_way=True)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches))

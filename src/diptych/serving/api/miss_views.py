@@ -5,6 +5,7 @@ client learns about conversations of its own key: else it could guess the prompt
 others it learns what ``cached_tokens`` says anyway.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,6 +17,7 @@ from diptych.serving.misses.difference import TextDifference
 from diptych.serving.misses.miss_watch import ExplainedMiss, MissWatch
 
 MAX_SHOWN_PLACES = 10
+_OWN_ONLY = "The latest misses of this API key; those of all keys are at /admin/cache/misses."
 _OF_CONVERSATIONS = (MissReason.DIFFERS, MissReason.NEVER_SEEN, MissReason.OTHER_SALT)
 _OF_TEXTS = (MissReason.DIFFERS, MissReason.OTHER_SALT, REPEATED, ROUNDING)
 _WORDS = {
@@ -111,10 +113,12 @@ class MissesReply(BaseModel):
 
 def client_view(miss: PrefixMiss | None) -> dict[str, Any] | None:
     """What the client of the request may know."""
-    if miss is None:
-        return None
-    if miss.nearest_tenant == miss.tenant or not miss.nearest:
-        return _exact(miss).model_dump(mode="json")
+    return None if miss is None else _for_client(miss).model_dump(mode="json")
+
+
+def _for_client(miss: PrefixMiss) -> PrefixMissReply:
+    if _is_of_own_key(miss):
+        return _exact(miss)
     computed = {cause: count for cause, count in miss.spent if cause not in (*_OF_TEXTS, NEW)}
     rest = sum(count for cause, count in miss.spent if cause in (*_OF_TEXTS, NEW))
     seen = miss.num_seen_tokens // miss.block_size * miss.block_size
@@ -124,7 +128,26 @@ def client_view(miss: PrefixMiss | None) -> dict[str, Any] | None:
         first_token=seen if is_of_others else miss.first_token,
         seen_tokens=seen,
         computed=computed | ({NEW: rest} if rest else {}),
-    ).model_dump(mode="json")
+    )
+
+
+def _is_of_own_key(miss: PrefixMiss) -> bool:
+    """Whether it tells nothing of the conversations of other keys."""
+    return miss.nearest_tenant == miss.tenant or not miss.nearest
+
+
+def tenants_reply(watch: MissWatch, limit: int, tenant: str) -> MissesReply:
+    """What the holder of one of several API keys may know: the latest misses of its own requests, each as in their
+    usage. Sums over all requests would tell of each request by their difference: they are left out."""
+    whole = misses_reply(watch, limit=0, with_text=False)
+    own = [explained.miss for explained in watch.recent if explained.miss.tenant == tenant][::-1][:limit]
+    recent = []
+    for miss in own:
+        known = miss if _is_of_own_key(miss) else replace(miss, nearest="", evicted_for="")
+        recent.append(_explained(ExplainedMiss(known, None), watch.now_ns, with_text=False, shown=_for_client(miss)))
+    return whole.model_copy(
+        update={"reasons": {}, "computed": {}, "words": [_OWN_ONLY], "places": [], "recent": recent}
+    )
 
 
 def misses_reply(watch: MissWatch, limit: int, *, with_text: bool) -> MissesReply:
@@ -165,10 +188,12 @@ def _exact(miss: PrefixMiss) -> PrefixMissReply:
     )
 
 
-def _explained(explained: ExplainedMiss, now_ns: int, *, with_text: bool) -> ExplainedMissReply:
+def _explained(
+    explained: ExplainedMiss, now_ns: int, *, with_text: bool, shown: PrefixMissReply | None = None
+) -> ExplainedMissReply:
     miss = explained.miss
     return ExplainedMissReply(
-        **_exact(miss).model_dump(),
+        **(shown or _exact(miss)).model_dump(),
         request_id=miss.request_id,
         tenant=miss.tenant,
         age_s=(now_ns - miss.time_ns) / NS_PER_S,
