@@ -5,8 +5,9 @@ Reading is diptych.diagnosis.adapters, deciding is diptych.diagnosis; here are t
 
 import json
 import shlex
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,16 +52,18 @@ def diagnose(
         if window <= 0 or (range_s is not None and range_s <= 0):
             raise ConfigError("window and range are seconds; they must be more than 0", param="window")
         objectives = None if slo is None else parse_objectives(slo)
-        watched = [_Watched(reader_for(source, api_key, window, range_s)) for source in sources]
+        watched = [_Watched(source, lambda one=source: reader_for(one, api_key, window, range_s)) for source in sources]
         while True:
             begun_s = time.process_time()
-            found = [source.diagnose(objectives, with_advice=advice) for source in watched]
-            if as_json:
+            found = _diagnosed(watched, objectives, with_advice=advice, goes_on=watch)
+            if not found:
+                pass
+            elif as_json:
                 _print_json(found)
             else:
                 for each in found:
                     _show(each)
-            if report is not None:
+            if report is not None and found:
                 from diptych.diagnosis.diagnosis_page import render
 
                 page = render(found[0].diagnosis, found[0].advice, shlex.join(["diptych", "diagnose", *sources]))
@@ -94,10 +97,13 @@ def reader_for(source: str, key: str | None, window_s: float = WINDOW_S, range_s
 
 
 class _Watched:
-    """A source that is diagnosed again and again. Advice is simulated again only when other causes are named."""
+    """A source that is diagnosed again and again. reader: finds out what answers there, when it first does. Advice is
+    simulated again only when other causes are named."""
 
-    def __init__(self, reader: "Reader") -> None:
-        self._reader = reader
+    def __init__(self, name: str, reader: Callable[[], "Reader"]) -> None:
+        self.name = name
+        self._find_reader = reader
+        self._reader: Reader | None = None
         self._causes: list[str] = []
         self._advice: Sequence[Advice] = ()
 
@@ -105,11 +111,29 @@ class _Watched:
         from diptych.diagnosis.diagnosis import diagnose
         from diptych.diagnosis.engine_advice import advise
 
+        if self._reader is None:
+            self._reader = self._find_reader()
         found = diagnose(self._reader.observe(), slo)
         causes = [cause.name for cause in found.causes]
         if with_advice and causes != self._causes:
             self._causes, self._advice = causes, advise(found)
         return _Diagnosed(found, self._advice)
+
+
+def _diagnosed(watched: Sequence[_Watched], slo: "Slo | None", *, with_advice: bool, goes_on: bool) -> list[_Diagnosed]:
+    """Of all sources that can be read; of the others it is said why they cannot. Raises ConfigError when none can be
+    read, unless they are read again."""
+    found, why = [], None
+    for source in watched:
+        try:
+            found.append(source.diagnose(slo, with_advice=with_advice))
+        except ConfigError as error:
+            why = error
+            if goes_on or len(watched) > 1:
+                print(f"{source.name}: {error}", file=sys.stderr)
+    if why is not None and not (found or goes_on):
+        raise why
+    return found
 
 
 def _show(found: _Diagnosed) -> None:

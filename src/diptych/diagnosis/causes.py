@@ -17,6 +17,7 @@ Lost = tuple[defaultdict[str, float], defaultdict[str, float]]  # by cause: befo
 
 UNAVOIDABLE: Final = "unavoidable"
 FULL_KV = 0.85  # share of the KV cache from which it limits
+PREEMPTED = 0.02  # per request, from which memory is full
 BUSY, NOT_BUSY = 0.9, 0.6  # shares of a worker's time
 WAITS_FOR_CORES = 0.3  # share of a thread's time without a core
 SLOW, VERY_SLOW = 0.3, 0.5  # share of the step time that the model does not explain (the second: if waits are known)
@@ -54,7 +55,7 @@ class Evidence:
 def evidence_of(observation: Observation) -> Evidence:
     """The decisions, by the thresholds above. A signal that is not known decides nothing."""
     known = observation.signals.get
-    requests, waiting = known("requests", 0.0), known("waiting", 0.0)
+    waiting = known("waiting", 0.0)
     idle_prefill = known("busy_prefill", 1.0) < NOT_BUSY
     idle_decode = known("busy_decode", 1.0) < NOT_BUSY
     batch_share = known("batch_share", 0.0)
@@ -68,7 +69,7 @@ def evidence_of(observation: Observation) -> Evidence:
         lacks_cores=core_wait > 0 or known("slow_share", 0.0) >= too_slow,
         core_wait=core_wait,
         is_saturated=known("busy", 0.0) >= BUSY and waiting >= 1.0,
-        kv_is_full=known("kv_usage_max", 0.0) >= FULL_KV or known("preemptions", 0.0) * requests >= 1,
+        kv_is_full=known("kv_usage_max", 0.0) >= FULL_KV or known("preemptions", 0.0) >= PREEMPTED,
         prefill_pool_limits=known("busy_prefill", 0.0) >= BUSY and idle_decode,
         decode_pool_limits=known("busy_decode", 0.0) >= BUSY and idle_prefill,
         is_cold=known("worker_age_s", YOUNG_S) < YOUNG_S and late - early >= DISTINCT,
@@ -207,7 +208,7 @@ def lost_to_of_means(observation: Observation, evidence: Evidence) -> Lost:
     if itl is not None:
         tokens = max(0.0, known("output_mean", 1.0) - 1)
         stalls = itl.parts_s.get("stalls", 0.0) * tokens
-        preempted = known("preemptions", 0.0) > 0.02
+        preempted = known("preemptions", 0.0) > PREEMPTED
         after["kv_cache_full" if preempted else _stall_cause(observation, evidence)] += stalls
         floor, rest = itl.parts_s.get("decode_floor", 0.0) * tokens, itl.parts_s.get("rest", 0.0) * tokens
         after["oversubscribed_cores"] += floor * (1 - free)

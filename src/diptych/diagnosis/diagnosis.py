@@ -72,9 +72,19 @@ class Diagnosis:
             return f"Only {self.num_requests} requests ended in the window; at least {FEWEST} are needed."
         if self.verdict == "healthy":
             return "Nothing limits this server now: its requests meet their objectives."
+        if self.observation.num_unserved and self.verdict == "limited":
+            number = self.observation.num_unserved
+            total = self.num_requests + number
+            return f"{number} of {total} requests got no answer (refused, failed or given up). {self._first_cause}"
+        return self._first_cause
+
+    @property
+    def _first_cause(self) -> str:
         if not self.causes:
             if self.verdict == "no objective":
                 return "No part of the latencies stands out; give an objective (--slo) to judge them."
+            if not self.miss_share or self.miss_share <= MISSES:
+                return "Those that were served met their objectives; the server's log says why the others were not."
             return "Objectives are missed, and no cause stands out of the noise."
         first = self.causes[0]
         head = f"{_capital(first.row.symptom)}: {first.name.replace('_', ' ')}"
@@ -91,7 +101,7 @@ def diagnose(observation: Observation, slo: Slo | None = None) -> Diagnosis:
     evidence = evidence_of(observation)
     found = _of_requests(observation, evidence) if observation.is_exact else _of_means(observation, evidence)
     causes = _named(observation, found)
-    verdict = _verdict(found, causes)
+    verdict = _verdict(found, causes, observation.num_unserved)
     shown = causes if verdict in ("limited", "no objective") else ()
     return Diagnosis(
         observation,
@@ -181,7 +191,8 @@ def _of_means(observation: Observation, evidence: Evidence) -> _Found:
     """Of an engine that exports sums: one mean request; misses from the histograms."""
     before, after = lost_to_of_means(observation, evidence)
     count = int(observation.signals.get("requests", 0.0))
-    share = observation.ttft.half_s / observation.ttft.measured_s if observation.ttft and count > 1 else 1.0
+    ttft = observation.ttft
+    share = ttft.half_s / ttft.measured_s if ttft is not None and ttft.measured_s and count > 1 else 1.0
     seconds = {
         cause: (before[cause] + after[cause], (before[cause] + after[cause]) * share) for cause in {*before, *after}
     }
@@ -280,7 +291,10 @@ def _cause(observation: Observation, found: _Found, name: str, seconds: Interval
     )
 
 
-def _verdict(found: _Found, causes: Sequence[Cause]) -> Verdict:
+def _verdict(found: _Found, causes: Sequence[Cause], num_unserved: int) -> Verdict:
+    total = found.num_requests + num_unserved
+    if total >= FEWEST and num_unserved >= 2 and num_unserved > MISSES * total:
+        return "limited"
     if found.num_requests < FEWEST:
         return "too few requests"
     if any(cause.name == "slow_client" for cause in causes):

@@ -31,6 +31,7 @@ def as_json(diagnosis: Diagnosis, advice: Sequence[Advice]) -> dict[str, Any]:
             "tpot_ms": None if slo.tpot_ns is None else slo.tpot_ns / NS_PER_MS,
         },
         "num_requests": diagnosis.num_requests,
+        "num_unserved": observation.num_unserved,
         "miss_share": diagnosis.miss_share,
         "unavoidable_seconds": diagnosis.unavoidable_s,
         "causes": [

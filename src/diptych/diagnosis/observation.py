@@ -23,6 +23,7 @@ SIGNALS: Final[Mapping[str, str]] = {
     "requests": "completed requests in the window",
     "rate": "arrivals per second",
     "rejected": "requests refused in the window",
+    "failed": "requests that failed, or whose clients left before the first token",
     "running": "requests in the batch, mean",
     "running_max": "requests in the batch, most",
     "waiting": "requests that wait, mean",
@@ -204,13 +205,21 @@ class Observation:
     unknown: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def num_unserved(self) -> int:
+        """Requests in the window that got no answer."""
+        return round(self.signals.get("failed", 0.0) + self.signals.get("rejected", 0.0))
+
     def signal(self, name: str) -> float | None:
         """One of SIGNALS; None: not known."""
         assert name in SIGNALS, name
         return self.signals.get(name)
 
     def with_objectives(self, slo: Slo) -> "Observation":
-        """The same, with these objectives instead of those that the server and its requests have."""
-        requests = tuple(replace(parts, slo=slo) for parts in self.requests)
+        """The same, with these objectives instead of those that the server and its requests have. Requests of class
+        batch keep theirs, if any: they let all others go first."""
+        requests = tuple(
+            parts if parts.service_class == "batch" else replace(parts, slo=slo) for parts in self.requests
+        )
         arrivals = tuple(replace(arrival, judged=slo) for arrival in self.arrivals)
         return replace(self, slo=slo, requests=requests, arrivals=arrivals)

@@ -52,8 +52,10 @@ class Present:
     measured: tuple[float, float]
 
     @classmethod
-    def of(cls, model: TwinModel, observation: Observation) -> "Present":
-        """Simulate the present server."""
+    def of(cls, model: TwinModel, observation: Observation) -> "Present | None":
+        """Simulate the present server; None where nothing is known of its latencies."""
+        if not model.measured and (observation.ttft is None or observation.itl is None):
+            return None
         if model.measured:
             ttfts, decodes = zip(*model.measured.values(), strict=True)
             measured = fmean(ttfts), fmean(decodes)

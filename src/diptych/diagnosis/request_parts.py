@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from diptych.control.request import FinishReason
 from diptych.control.slo import Slo
 from diptych.diagnosis.step_sums import NUM_USES, StepSums, Sums, Terms, Use, split_step
 from diptych.timeline.records import AnswerRecord, Record, RequestRecord, StepRecord, TransferRecord
@@ -86,6 +87,14 @@ class _Life:
     chunks: list[tuple[int, int, int]] = field(default_factory=list)  # (worker, end of the step, tokens)
     answer: AnswerRecord | None = None
 
+    def has_failed(self, since_ns: int) -> bool:
+        """Whether it ended since then with an error, or without a first token because its client left."""
+        ends = [record for record in self.milestones if record.what == "finished" and record.time_ns >= since_ns]
+        if not ends or ends[-1].detail["reason"] in COMPLETED:
+            return False
+        has_begun = any(record.what == "first_token" for record in self.milestones)
+        return ends[-1].detail["reason"] == FinishReason.ERROR or not has_begun
+
     def ends_after(self, time_ns: int) -> bool:
         """Whether it has ended, and then or later."""
         return any(record.what == "finished" and record.time_ns >= time_ns for record in self.milestones)
@@ -151,6 +160,10 @@ class PartsReader:
         limit = max(LONG_TOKENS, LONG_FACTOR * median(computed.values()))
         return frozenset(request_id for request_id, tokens in computed.items() if tokens >= limit)
 
+    def num_failed(self, since_ns: int) -> int:
+        """Requests that ended since then with an error, or without a first token because their clients left."""
+        return sum(life.has_failed(since_ns) for life in self._lives.values())
+
     def _split(self, request_id: str, life: _Life) -> RequestParts | None:
         """The parts of one request; None when it did not end well, or its beginning is not in the records."""
         milestones = sorted(life.milestones, key=lambda record: record.time_ns)
@@ -172,7 +185,8 @@ class PartsReader:
             slo=self._default,
         )
         if answer is not None:
-            parts.slo = Slo(answer.ttft_slo_ns or None, answer.tpot_slo_ns or None).or_else(self._default)
+            own = Slo(answer.ttft_slo_ns or None, answer.tpot_slo_ns or None)
+            parts.slo = own if answer.service_class == "batch" else own.or_else(self._default)  # the others come first
             parts.num_output_tokens, parts.service_class = answer.num_output_tokens, answer.service_class
             parts.unread_ns, parts.unsent_bytes = answer.unread_ns, answer.unsent_bytes
         self._until_first_token(parts, life, milestones, first)

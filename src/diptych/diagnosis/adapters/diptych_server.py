@@ -4,9 +4,12 @@ The timeline holds the last minute or more, so that nothing needs to be waited f
 """
 
 import json
+from collections import Counter
+from typing import TypeVar
 
 import msgspec
 
+from diptych.control.errors import ConfigError
 from diptych.control.fleet_settings import FleetSettings
 from diptych.diagnosis.adapters.exposition import MetricsPage
 from diptych.diagnosis.adapters.http_get import Site
@@ -24,7 +27,7 @@ from diptych.timeline.records import (
 )
 
 PAGE = 2000  # records a request
-MOST_WORDS = 3  # sentences of /cache/misses
+MOST_WORDS, MOST_MISSES = 3, 256  # sentences and newest misses of /cache/misses
 KINDS = StepRecord | StepBegunRecord | RequestRecord | TransferRecord | WorkerRecord | AnswerRecord
 
 
@@ -36,6 +39,8 @@ class RecordsPage(msgspec.Struct):
 
 
 _page = msgspec.json.Decoder(RecordsPage)
+_settings = msgspec.json.Decoder(FleetSettings)
+Read = TypeVar("Read")
 NO_MISSES = Missing(
     ("prefix_misses", "prefill_queueing"), "which prompt tokens were computed before (--explain-misses)"
 )
@@ -51,12 +56,12 @@ class DiptychReader:
         self._records: list[Record] = []
         self._since = "0"
         self._has_misses = False
-        self._spent: dict[str, int] = {}  # prompt tokens by what they were computed for, at the reading before
+        self._refused: float | None = None  # requests, at the reading before
 
     def observe(self) -> Observation:
         """What was seen until now. Raises ConfigError when the server cannot be read."""
-        settings = msgspec.json.decode(self._site.get("/settings"), type=FleetSettings)
-        metrics = MetricsPage.of_text(self._site.get("/metrics").decode(), self._site.url)
+        settings = self._decoded("/settings", self._site.get("/settings"), _settings)
+        metrics = MetricsPage.of_text(self._site.text("/metrics"), self._site.url)
         self._read_records()
         self._records, since_ns = newest(self._records, self._window_s)
         misses, words = self._misses()
@@ -71,10 +76,19 @@ class DiptychReader:
         )
         return observe(self._records, about, since_ns)
 
+    def _decoded(self, path: str, body: bytes, decoder: "msgspec.json.Decoder[Read]") -> Read:
+        """Raises ConfigError for what another version says in another form."""
+        try:
+            return decoder.decode(body)
+        except msgspec.DecodeError as error:
+            message = f"{self._site.url}{path} cannot be read by this version of diptych: {error}"
+            raise ConfigError(message, param="url") from None
+
     def _read_records(self) -> None:
         """Takes in the records that are new."""
         while True:
-            page = _page.decode(self._site.get("/timeline/records", {"since": self._since, "limit": str(PAGE)}))
+            body = self._site.get("/timeline/records", {"since": self._since, "limit": str(PAGE)})
+            page = self._decoded("/timeline/records", body, _page)
             self._records += [record for record in page.records if not isinstance(record, GapRecord)]
             self._since = page.next
             if len(page.records) < PAGE:
@@ -84,20 +98,23 @@ class DiptychReader:
         """What the timeline does not hold."""
         usage = metrics.largest("diptych:worker_kv_usage_ratio") or 0.0
         refused = metrics.total("diptych:requests_refused_total") or 0.0
-        return {"kv_usage": usage, "kv_usage_max": usage, "rejected": refused}
+        before, self._refused = self._refused, refused
+        gauges = {"kv_usage": usage, "kv_usage_max": usage}
+        return gauges if before is None else {**gauges, "rejected": max(0.0, refused - before)}
 
     def _misses(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """What /cache/misses says, where the server explains them: what prompt tokens were computed for since the
-        reading before (or the start), and its own sentences."""
-        found = self._site.find_json("/cache/misses")
-        spent = found.get("computed") if isinstance(found, dict) else None
-        self._has_misses = isinstance(spent, dict)
-        if not isinstance(spent, dict) or not isinstance(found, dict):
+        """What /cache/misses says, where the server explains them: what the prompt tokens of the window were computed
+        for, and its own sentences."""
+        found = self._site.find_json("/cache/misses", {"limit": str(MOST_MISSES)})
+        recent = found.get("recent") if isinstance(found, dict) else None
+        self._has_misses = isinstance(recent, list)
+        if not isinstance(recent, list) or not isinstance(found, dict):
             return {}, ()
-        new = {cause: count - self._spent.get(cause, 0) for cause, count in spent.items()}
-        is_grown = sum(new.values()) > 0 and min(new.values()) >= 0
-        self._spent = spent
-        return reread_signals(new if is_grown else spent), tuple(map(str, found.get("words", ())))[:MOST_WORDS]
+        spent: Counter[str] = Counter()
+        for miss in recent:
+            if miss["age_s"] <= self._window_s:
+                spent.update(miss["computed"])
+        return reread_signals(spent), tuple(map(str, found.get("words", ())))[:MOST_WORDS]
 
 
 def records_of_file(text: bytes) -> list[Record]:

@@ -5,6 +5,7 @@ the pages at both ends of a range instead.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
@@ -17,12 +18,19 @@ from diptych.diagnosis.adapters.exposition import MetricsPage
 from diptych.diagnosis.adapters.http_get import Site
 from diptych.diagnosis.adapters.llamacpp_metrics import PREFIX, Slots, observe_llamacpp
 from diptych.diagnosis.adapters.local_process import cpu_waits_ns, longest_wait_ns, processes_behind
-from diptych.diagnosis.adapters.metric_names import MetricNames, Scrapes, observe_metrics
+from diptych.diagnosis.adapters.metric_names import (
+    FEWEST_SEEN,
+    MetricNames,
+    Scrapes,
+    num_first_tokens,
+    observe_metrics,
+)
 from diptych.diagnosis.adapters.sglang_metrics import SGLANG
 from diptych.diagnosis.adapters.vllm_metrics import VLLM
 from diptych.diagnosis.observation import Missing, Observation
 
 SCRAPES = 15
+KEPT_ROUNDS = 12
 SETTLE_S = 0.5  # from the last work of ours to the first page
 ENGINES: tuple[MetricNames, ...] = (VLLM, SGLANG, DYNAMO)
 RANGE_STEPS = 30
@@ -42,11 +50,15 @@ def reader_of(site: Site, window_s: float, range_s: float | None = None, *, is_w
     """The reader of whatever answers there. window_s: how long pages are read (Diptych: how far back its timeline
     counts, if ``is_whole``). Raises ConfigError when nothing answers, or nothing that is known."""
     version = site.find_json("/version")
+    if isinstance(version, dict) and isinstance(version.get("engines"), dict):
+        raise ConfigError(
+            f"{site.url} is a front; give the URLs of its engines: {' '.join(version['engines'])}", param="url"
+        )
     if isinstance(version, dict) and "control" in version:
         return DiptychReader(site, window_s if is_whole else max(window_s, 60.0))
-    if range_s is not None or (site.find_json("/api/v1/status/buildinfo") or {}).get("status") == "success":
+    if range_s is not None or _is_prometheus(site):
         return PrometheusReader(site, range_s or 1800.0)
-    page = MetricsPage.of_text(site.get("/metrics").decode(), site.url)
+    page = MetricsPage.of_text(site.text("/metrics"), site.url)
     names = next((names for names in ENGINES if page.has_prefix(names.prefix)), None)
     if names is not None:
         text = str(version.get("version", "")) if isinstance(version, dict) else ""
@@ -58,6 +70,11 @@ def reader_of(site: Site, window_s: float, range_s: float | None = None, *, is_w
         f"{site.url}/metrics has no names of a known engine (diptych:, {known}, {PREFIX}); vLLM needs its statistics"
     )
     raise ConfigError(f"{message} (no --disable-log-stats), SGLang --enable-metrics, llama.cpp --metrics", param="url")
+
+
+def _is_prometheus(site: Site) -> bool:
+    found = site.find_json("/api/v1/status/buildinfo")
+    return isinstance(found, dict) and found.get("status") == "success"
 
 
 def read_pages(site: Site, window_s: float, also: Callable[[], None] = lambda: None) -> Scrapes:
@@ -94,11 +111,20 @@ class MetricsReader:
 
     def __init__(self, site: Site, names: MetricNames, window_s: float, version: str = "") -> None:
         self._site, self._names, self._window_s, self._version = site, names, window_s, version
+        self._before: deque[tuple[float, MetricsPage]] = deque(maxlen=KEPT_ROUNDS)  # when, of earlier rounds
 
     def observe(self) -> Observation:
-        """See Reader."""
+        """See Reader. Where too little happens in the window, it begins with an earlier round."""
+        begun_s = time.monotonic()
         read = read_pages(self._site, self._window_s)
-        return observe_metrics(self._names, replace(read, version=self._version))
+        first_s, first = read.pages[0]
+        pages = list(read.pages)
+        for kept_s, page in reversed(self._before):
+            if num_first_tokens(self._names, pages) >= FEWEST_SEEN:
+                break
+            pages = [(first_s - (begun_s - kept_s), page), *read.pages]
+        self._before.append((begun_s, first))
+        return observe_metrics(self._names, replace(read, pages=pages, version=self._version))
 
 
 class LlamaCppReader:

@@ -44,7 +44,7 @@ class MetricsPage:
         ConfigError."""
         ends = (0, len(texts) - 1)
         return [
-            (seconds, cls.of_text(text.decode(), source, has_buckets=number in ends))
+            (seconds, cls.of_text(text.decode(errors="replace"), source, has_buckets=number in ends))
             for number, (seconds, text) in enumerate(texts)
         ]
 
@@ -110,9 +110,8 @@ class Growth:
         totals: defaultdict[float, float] = defaultdict(float)
         name = f"{histogram}_bucket"
         for labels, value in self.after.samples.get(name, {}).items():
-            before = self.before.samples.get(name, {}).get(labels, 0.0)
             bound = dict(labels).get("le", "+Inf")
-            totals[inf if bound == "+Inf" else float(bound)] += value - before if value >= before else value
+            totals[inf if bound == "+Inf" else float(bound)] += value - self._value_before(name, labels, value)
         buckets = tuple(sorted(totals.items()))
         if not buckets or buckets[-1][1] <= 0:
             return Distribution()
@@ -123,6 +122,17 @@ class Growth:
         total = 0.0
         for having, value in self.after.samples[name].items():
             if labels.items() <= dict(having).items():
-                before = self.before.samples.get(name, {}).get(having, 0.0)
-                total += value - before if value >= before else value
+                total += value - self._value_before(name, having, value)
         return total
+
+    def _value_before(self, name: str, labels: Labels, value: float) -> float:
+        """What is not counted of a value: 0 where its process was started again meanwhile. Of a histogram the number of
+        its values tells, for all its samples alike."""
+        base = next((name.removesuffix(end) for end in ("_sum", "_bucket", "_count") if name.endswith(end)), "")
+        counts = f"{base}_count" if base else ""
+        own = tuple(pair for pair in labels if pair[0] != "le")
+        now = self.after.samples.get(counts, {}).get(own) if counts else None
+        if now is not None and now < self.before.samples.get(counts, {}).get(own, 0.0):
+            return 0.0
+        before = self.before.samples.get(name, {}).get(labels, 0.0)
+        return before if value >= before else 0.0

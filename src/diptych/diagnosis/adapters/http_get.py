@@ -1,18 +1,30 @@
 """Reading from a server over HTTP: a GET with a limit of time and size, and errors in words."""
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from diptych.control.errors import ConfigError
 
-MAX_BYTES = 256 * 2**20
+MAX_BYTES, PART_BYTES = 64 * 2**20, 2**16
+LONGEST = 4  # times the time without a byte: for a whole reply
 LOOPBACK = ("localhost", "127.", "::1")
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """A redirect is an error: the key is for the server that was named, and not for another."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """See HTTPRedirectHandler: its status is the reply."""
+
+
+_open = build_opener(_NoRedirects).open
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +62,21 @@ class Site:
         url = self.url + path + (f"?{urlencode(query)}" if query else "")
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         try:
-            with urlopen(Request(url, headers=headers), timeout=self.timeout_s) as reply:
-                body: bytes = reply.read(MAX_BYTES)
-                return body
+            with _open(Request(url, headers=headers), timeout=self.timeout_s) as reply:
+                return _read(reply, time.monotonic() + LONGEST * self.timeout_s)
         except HTTPError as error:
             hint = "; give its key with --api-key" if error.code == 401 else ""
             raise ConfigError(f"{url} answered {error.code}{hint}", param="url") from None
         except (URLError, HTTPException, OSError) as error:
             reason = getattr(error, "reason", error)
             raise ConfigError(f"cannot reach {url}: {reason}", param="url") from None
+
+    def text(self, path: str) -> str:
+        """The same as text. Raises ConfigError, also for what is no UTF-8."""
+        try:
+            return self.get(path).decode()
+        except UnicodeDecodeError:
+            raise ConfigError(f"{self.url}{path} is no text", param="url") from None
 
     def find(self, path: str, query: Mapping[str, str] | None = None) -> bytes | None:
         """The same; None where ``get`` raises."""
@@ -74,3 +92,16 @@ class Site:
             return None if body is None else json.loads(body)
         except ValueError:
             return None
+
+
+def _read(reply: HTTPResponse, end_s: float) -> bytes:
+    """The whole body. Raises OSError when it is too long, or not there at that time of the monotonic clock."""
+    parts, size = [], 0
+    while part := reply.read1(PART_BYTES):
+        parts.append(part)
+        size += len(part)
+        if size > MAX_BYTES:
+            raise OSError(f"the reply is longer than {MAX_BYTES // 2**20} MiB")
+        if time.monotonic() > end_s:
+            raise TimeoutError("the reply takes too long")
+    return b"".join(parts)

@@ -70,9 +70,15 @@ def observe_llamacpp(scrapes: Scrapes, slots: Slots) -> Observation:
         source=scrapes.source,
         version=scrapes.version,
         window_s=scrapes.window_s,
-        ttft=Estimate(queue_s + prefill_s, {"queue": queue_s, "prefill": prefill_s}, 0.0, count) if count else None,
-        itl=Estimate(decode_s / tokens, {"decode_floor": decode_s / tokens}, 0.0, int(tokens)) if tokens else None,
+        ttft=None if notes or not count else _estimate({"queue": queue_s, "prefill": prefill_s}, count),
+        itl=_estimate({"decode_floor": decode_s / tokens}, int(tokens)) if tokens else None,
         signals={**signals, **scrapes.signals},
         missing=MISSING if slots.num_places else (*MISSING, Missing(("sequence_limit", "capacity"), "/slots")),
         notes=notes,
     )
+
+
+def _estimate(parts_s: dict[str, float], count: int) -> Estimate:
+    """A mean of which nothing is known but that: its interval reaches zero."""
+    mean = sum(parts_s.values())
+    return Estimate(mean, parts_s, mean, count)

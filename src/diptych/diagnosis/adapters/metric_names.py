@@ -81,6 +81,12 @@ class Scrapes:
         return self.pages[-1][0] - self.pages[0][0]
 
 
+def num_first_tokens(names: MetricNames, pages: Sequence[tuple[float, MetricsPage]]) -> float:
+    """From the first of these pages to the last."""
+    found = Growth(pages[0][1], pages[-1][1]).mean(names.ttft or names.itl)
+    return 0.0 if found is None else found[1]
+
+
 def observe_metrics(names: MetricNames, scrapes: Scrapes) -> Observation:
     """The observation of an engine in the window of its pages; of its whole life when nothing ended in the window."""
     first, last = scrapes.pages[0][1], scrapes.pages[-1][1]
@@ -233,7 +239,7 @@ def _signals(
         signals["kv_usage"], signals["kv_usage_max"] = fmean(usage), max(usage)
     if names.preemptions and (preempted := growth.count(names.preemptions)) is not None:
         signals["preemptions"] = preempted / max(1.0, requests)
-    if names.refused and (refused := growth.count(names.refused)) is not None:
+    if names.refused and (refused := Growth(pages[0], pages[-1]).count(names.refused)) is not None:
         signals["rejected"] = refused
     if names.places and (places := pages[-1].total(names.places)):
         signals["max_num_seqs"] = places

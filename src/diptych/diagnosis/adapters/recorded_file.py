@@ -6,6 +6,8 @@ what the front end did before is not in it.
 
 from pathlib import Path
 
+import msgspec
+
 from diptych.control.engine.recording import FORMAT
 from diptych.control.errors import ConfigError
 from diptych.control.events import Event
@@ -36,7 +38,7 @@ class RecordedFile:
             raise ConfigError(message, param="sources")
         try:
             records = records_of_file(self._path.read_bytes())
-        except (ValueError, AttributeError, TypeError, KeyError) as error:
+        except (ValueError, AttributeError, TypeError, KeyError, msgspec.ValidationError) as error:
             message = f"{self._path} is neither a recording nor the records of a timeline: {error}"
             raise ConfigError(message, param="sources") from None
         return observe(records, TimelineSource(source=str(self._path)))

@@ -48,6 +48,7 @@ def observe(records: Sequence[Record], about: TimelineSource, since_ns: int = 0)
     start_ns, end_ns = _window(records, since_ns)
     signals = {
         **_of_requests(requests, reader, start_ns, end_ns),
+        "failed": float(reader.num_failed(since_ns)),
         **_of_workers(records, reader, views, start_ns, end_ns),
         **_of_queues(records, start_ns, end_ns),
         **about.signals,
@@ -218,9 +219,10 @@ def _of_workers(
     steps = [step for step in steps_of(records) if step.end_ns > start_ns]
     computed = sum(step.num_decodes * (step.end_ns - max(start_ns, step.start_ns)) for step in steps)
     signals["running"] = computed / max(1, end_ns - start_ns)
-    signals["running_max"] = float(max(step.num_decodes for step in steps))
-    tokens = sorted(step.num_decodes + sum(count for _, _, count in step.prefills) for step in steps)
-    signals["step_tokens_p95"] = float(tokens[len(tokens) * 95 // 100])
+    if steps:
+        signals["running_max"] = float(max(step.num_decodes for step in steps))
+        tokens = sorted(step.num_decodes + sum(count for _, _, count in step.prefills) for step in steps)
+        signals["step_tokens_p95"] = float(tokens[len(tokens) * 95 // 100])
     if places := [view.max_num_seqs for view in views.values() if view.max_num_seqs]:
         signals["max_num_seqs"] = float(sum(places))
     ready = [record.time_ns for record in records if isinstance(record, WorkerRecord) and record.state == "ready"]

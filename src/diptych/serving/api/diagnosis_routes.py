@@ -15,6 +15,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from diptych import __version__
+from diptych.control.slo import NS_PER_S
 from diptych.serving.fleet.settings_view import settings_of
 from diptych.serving.served_fleet import ServedFleet
 from diptych.timeline.watched_server import WatchedEngine, WatchedEngines, WatchedServer
@@ -26,6 +27,7 @@ PORTION = 1000  # about 2 ms of the event loop
 
 Objectives = Annotated[str, Query(description="Such as ttft=300ms,tpot=50ms; none: the server's own", max_length=100)]
 WithAdvice = Annotated[bool, Query(description="Simulate what settings would gain: some seconds")]
+WINDOW_NS = 60 * NS_PER_S  # of the records that are looked at
 
 
 class DiagnosisReply(BaseModel):
@@ -34,6 +36,7 @@ class DiagnosisReply(BaseModel):
     verdict: str
     sentence: str
     num_requests: int
+    num_unserved: int
     miss_share: float | None
     causes: list[dict[str, Any]]
     attribution: dict[str, dict[str, Any]]
@@ -64,7 +67,7 @@ def add_diagnosis_routes(
             kv_usage=max((stats.kv_usage for stats in llm.metrics.fleet.workers.values()), default=0.0),
             slo=slo,
             with_advice=advice,
-            computed={} if misses is None else dict(misses.explainer.summary.tokens),
+            computed={} if misses is None else misses.spent_within(WINDOW_NS),
         )
         call = Call(kind="diagnosis", body=msgspec.msgpack.encode(watched))
         reply = await panels.ask(call, request.is_disconnected)

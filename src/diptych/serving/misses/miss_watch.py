@@ -6,7 +6,7 @@ the bounds of the history; else nothing that is kept can be read (see sealed_tok
 
 import logging
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,6 +58,14 @@ class MissWatch:
     def now_ns(self) -> int:
         """On the clock of the misses."""
         return self._clock()
+
+    def spent_within(self, window_ns: int) -> dict[str, int]:
+        """What the prompt tokens of the last NUM_RECENT requests of so many nanoseconds were computed for."""
+        since_ns, spent = self._clock() - window_ns, Counter[str]()
+        for explained in self.recent:
+            if explained.miss.time_ns >= since_ns:
+                spent.update(dict(explained.miss.spent))
+        return dict(spent)
 
     def on_event(self, event: ClusterEvent) -> None:
         """What the ClusterCore is about to get."""

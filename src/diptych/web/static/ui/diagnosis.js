@@ -56,9 +56,12 @@ export class DiagnosisCard {
     show($("#diagnosis-causes"), found.causes.length ? causes(found.causes) : null);
     show($("#diagnosis-waterfalls"), Object.entries(found.attribution).map(([name, fall]) => waterfall(NAMES[name], fall)));
     $("#diagnosis-simulate").hidden = !found.causes.length;
+    const names = found.causes.map((cause) => cause.cause).join();
+    if (names !== this.advised) show($("#diagnosis-advice")); // it was for other causes
   }
 
   #showAdvice(found) {
+    this.advised = found.causes.map((cause) => cause.cause).join();
     const given = found.causes.flatMap((cause) => cause.advice.map((advice) => ({ ...advice, cause: cause.cause })));
     show($("#diagnosis-advice"), given.length ? given.map(adviceRow) : h("p.muted.small", {}, "No setting of this server is known to change these causes."));
     announce(given.length ? `${plural(given.length, "setting")} simulated.` : "No advice.");
