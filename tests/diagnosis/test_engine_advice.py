@@ -69,6 +69,7 @@ def test_a_change_is_simulated_by_both_laws_of_the_steps_where_the_warm_up_was_t
     model = twin_of(replace(seen, fleet=replace(seen.fleet, workers=workers)))
     assert model is not None and model.cost is not None and len(model.laws()) == 2
     present = Present.of(model, seen)
+    assert present is not None
     gain = present.gain(lambda twin: twin.with_scheduler(max_num_seqs=16))
     assert gain is not None and gain.ttft_s > 1
     means = [twin.gain(lambda twin: twin.with_scheduler(max_num_seqs=16)) for twin in present.twins]

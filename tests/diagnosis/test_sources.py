@@ -129,11 +129,11 @@ def test_failed_are_those_with_an_error_and_those_that_left_before_their_first_t
     failed, left, left_early = (end.request_id for end in ends[:3])
     changed = []
     for record in records:
-        if record in first and record.request_id == left_early:  # type: ignore[union-attr]
+        if record in first and record.request_id == left_early:
             continue
         if record in ends:
             reason = {failed: FinishReason.ERROR, left: FinishReason.ABORT, left_early: FinishReason.ABORT}
-            detail = {**record.detail, "reason": reason.get(record.request_id, record.detail["reason"])}  # type: ignore[union-attr]
+            detail = {**record.detail, "reason": reason.get(record.request_id, record.detail["reason"])}
             record = msgspec.structs.replace(record, detail=detail)
         changed.append(record)
     assert observe(changed, TimelineSource(source="test")).signals["failed"] == 2

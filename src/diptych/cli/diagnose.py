@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,7 +53,7 @@ def diagnose(
         if window <= 0 or (range_s is not None and range_s <= 0):
             raise ConfigError("window and range are seconds; they must be more than 0", param="window")
         objectives = None if slo is None else parse_objectives(slo)
-        watched = [_Watched(source, lambda one=source: reader_for(one, api_key, window, range_s)) for source in sources]
+        watched = [_Watched(source, partial(reader_for, source, api_key, window, range_s)) for source in sources]
         while True:
             begun_s = time.process_time()
             found = _diagnosed(watched, objectives, with_advice=advice, goes_on=watch)
