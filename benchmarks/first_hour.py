@@ -198,8 +198,8 @@ class Trial:
             self.first_server()
         elif command.startswith("scripts/serve "):
             self.conversation(command)
-        elif command in ("scripts/diptych chat", "scripts/test"):
-            return  # with the server above it, or not at all
+        elif command in ("scripts/diptych chat", "scripts/test") or command.startswith("export "):
+            return  # with the server above it, or not at all; where packages come from is --pip-conf's business
         elif command.startswith(("diptych serve", "diptych front")):
             self.server(command)
         elif command.startswith(("diptych diagnose", "diptych advise")):

@@ -238,7 +238,7 @@ def pose_live(page: Any, address: str) -> None:
 
 def pose_guide(page: Any, address: str, name: str, runs: list[Path]) -> None:
     """A page of the guide with what its panel shows at first; chapter 6 after its simulations."""
-    paths = {"index": "/guide", "compare": "/compare?ttft_ms=500&tpot_ms=12", "choose": "/guide/choose?gpus=4"}
+    paths = {"index": "/guide", "compare": "/compare?ttft_ms=500&tpot_ms=12"}
     page.goto(address + paths.get(name, f"/guide/{name}"))
     if name in CHAPTERS:
         page.locator("#results[aria-busy=false]").wait_for(timeout=300_000)

@@ -213,7 +213,7 @@ def build(text: str, directory: Path) -> Stage:
                 stage.user = rest
             case "ENTRYPOINT" | "CMD":
                 stage.command[word] = json.loads(rest)
-            case "EXPOSE":
+            case "EXPOSE" | "ARG":
                 pass
             case _:
                 raise ValueError(f"no meaning here: {word} {rest}")

@@ -26,7 +26,7 @@ SERVES = ("scripts/serve",)  # what passes its arguments on to `diptych serve`
 FOREIGN = {
     *("--cpus", "--cpuset-cpus"),  # docker
     *("--metrics", "--enable-metrics", "--continuous-batching"),  # llama.cpp, SGLang, transformers
-    *("--local-dir", "--no-deps", "--scheduler-cls"),  # hf download, pip, vLLM
+    *("--local-dir", "--no-deps", "--extra-index-url", "--scheduler-cls"),  # hf download, pip, pip, vLLM
 }
 FOREIGN_PAGES = ("docs/migrating.md", "benchmarks/README.md", "docs/testing.md")  # options of vLLM and of scripts
 BODIES = {

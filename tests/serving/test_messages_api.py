@@ -9,7 +9,7 @@ import pytest
 from fake_llm import FakeLLM
 from tool_model import tool_model
 
-from diptych.control.errors import OverloadedError
+from diptych.control.errors import ContextLengthError, OverloadedError
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.app import build_app
 
@@ -159,3 +159,16 @@ async def test_keys_and_errors_are_those_of_the_dialect() -> None:
             async with client.messages.stream(model="fake", max_tokens=5, messages=ASK) as stream:
                 async for _ in stream:
                     pass
+
+
+async def test_the_id_of_a_request_and_a_prompt_that_is_too_long_are_named_as_anthropic_names_them() -> None:
+    async with client_of(FakeLLM(answer="x")) as client:
+        reply = await client.messages.create(model="fake", max_tokens=5, messages=ASK)
+        assert reply._request_id == reply.id
+        given = {"x-request-id": "mine"}
+        named = await client.messages.create(model="fake", max_tokens=5, messages=ASK, extra_headers=given)
+        assert named._request_id == "mine"
+    async with client_of(FakeLLM(error=ContextLengthError("it has 9 tokens of 8", param="messages"))) as client:
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long: it has 9 tokens of 8") as caught:
+            await client.messages.create(model="fake", max_tokens=5, messages=ASK)
+        assert caught.value.request_id

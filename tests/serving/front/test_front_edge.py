@@ -1,6 +1,7 @@
 """What a front does with requests besides passing them on: queue, classes, deadlines, load, recording, bounds."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,12 @@ from fake_engine import FakeEngine, Fault, answer_to
 from front_harness import fronted
 
 from diptych.control.cluster.cluster_config import cluster_config
+from diptych.serving.api.manners import Manners
 from diptych.serving.front.engine_load import SATURATED_NS, EngineGauges, EngineLoad
 from diptych.serving.front.relay_request import read_request
 from diptych.serving.front.reply_chunks import EventSplitter, UnreadableReplyError, without_token_ids
 from diptych.simulation.cluster_replay import replay_cluster
+from diptych.workload.traces import load_trace
 
 S = 1_000_000_000
 
@@ -50,6 +53,21 @@ async def test_what_a_front_decided_is_recorded_and_replays_to_the_same(tmp_path
         await client.idle()
     report = replay_cluster(tmp_path / "front.jsonl")
     assert report.is_identical and report.is_complete and report.num_decisions > 8
+
+
+@pytest.mark.asyncio
+async def test_the_access_log_of_a_front_is_a_trace_of_the_traffic_of_its_engines(tmp_path: Path) -> None:
+    path = tmp_path / "access.jsonl"
+    async with fronted(FakeEngine(), app={"manners": Manners(access_log=str(path))}) as client:
+        await client.complete("abc", 3)
+        await client.complete("abcdef", 5, stream=False)
+        await client.http.get("/health")
+        await client.idle()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line.get("prompt_tokens"), line.get("output_tokens")) for line in lines] == [(3, 3), (6, 5), (None, None)]
+    assert lines[0]["ttft_s"] is not None and lines[0]["finish_reasons"] == ["length"]
+    trace = load_trace(str(path))
+    assert (list(trace.prompt_tokens), list(trace.output_tokens)) == ([3, 6], [3, 5])
 
 
 @pytest.mark.asyncio

@@ -19,7 +19,7 @@ from diptych.serving.api.manners import ANY_ORIGIN
 ADMIN_PREFIX = "/admin/"
 LOCAL_HOSTS = ("localhost", "ip6-localhost", "host.docker.internal")
 _ADDRESS = re.compile(r"[\d.]+|\[[\da-fA-F:.%]+\]")
-_EXPOSED = "x-request-id, x-ignored-fields, retry-after"
+_EXPOSED = "x-request-id, request-id, x-ignored-fields, retry-after"
 _KEPT_S = 600  # that a browser remembers the reply to a preflight
 
 

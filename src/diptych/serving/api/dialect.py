@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from diptych.control.errors import DiptychError
+from diptych.control.errors import ContextLengthError, DiptychError
 from diptych.serving.api.error_format import error_body
 
 ANTHROPIC_TYPES = {
@@ -29,9 +29,10 @@ class Dialect:
 
 
 def anthropic_error(error: DiptychError) -> bytes:
-    """Anthropic's error, with OpenAI's param and code."""
+    """Anthropic's error, with OpenAI's param and code. Clients know a full context by Anthropic's words."""
     kind = ANTHROPIC_TYPES.get(error.status, "api_error")
-    detail = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    message = f"prompt is too long: {error.message}" if isinstance(error, ContextLengthError) else error.message
+    detail = {"type": kind, "message": message, "param": error.param, "code": error.code}
     return msgspec.json.encode({"type": "error", "error": detail})
 
 

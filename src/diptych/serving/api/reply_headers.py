@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 REQUEST_ID, IGNORED = b"x-request-id", b"x-ignored-fields"
+ANTHROPIC_ID, ANTHROPIC_PATH = b"request-id", "/v1/messages"  # where Anthropic's clients look for the same
 MAX_IGNORED = 20  # fields that are named
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _FIELD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -37,6 +38,8 @@ class ReplyHeaders:
                 request_id = state["request_id"] or state.get("reply_id") or f"req-{uuid.uuid4().hex}"
                 state["request_id"] = request_id
                 headers = [(REQUEST_ID, request_id.encode())]
+                if scope["path"].startswith(ANTHROPIC_PATH):
+                    headers.append((ANTHROPIC_ID, request_id.encode()))
                 if ignored := state.get("ignored_fields"):
                     headers.append((IGNORED, shown(ignored).encode()))
                 message = {**message, "headers": [*message.get("headers", ()), *headers]}
