@@ -7,6 +7,7 @@ import pytest
 
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
+from diptych.diagnosis.adapters.dynamo_metrics import DYNAMO
 from diptych.diagnosis.adapters.exposition import Growth, MetricsPage
 from diptych.diagnosis.adapters.http_get import Site
 from diptych.diagnosis.adapters.llamacpp_metrics import Slots, observe_llamacpp
@@ -42,7 +43,8 @@ def page(
     counters: Mapping[str, float] | None = None,
 ) -> MetricsPage:  # fmt: skip
     """A page of an engine; names by the fields of MetricNames."""
-    text = "".join(histogram(getattr(names, field), values) for field, values in histograms.items())
+    exported = ((getattr(names, field), values) for field, values in histograms.items())
+    text = "".join(histogram(name, values) for name, values in exported if name)
     for field, value in gauges.items():
         text += f"# TYPE {getattr(names, field)} gauge\n{getattr(names, field)}{{}} {value}\n"
     for field, value in (counters or {}).items():
@@ -84,6 +86,50 @@ def test_pages_of_other_engines_name_a_cause(seen: Observation, cause: str) -> N
     assert found.causes[0].name == cause, [(other.name, other.share_of_misses) for other in found.causes]
     assert not found.waterfalls[0].is_exact
     assert abs(found.waterfalls[0].residual_s) <= 0.02 * found.waterfalls[0].measured_s
+
+
+def test_prefill_time_that_is_not_exported_is_no_front_end() -> None:
+    seen = vllm(3.0, 0.1, {0.02: 400}, running=4, waiting=0, names=SGLANG)
+    found = diagnose(seen, SLO)
+    assert seen.ttft is not None and seen.ttft.parts_s["prefill"] == pytest.approx(2.9)
+    assert "front_end" not in [cause.name for cause in found.causes]
+    assert found.causes[0].name == "slow_model"
+    assert any("estimated" in note for note in seen.notes)
+
+
+@pytest.mark.parametrize("names", [SGLANG, DYNAMO], ids=lambda names: names.engine)
+def test_slow_gaps_are_no_slow_requests(names: MetricNames) -> None:
+    gaps = {"ttft": {0.1: 40}, "itl": {0.02: 940, 0.06: 60}, "output_tokens": {10.0: 40}}
+    pages = [(0.0, MetricsPage()), (3.0, page(names, gaps, {"running": 4, "waiting": 0}))]
+    seen = observe_metrics(names, Scrapes(pages, "test"))
+    found = diagnose(seen, SLO)
+    assert (found.verdict, found.miss_share) == ("healthy", 0.0)
+    assert any("time per output token of each request" in gap.sentence() for gap in found.missing)
+    assert diagnose(seen, Slo(None, 20 * NS_PER_MS)).miss_share == 1.0  # the mean is above that
+
+
+@pytest.mark.parametrize("names", [VLLM, SGLANG, DYNAMO], ids=lambda names: names.engine)
+def test_what_an_engine_can_never_show_is_named(names: MetricNames) -> None:
+    choices = {choice for gap in names.missing for choice in gap.choices}
+    assert {"prefix_misses", "slow_client", "prefill_interference"} <= choices
+    assert not any("--enable-forward-pass-metrics" in gap.needed for gap in names.missing)
+
+
+def test_dynamo_waits_are_counted_by_its_gauge() -> None:
+    lines = histogram("dynamo_frontend_time_to_first_token_seconds", {2.0: 40})
+    lines += histogram("dynamo_frontend_inter_token_latency_seconds", {0.02: 400})
+    lines += histogram("dynamo_frontend_output_sequence_tokens", {10.0: 40})
+    lines += '# TYPE dynamo_frontend_inflight_requests gauge\ndynamo_frontend_inflight_requests{model="m"} 16\n'
+    lines += '# TYPE dynamo_frontend_queued_requests gauge\ndynamo_frontend_queued_requests{model="m"} 8\n'
+    full = MetricsPage.of_text(lines, "test")
+    before = MetricsPage.of_text('dynamo_frontend_queued_requests{model="m"} 8\n', "test")
+    seen = observe_metrics(DYNAMO, Scrapes([(0.0, before), (4.0, full), (8.0, full)], "test"))
+    assert seen.ttft is not None and seen.itl is not None
+    assert seen.ttft.measured_s == pytest.approx(2.0) and seen.itl.measured_s == pytest.approx(0.02)
+    assert seen.ttft.parts_s == pytest.approx({"queue": 8 * 8 / 40, "prefill": 0.4})
+    assert (seen.signals["waiting"], seen.signals["requests"], seen.unknown) == (8, 40, ())
+    found = diagnose(seen, SLO)
+    assert found.verdict == "limited" and found.causes[0].name == "prefill_queueing"
 
 
 def test_a_healthy_page_raises_no_alarm() -> None:

@@ -5,6 +5,7 @@ Of a server, or of a recording, the present workers are simulated in every shape
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
     from diptych.diagnosis.diagnosis import Diagnosis
     from diptych.diagnosis.observation import Observation
     from diptych.diagnosis.shape_choice import ShapeChoice
-    from diptych.diagnosis.traffic import Traffic
+    from diptych.diagnosis.traffic import ExportedTraffic, Traffic
     from diptych.workload.spec import RequestSpec
+
+SHAPE_SETTINGS = {  # of other engines (engine_settings.py): what makes them a shape
+    "chunked": ("max_num_batched_tokens", "chunked_prefill_size", "batch_size"),
+    "split": ("kv_role",),
+}
 
 
 def advise(
@@ -55,7 +61,7 @@ def _advise_observed(source: str, slo: "Slo | None", key: str | None, as_json: b
     """Of a server or a recording."""
     from diptych.diagnosis.diagnosis import diagnose
     from diptych.diagnosis.shape_choice import choose_shape
-    from diptych.diagnosis.traffic import traffic_of
+    from diptych.diagnosis.traffic import ExportedTraffic, traffic_of
     from diptych.diagnosis.twin_model import twin_of
 
     observation = reader_for(source, key).observe()
@@ -63,8 +69,10 @@ def _advise_observed(source: str, slo: "Slo | None", key: str | None, as_json: b
     twin = twin_of(found.observation)
     if twin is None:
         raise ConfigError(f"{source} has too few finished requests to simulate them", param="url")
-    choice = choose_shape(twin)
-    traffic = traffic_of(_seen(observation) or twin.requests, found_share=observation.signals.get("hit_share"))
+    choice = _with_options_of(observation.engine, choose_shape(twin))
+    traffic: Traffic | ExportedTraffic = ExportedTraffic.of(observation.signals)
+    if seen := _seen(observation):
+        traffic = traffic_of(seen, found_share=observation.signals.get("hit_share"))
     if as_json:
         print(json.dumps(_as_json(traffic, found, choice), indent=2))
     else:
@@ -85,14 +93,44 @@ def _seen(observation: "Observation") -> "list[RequestSpec]":
     ]
 
 
-def _show(traffic: "Traffic", found: "Diagnosis", choice: "ShapeChoice") -> None:
+def _with_options_of(engine: str, choice: "ShapeChoice") -> "ShapeChoice":
+    """The shapes with the options of an engine that is not Diptych; "" where it has none that is known."""
+    from dataclasses import replace
+
+    from diptych.diagnosis.engine_settings import CATALOGUE
+
+    if engine == "diptych":
+        return choice
+    known = {setting.name: setting.option for setting in CATALOGUE.get(engine, {}).get("prefill_interference", ())}
+    shapes = []
+    for shape in choice.shapes:
+        options = [known[name] for name in SHAPE_SETTINGS.get(shape.shape, ()) if name in known]
+        shapes.append(replace(shape, option=re.sub(r"{\w+}", "N", options[0]) if options else ""))
+    return replace(choice, shapes=tuple(shapes))
+
+
+def _recommended(found: "Diagnosis", choice: "ShapeChoice") -> str:
+    """The shape, and how this engine gets it."""
+    engine, best = found.observation.engine, choice.best
+    if engine == "diptych":
+        return f"Recommended: {best.words} (diptych serve {best.option})"
+    meaning = {
+        "chunked": "prompts in chunks between the steps of streams",
+        "unified": "whole prompts in one step",
+        "split": "prompts and streams on instances of their own",
+    }[best.shape]
+    option = f"; {engine}: {best.option}" if best.option else ""
+    return f"Recommended, by a simulation with drawn requests of these means: {best.shape}, {meaning}{option}"
+
+
+def _show(traffic: "Traffic | ExportedTraffic", found: "Diagnosis", choice: "ShapeChoice") -> None:
     from diptych.diagnosis.diagnosis_words import headline
 
     print("Which phase hurts?")
     _print(["", headline(found), found.sentence, *_binding(found), *_disturbance(found)])
     print("What the traffic is like")
     _print(traffic.sentences())
-    print(f"Recommended: {choice.best.words} (diptych serve {choice.best.option})")
+    print(_recommended(found, choice))
     _print([*choice.reasons(), "how many workers, and of which devices: diptych plan"])
 
 
@@ -126,7 +164,7 @@ def _disturbance(found: "Diagnosis") -> list[str]:
     ]
 
 
-def _as_json(traffic: "Traffic", found: "Diagnosis", choice: "ShapeChoice") -> dict[str, Any]:
+def _as_json(traffic: "Traffic | ExportedTraffic", found: "Diagnosis", choice: "ShapeChoice") -> dict[str, Any]:
     import dataclasses
 
     from diptych.diagnosis.diagnosis_words import as_json

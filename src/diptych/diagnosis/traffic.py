@@ -1,9 +1,10 @@
 """What the traffic of a server is like: the answers that a designer needs before choosing a fleet.
 
-Reads requests as a workload has them (a trace, a recording, or what was observed). Shares are 0 to 1.
+Reads requests as a workload has them (a trace, a recording, or what was observed), or what an engine exports of them.
+Shares are 0 to 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
@@ -39,7 +40,8 @@ class Traffic:
     """prompts, outputs: their lengths. variation: of the times between arrivals, as standard deviation over mean (1:
     Poisson). reusable: share of the prompt tokens that an earlier prompt began with (None: the traffic does not say).
     turns: share of the requests that continue a conversation (None: it does not say). long_share: share of the prompt
-    tokens in the longest tenth of the prompts."""
+    tokens in the longest tenth of the prompts. found_share: of the prompt tokens, what the server's cache held (None:
+    there was no server)."""
 
     num_requests: int
     rate: float
@@ -49,6 +51,7 @@ class Traffic:
     reusable: float | None
     turns: float | None
     long_share: float
+    found_share: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -57,26 +60,74 @@ class Traffic:
 
     def sentences(self) -> list[str]:
         """What it is like, in words."""
-        kind = "long prompts with short answers" if self.ratio >= 8 else "short prompts with long answers"
-        if 1 < self.ratio < 8:
-            kind = "prompts and answers of comparable length"
         said = [
             f"{self.num_requests:,} requests, {self.rate:.3g} a second; times between arrivals vary by "
             f"{self.variation:.2g} times their mean (1: random)",
             f"prompts: {self.prompts.words()} tokens; the longest tenth holds {self.long_share:.0%} of the tokens",
             f"answers: {self.outputs.words()} tokens",
-            f"{kind}: {self.ratio:.3g} prompt tokens for each answer token",
+            _kind(self.ratio),
         ]
         if self.turns is not None:
             said.append(f"{self.turns:.0%} of the requests continue a conversation")
         if self.reusable is not None:
             said.append(f"{self.reusable:.0%} of the prompt tokens repeat the beginning of an earlier prompt")
+        if self.found_share is not None:
+            said.append(_found(self.found_share))
         return said
 
 
+@dataclass(frozen=True, slots=True)
+class ExportedTraffic:
+    """What an engine exports of its requests, none of which was seen: means, and quantiles from its histograms. None:
+    not exported."""
+
+    num_requests: int
+    rate: float | None
+    prompt_mean: float | None
+    prompt_p50: float | None
+    prompt_p95: float | None
+    output_mean: float | None
+    found_share: float | None
+    is_estimated: bool = True
+
+    @classmethod
+    def of(cls, signals: Mapping[str, float]) -> "ExportedTraffic":
+        """signals: of an observation."""
+        known = signals.get
+        return cls(
+            round(known("requests", 0.0)), known("rate"), known("prompt_mean"), known("prompt_p50"),
+            known("prompt_p95"), known("output_mean"), known("hit_share"),
+        )  # fmt: skip
+
+    def sentences(self) -> list[str]:
+        """What it is like, in words."""
+        rate = "" if self.rate is None else f", {self.rate:.3g} a second"
+        said = [f"{self.num_requests:,} requests{rate}; estimated from what the engine exports, no request was seen"]
+        prompts = (("mean", self.prompt_mean), ("p50 about", self.prompt_p50), ("p95 about", self.prompt_p95))
+        if words := [f"{name} {value:,.0f}" for name, value in prompts if value is not None]:
+            said.append(f"prompts: {', '.join(words)} tokens")
+        if self.output_mean is not None:
+            said.append(f"answers: mean {self.output_mean:,.0f} tokens")
+        if self.prompt_mean and self.output_mean:
+            said.append(_kind(self.prompt_mean / self.output_mean))
+        if self.found_share is not None:
+            said.append(_found(self.found_share))
+        return said
+
+
+def _kind(ratio: float) -> str:
+    kind = "long prompts with short answers" if ratio >= 8 else "short prompts with long answers"
+    if 1 < ratio < 8:
+        kind = "prompts and answers of comparable length"
+    return f"{kind}: {ratio:.3g} prompt tokens for each answer token"
+
+
+def _found(share: float) -> str:
+    return f"{share:.0%} of the prompt tokens were found in the prefix cache"
+
+
 def traffic_of(requests: Sequence[RequestSpec], *, found_share: float | None = None) -> Traffic:
-    """The figures of at least one request, in order of arrival. found_share: of the prompt tokens, what a server's
-    cache held (where the requests themselves say nothing of their beginnings)."""
+    """The figures of at least one request, in order of arrival. found_share: see Traffic."""
     prompts = [spec.prompt_tokens for spec in requests]
     gaps = [later.arrival_ns - early.arrival_ns for early, later in pairwise(requests)]
     span_s = (requests[-1].arrival_ns - requests[0].arrival_ns) / NS_PER_S
@@ -90,9 +141,10 @@ def traffic_of(requests: Sequence[RequestSpec], *, found_share: float | None = N
         pstdev(gaps) / mean_gap if mean_gap else 0.0,
         Lengths.of(prompts),
         Lengths.of([spec.output_tokens for spec in requests]),
-        _reusable(requests) if has_hashes else found_share,
+        _reusable(requests) if has_hashes else None,
         1 - len(set(sessions)) / len(sessions) if sessions else None,
         sum(longest) / sum(prompts),
+        found_share,
     )
 
 

@@ -13,7 +13,6 @@ DYNAMO: Final = MetricNames(
     prefix="dynamo_",
     ttft="dynamo_frontend_time_to_first_token_seconds",
     itl="dynamo_frontend_inter_token_latency_seconds",
-    tpot="dynamo_frontend_inter_token_latency_seconds",
     running="dynamo_frontend_inflight_requests",
     waiting="dynamo_frontend_queued_requests",
     prompt_tokens="dynamo_frontend_input_sequence_tokens",
@@ -21,6 +20,8 @@ DYNAMO: Final = MetricNames(
     missing=(
         Missing(("prefill_queueing", "kv_cache_full", "sequence_limit"), "the workers' own /metrics (give their URLs)"),
         Missing(("prefill_interference", "decode_batch"), "the workers' own /metrics (give their URLs)"),
+        Missing(("prefix_misses", "prefill_queueing"), "which prompts had been computed before"),
+        Missing(("slow_client", "healthy"), "what clients have not read"),
     ),
     known=frozenset(
         f"dynamo_frontend_{name}"

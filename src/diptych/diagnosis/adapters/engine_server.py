@@ -4,6 +4,7 @@ Pages are read SCRAPES times in the window, so that gauges are more than two poi
 the pages at both ends of a range instead.
 """
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable
@@ -153,22 +154,46 @@ class PrometheusReader:
     def observe(self) -> Observation:
         """See Reader."""
         end = time.time()
+        own = _instances(self._page("diptych:", end))
+        if own is not None:
+            where = f" ({', '.join(own)})" if own else ""
+            message = f"{self._site.url} has scraped Diptych{where}, which exports names of vLLM, too"
+            raise ConfigError(f"{message}; give the URL of Diptych itself", param="url")
         for names in ENGINES:
-            pages = []
-            for number in range(RANGE_STEPS):
-                at = end - self._range_s * (1 - number / (RANGE_STEPS - 1))
-                page = self._page(names.prefix, at)
-                if page.samples:
-                    pages.append((at, page))
-                elif number == RANGE_STEPS - 1 and not pages:
-                    break
-            if pages:
-                return observe_metrics(names, Scrapes(pages, self._site.url))
+            newest = self._page(names.prefix, end)
+            if newest.samples:
+                return self._observed(names, end, newest)
         known = ", ".join(names.prefix for names in ENGINES)
         raise ConfigError(f"{self._site.url} holds no series that begin with {known}", param="url")
 
+    def _observed(self, names: MetricNames, end: float, newest: MetricsPage) -> Observation:
+        """newest: the page at the end of the range."""
+        pages = []
+        for number in range(RANGE_STEPS - 1):
+            at = end - self._range_s * (1 - number / (RANGE_STEPS - 1))
+            page = self._page(names.prefix, at)
+            if page.samples:
+                pages.append((at, page))
+        found = observe_metrics(names, Scrapes([*pages, (end, newest)], self._site.url))
+        instances = _instances(newest) or ()
+        if len(instances) < 2:
+            return found
+        note = f"these are the figures of {len(instances)} servers together: {', '.join(instances)}"
+        return replace(found, notes=(*found.notes, note))
+
     def _page(self, prefix: str, at: float) -> MetricsPage:
+        """Raises ConfigError where Prometheus gives no answer. Native histograms, which have no value, are left out."""
         query = {"query": f'{{__name__=~"{prefix}.*"}}', "time": f"{at:.3f}"}
-        found = self._site.find_json("/api/v1/query", query) or {}
-        rows = found.get("data", {}).get("result", []) if found.get("status") == "success" else []
-        return MetricsPage.of_samples((row["metric"], float(row["value"][1])) for row in rows)
+        try:
+            found = json.loads(self._site.get("/api/v1/query", query))
+            rows = found["data"]["result"]
+            return MetricsPage.of_samples((row["metric"], float(row["value"][1])) for row in rows if "value" in row)
+        except (ValueError, KeyError, TypeError) as error:
+            message = f"{self._site.url}/api/v1/query gave no answer of Prometheus: {error!r}"
+            raise ConfigError(message, param="url") from None
+
+
+def _instances(page: MetricsPage) -> tuple[str, ...] | None:
+    """The servers whose samples are on a page of Prometheus; None: it has no samples."""
+    labels = [dict(labels) for samples in page.samples.values() for labels in samples]
+    return tuple(sorted({having["instance"] for having in labels if "instance" in having})) if labels else None

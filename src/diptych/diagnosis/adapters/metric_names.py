@@ -19,6 +19,11 @@ ENOUGH = 0.5  # of the first tokens: so many ends there must be for the times th
 PLATEAU, FEWEST_ON_IT = 0.6, 3  # share and number of samples with waiting requests that show the same highest batch
 WORTH_PLACES = 1.3  # times the requests a second with twice the places: below, it is not they that limit
 STEP_WAITS = 2.0  # a request waits for the step that runs when it comes, and for one more where its prompt is split
+PREFILL_NOTE = "the time of prefills is not exported: estimated as what is left of the time to the first token"
+NO_TPOT = Missing(
+    ("few slow requests", "slow gaps of many"),
+    "a histogram of the time per output token of each request (judged by the mean)",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,21 +101,24 @@ def observe_metrics(names: MetricNames, scrapes: Scrapes) -> Observation:
     if len(scrapes.pages) == 1 or seen is None or seen[1] < FEWEST_SEEN:
         growth = Growth(MetricsPage(), last)
         notes = ("too little happened in the window: these are the figures since the start of the engine",)
-    distributions = {"ttft": growth.distribution(names.ttft), "tpot": growth.distribution(names.tpot or names.itl)}
+    distributions = {"ttft": growth.distribution(names.ttft), "tpot": growth.distribution(names.tpot)}
     gaps = growth.distribution(names.itl)
     steps = _Steps.of(names, scrapes, growth)
     seconds = scrapes.life_s if notes else scrapes.window_s
     step_wait_s = steps.wait_s(seconds) if steps is not None and seconds else 0.0
+    ttft = _ttft(names, growth, distributions["ttft"], _waited_s(names, scrapes), step_wait_s)
+    if ttft is not None and not names.prefill:
+        notes = (*notes, PREFILL_NOTE)
     return Observation(
         engine=names.engine,
         source=scrapes.source,
         version=scrapes.version,
         window_s=scrapes.window_s,
-        ttft=_ttft(names, growth, distributions["ttft"], _waited_s(names, scrapes), step_wait_s),
+        ttft=ttft,
         itl=_itl(names, growth, gaps, steps),
         distributions={name: found for name, found in distributions.items() if found.count},
         signals={**_signals(names, scrapes, growth, gaps, steps), **scrapes.signals},
-        missing=names.missing,
+        missing=names.missing if names.tpot else (*names.missing, NO_TPOT),
         unknown=_unknown(names, last),
         notes=notes,
     )
@@ -154,7 +162,8 @@ def _ttft(
     """waited_s: seconds that requests waited in the window, all together. step_wait_s: see STEP_WAITS.
 
     An engine core takes in what has come between two steps, and only then counts it as waiting; and what is counted at
-    a request's end lacks those that still wait. So time that no histogram holds is waiting, as far as that goes."""
+    a request's end lacks those that still wait. So time that no histogram holds is waiting, as far as that goes; beyond
+    that it is the prefill of an engine that does not export it."""
     measured = growth.mean(names.ttft) if names.ttft else None
     if measured is None:
         return None
@@ -171,7 +180,7 @@ def _ttft(
     if rest > 0:
         unseen = max(0.0, waited_s / count - parts.get("queue", 0.0)) + STEP_WAITS * step_wait_s
         parts["queue"] = parts.get("queue", 0.0) + min(rest, unseen)
-        parts["rest"] = max(0.0, rest - unseen)
+        parts["rest" if names.prefill else "prefill"] = max(0.0, rest - unseen)
     elif rest < 0:
         parts = {account: value * mean / (mean - rest) for account, value in parts.items()}
     return Estimate(mean, parts, _half(spread, mean, count), int(count))

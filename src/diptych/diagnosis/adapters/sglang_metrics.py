@@ -13,7 +13,6 @@ SGLANG: Final = MetricNames(
     prefix="sglang:",
     ttft="sglang:time_to_first_token_seconds",
     itl="sglang:inter_token_latency_seconds",
-    tpot="sglang:inter_token_latency_seconds",
     queue="sglang:queue_time_seconds",
     running="sglang:num_running_reqs",
     waiting="sglang:num_queue_reqs",
@@ -25,8 +24,10 @@ SGLANG: Final = MetricNames(
     refused="sglang:num_aborted_requests",
     missing=(
         Missing(("decode_batch", "slow_model"), "the time of a step with one stream"),
-        Missing(("prefill_interference", "other stalls"), "--enable-forward-pass-metrics"),
+        Missing(("prefill_interference", "other stalls"), "the duration of each step and what it computed"),
         Missing(("prefix_misses", "prefill_queueing"), "which prompts had been computed before"),
+        Missing(("slow_client", "healthy"), "what clients have not read"),
+        Missing(("too_few_prefill_workers", "too_few_decode_workers", "capacity"), "how busy each role is"),
     ),
     known=frozenset(
         f"sglang:{name}"

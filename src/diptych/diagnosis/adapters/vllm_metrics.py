@@ -33,7 +33,9 @@ VLLM: Final = MetricNames(
     missing=(
         Missing(("decode_batch", "slow_model"), "the time of a step with one stream"),
         Missing(("prefill_interference", "other stalls"), "the duration of each step and what it computed"),
+        Missing(("prefix_misses", "prefill_queueing"), "which prompts had been computed before"),
         Missing(("slow_client", "healthy"), "what clients have not read"),
+        Missing(("too_few_prefill_workers", "too_few_decode_workers", "capacity"), "how busy each role is"),
     ),
     known=frozenset(
         f"vllm:{name}"
