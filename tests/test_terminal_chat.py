@@ -10,18 +10,21 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli import main as cli
-from diptych.cli.chat_client import ChatClient
+from diptych.cli.chat_client import ChatClient, Piece
+from diptych.cli.terminal_chat import AnswerWriter
 from diptych.control.errors import ConfigError, RequestError
 
 NO_TEMPLATE = "this model has no chat template"
 
 
 class Replies(BaseHTTPRequestHandler):
-    """Echoes the last message word by word. "fail": an error before the stream, "break": one within it."""
+    """Echoes the last message word by word. "fail": an error before the stream, "break": one within it. A word in
+    brackets is reasoning, and may have content behind it."""
 
     bodies: list[dict[str, Any]]
     has_template = True
     root = "/models/echo"
+    reasoning = "reasoning_content"
 
     def log_message(self, *_: Any) -> None:
         """Nothing."""
@@ -47,6 +50,10 @@ class Replies(BaseHTTPRequestHandler):
         for word in text.split():  # the client may hang up meanwhile
             if word == "break":
                 event: dict[str, Any] = {"error": {"message": "the worker was lost"}}
+            elif word.startswith("("):
+                reasoning, _, content = word.removeprefix("(").partition(")")
+                delta = {self.reasoning: f"{reasoning} ", **({"content": f"{content} "} if content else {})}
+                event = {"choices": [{"delta": delta}]}
             else:
                 event = {"choices": [{"text": f"{word} "} if "prompt" in body else {"delta": {"content": f"{word} "}}]}
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
@@ -120,16 +127,40 @@ def test_an_error_within_an_answer_keeps_what_came(replies: Any) -> None:
     with pytest.raises(RequestError, match="the worker was lost"):
         for piece in client.answer("a b break c"):
             pieces.append(piece)
-    assert pieces == ["a ", "b "]
+    assert [piece.content for piece in pieces] == ["a ", "b "]
     assert client.messages[-1] == {"role": "assistant", "content": "a b "}
 
 
 def test_a_stopped_answer_stays_in_the_conversation(replies: Any) -> None:
     client = ChatClient.connect(replies.url, None, None)
     answer = client.answer("one two three")
-    assert next(answer) == "one "
+    assert next(answer).content == "one "
     answer.close()  # type: ignore[attr-defined]
     assert client.messages[-1]["content"] == "one "
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_is_shown_beside_the_answer_and_not_sent_back(replies: type[Replies], name: str) -> None:
+    replies.reasoning = name
+    result = chat(replies, "(let (me)well then\nnext\n")
+    assert result.stdout == "well then \nnext \n"
+    assert "let me \n" in result.stderr
+    assert replies.bodies[1]["messages"][1] == {"role": "assistant", "content": "well then "}
+
+
+def test_an_answer_of_nothing_but_reasoning_was_not_said(replies: type[Replies]) -> None:
+    result = chat(replies, "(on (and (on\nnext\n")
+    assert "on and on \n(it ended within its reasoning; --max-tokens N allows more)" in result.stderr
+    assert [message["content"] for message in replies.bodies[1]["messages"]] == ["next"]
+
+
+def test_reasoning_is_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    writer = AnswerWriter()
+    for piece in (Piece("let "), Piece("me", "well "), Piece("", "then")):
+        writer.write(piece)
+    writer.close()
+    assert capsys.readouterr().out == "\x1b[2mlet me\x1b[0m\nwell then"
 
 
 @pytest.mark.parametrize(

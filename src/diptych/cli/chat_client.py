@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPException
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -21,6 +21,13 @@ MOST_ERROR_BYTES = 2**16
 MOST_PIECES = 1024  # of an answer, a token each or a few
 COMPLETION_TOKENS = 64  # of a continuation, which may have no end of its own
 PARAGRAPH = "\n\n"  # where it ends earlier
+
+
+class Piece(NamedTuple):
+    """What one event adds to an answer: reasoning, content, or the end of the one and the beginning of the other."""
+
+    reasoning: str = ""
+    content: str = ""
 
 
 @dataclass(slots=True)
@@ -55,10 +62,10 @@ class ChatClient:
         first = [{"role": "system", "content": system}] if system is not None else []
         return cls(site, chosen, words, completes or bool(why), messages=first)
 
-    def answer(self, text: str) -> Iterator[str]:
-        """The answer, piece by piece. It belongs to the conversation as far as it came, also when the caller stops;
-        without any, the text was not said. Small models may never end: without max_tokens it is left after MOST_PIECES
-        (``is_cut``). Raises RequestError for what the server refuses."""
+    def answer(self, text: str) -> Iterator[Piece]:
+        """The answer, piece by piece. Its content belongs to the conversation as far as it came, also when the caller
+        stops; without any, the text was not said. Reasoning is not sent back. Small models may never end: without
+        max_tokens it is left after MOST_PIECES (``is_cut``). Raises RequestError for what the server refuses."""
         self.is_cut = False
         body = {"model": self.model, "stream": True, **self.sampling}
         if self.completes:
@@ -66,7 +73,7 @@ class ChatClient:
             yield from self._events("/v1/completions", body)
             return
         self.messages.append({"role": "user", "content": text})
-        pieces: list[str] = []
+        pieces: list[Piece] = []
         try:
             with closing(self._events("/v1/chat/completions", {**body, "messages": self.messages})) as events:
                 for piece in events:
@@ -76,21 +83,21 @@ class ChatClient:
                     if self.is_cut:
                         return
         finally:
-            if pieces:
-                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            if content := "".join(piece.content for piece in pieces):
+                self.messages.append({"role": "assistant", "content": content})
             else:
                 self.messages.pop()
 
-    def _events(self, path: str, body: Mapping[str, Any]) -> Generator[str, None, None]:
-        """The texts of a stream of events."""
+    def _events(self, path: str, body: Mapping[str, Any]) -> Generator[Piece, None, None]:
+        """The pieces of a stream of events."""
         try:
             with urlopen(self._request(path, body), timeout=ANSWER_TIMEOUT_S) as reply:
                 for line in reply:
                     data = line.decode("utf-8", "replace").strip().removeprefix("data:").strip()
                     if data == "[DONE]":
                         return
-                    if data.startswith("{") and (text := _text_of(json.loads(data))):
-                        yield text
+                    if data.startswith("{") and any(piece := _piece_of(json.loads(data))):
+                        yield piece
         except HTTPError as error:
             raise RequestError(_refusal(error)) from None
         except (URLError, HTTPException, OSError, ValueError) as error:
@@ -132,13 +139,14 @@ def _why_no_chat(site: Site, model: str, card: Mapping[str, Any]) -> str:
     return ""
 
 
-def _text_of(event: Mapping[str, Any]) -> str:
-    """The text of one event. Raises RequestError for an error that comes in the stream."""
+def _piece_of(event: Mapping[str, Any]) -> Piece:
+    """What one event adds. Raises RequestError for an error that comes in the stream."""
     if isinstance(error := event.get("error"), dict):
         raise RequestError(str(error.get("message", error)))
     choice: dict[str, Any] = next(iter(event.get("choices") or ()), {})
     delta = choice.get("delta") or {}
-    return str(choice.get("text") or delta.get("reasoning_content") or delta.get("content") or "")
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""  # names of several servers
+    return Piece(str(reasoning), str(choice.get("text") or delta.get("content") or ""))
 
 
 def _refusal(error: HTTPError) -> str:

@@ -6,7 +6,8 @@ line of it is a message.
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -15,10 +16,11 @@ from diptych.cli.options import Number, Text, Whole
 from diptych.control.errors import RequestError
 
 if TYPE_CHECKING:
-    from diptych.cli.chat_client import ChatClient
+    from diptych.cli.chat_client import ChatClient, Piece
 
 URL = "http://127.0.0.1:8000"
 CONTINUES = "\\"  # at the end of a line: the message goes on in the next
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def chat(
@@ -58,6 +60,41 @@ def chat(
             raise typer.Exit(1)
 
 
+class AnswerWriter:
+    """Prints an answer as it comes. Reasoning is dim on a terminal; otherwise it goes to standard error, so that
+    standard output has the answer alone."""
+
+    def __init__(self) -> None:
+        self.has_reasoned = self.has_answered = False
+        self._is_terminal = sys.stdout.isatty()
+        self._is_reasoning = False
+
+    def write(self, piece: "Piece") -> None:
+        """What has come."""
+        if piece.reasoning:
+            self._begin_reasoning()
+            print(piece.reasoning, end="", file=self._reasoning_file, flush=True)
+        if piece.content:
+            self.close()
+            self.has_answered = True
+            print(piece.content, end="", flush=True)
+
+    def close(self) -> None:
+        """Reasoning has ended, if there was any."""
+        if self._is_reasoning:
+            print(PLAIN if self._is_terminal else "", file=self._reasoning_file, flush=True)
+        self._is_reasoning = False
+
+    @property
+    def _reasoning_file(self) -> TextIO:
+        return sys.stdout if self._is_terminal else sys.stderr
+
+    def _begin_reasoning(self) -> None:
+        if self._is_terminal and not self._is_reasoning:
+            print(DIM, end="")
+        self._is_reasoning = self.has_reasoned = True
+
+
 def _messages(is_terminal: bool) -> Iterator[str]:
     """What is typed, until the end of the input or Ctrl-C."""
     lines: list[str] = []
@@ -80,12 +117,15 @@ def _answer(client: "ChatClient", text: str, is_terminal: bool) -> bool:
     """Print the answer while it comes. False: there was an error, which is said."""
     from diptych.cli.chat_client import MOST_PIECES
 
+    writer = AnswerWriter()
     try:
-        for piece in client.answer(text):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+        with closing(writer):
+            for piece in client.answer(text):
+                writer.write(piece)
         if client.is_cut:
             print(f"\n(stopped after {MOST_PIECES:,} pieces; --max-tokens N allows more)", file=sys.stderr)
+        elif writer.has_reasoned and not writer.has_answered:
+            print("(it ended within its reasoning; --max-tokens N allows more)", file=sys.stderr)
     except KeyboardInterrupt:
         sys.stdout.write(" (stopped)")
         if not is_terminal:

@@ -133,3 +133,11 @@ test("a conversation is asked where the caller says, and its answer grows", asyn
   assert.deepEqual([answer.text, answer.numTokens, seen, problems], ["Paris", 2, ["Par", "Paris"], []]);
   assert.deepEqual([asked[0].temperature, asked[0].stream, asked[0].ignore_eos, [...sender.names.values()]], [0.2, true, undefined, ["Chat 1"]]);
 });
+
+test("reasoning comes apart from the answer, under either of its names", async () => {
+  const deltas = [{ reasoning_content: "Fra" }, { reasoning: "nce" }, { reasoning_content: ".", content: "Par" }, { content: "is" }];
+  streaming(...deltas.map((delta) => ({ id: "chat", choices: [{ delta }] })), "[DONE]");
+  const { sender } = made(MODEL);
+  const answer = await sender.ask("v1/chat/completions", { messages: [] }, () => {});
+  assert.deepEqual([answer.reasoning, answer.text, sender.texts.get("chat-1")], ["France.", "Paris", "France.Paris"]);
+});

@@ -65,29 +65,27 @@ export class Chat {
     const isChat = this.mode === "chat";
     const answer = this.#open(text, isChat);
     const common = { temperature: TEMPERATURE, stream_options: { include_usage: true } };
-    if (isChat) {
-      this.messages.push({ role: "user", content: text });
-      $("#chat-input").value = "";
-    }
-    const [path, body] = isChat ? ["v1/chat/completions", { messages: this.messages, max_tokens: CHAT_TOKENS, ...common }] : ["v1/completions", { prompt: text, max_tokens: TEXT_TOKENS, stop: ["\n\n"], ...common }];
+    if (isChat) $("#chat-input").value = "";
+    const [path, body] = isChat ? ["v1/chat/completions", { messages: [...this.messages, { role: "user", content: text }], max_tokens: CHAT_TOKENS, ...common }] : ["v1/completions", { prompt: text, max_tokens: TEXT_TOKENS, stop: ["\n\n"], ...common }];
     this.#setBusy(true);
     const log = $("#chat-log");
-    const reply = await this.sender.ask(path, body, ({ text: so_far }) => {
+    const reply = await this.sender.ask(path, body, ({ reasoning, text: so_far }) => {
+      setText(answer.reasoning, reasoning);
       setText(answer.text, so_far);
       log.scrollTop = log.scrollHeight;
     });
     this.#setBusy(false);
-    if (isChat) this.messages.push({ role: "assistant", content: reply.text });
-    setText(answer.about, reply.ttftMs === null ? "no answer" : figures(reply));
-    announce(reply.text ? `The answer: ${reply.text}` : "There was no answer.");
+    if (isChat) this.messages.push(...turns(text, reply));
+    setText(answer.about, figures(reply));
+    announce(reply.text ? `The answer: ${reply.text}` : `${figures(reply)}.`);
   }
 
   /** The question and the place of its answer. */
   #open(text, isChat) {
     const log = $("#chat-log");
     if (!isChat) log.replaceChildren();
-    const answer = { text: h("span", {}), about: h("span.small.muted", {}, "…") };
-    log.append(...(isChat ? [h("p.said-by-you", {}, text)] : []), h("div.said-by-model", {}, isChat ? null : h("span.muted", {}, text), answer.text), h("p.chat-figures", {}, answer.about));
+    const answer = { reasoning: h("span.reasoning.muted", {}), text: h("span", {}), about: h("span.small.muted", {}, "…") };
+    log.append(...(isChat ? [h("p.said-by-you", {}, text)] : []), h("div.said-by-model", {}, isChat ? null : h("span.muted", {}, text), answer.reasoning, answer.text), h("p.chat-figures", {}, answer.about));
     log.scrollTop = log.scrollHeight;
     $("#chat-new").hidden = false;
     return answer;
@@ -100,7 +98,15 @@ export class Chat {
   }
 }
 
-function figures({ numTokens, ttftMs, totalMs }) {
+/** What a question and its answer add to the conversation: the answer without its reasoning; nothing where there was none. */
+export function turns(question, { text }) {
+  return text ? [{ role: "user", content: question }, { role: "assistant", content: text }] : [];
+}
+
+/** How fast an answer came, or why there is none. */
+export function figures({ reasoning, text, numTokens, ttftMs, totalMs }) {
+  if (ttftMs === null) return "no answer";
   const rate = numTokens > 1 && totalMs > ttftMs ? `, ${significant(((numTokens - 1) * 1000) / (totalMs - ttftMs))} tokens/s` : "";
-  return `first token ${milliseconds(ttftMs)}, ${count(numTokens)} tokens${rate}`;
+  const end = reasoning && !text ? "; it ended within its reasoning, before an answer" : "";
+  return `first token ${milliseconds(ttftMs)}, ${count(numTokens)} tokens${rate}${end}`;
 }

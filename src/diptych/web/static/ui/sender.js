@@ -38,16 +38,17 @@ export class Sender {
     return this.#send(`Long prompt ${++this.counts["Long prompt"]}`, { prompt: this.#randomTokens(numTokens), max_tokens: LONG_ANSWER_TOKENS, ignore_eos: true, temperature: 0.8 });
   }
 
-  /** A conversation's or a text's next answer; onText is called with it as it grows. Returns {text, numTokens, ttftMs, totalMs}. */
+  /** A conversation's or a text's next answer; onText is called with it as it grows. Returns {reasoning, text, numTokens, ttftMs, totalMs}. */
   async ask(path, body, onText) {
     const begun = performance.now();
-    const answer = { text: "", numTokens: 0, ttftMs: null, totalMs: 0 };
+    const answer = { reasoning: "", text: "", numTokens: 0, ttftMs: null, totalMs: 0 };
     const onToken = (chunk) => {
       if (chunk.usage) answer.numTokens = chunk.usage.completion_tokens;
       const [choice] = chunk.choices;
       if (!choice) return;
       answer.ttftMs ??= performance.now() - begun;
-      answer.text += choice.delta?.content ?? choice.text ?? "";
+      answer.reasoning += reasoningOf(choice);
+      answer.text += contentOf(choice);
       onText(answer);
     };
     await this.#send(`Chat ${++this.counts.Chat}`, body, { path, onToken });
@@ -115,7 +116,7 @@ export class Sender {
     }
     sent.onToken?.(chunk);
     const [choice] = chunk.choices;
-    this.texts.set(chunk.id, ((this.texts.get(chunk.id) ?? "") + (choice?.text ?? choice?.delta?.content ?? "")).slice(-2000));
+    this.texts.set(chunk.id, ((this.texts.get(chunk.id) ?? "") + (choice ? reasoningOf(choice) + contentOf(choice) : "")).slice(-2000));
     if (this.texts.size > 100) this.texts.delete(this.texts.keys().next().value);
   }
 
@@ -127,6 +128,12 @@ export class Sender {
     return "";
   }
 }
+
+/** What a choice of an event adds to the answer. */
+const contentOf = ({ text, delta }) => text ?? delta?.content ?? "";
+
+/** What it adds to the reasoning before the answer; servers have two names for it. */
+const reasoningOf = ({ delta }) => delta?.reasoning_content ?? delta?.reasoning ?? "";
 
 /** A token has come to the reader of a stream. */
 function read(reader, chunk) {
