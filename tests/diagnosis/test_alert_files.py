@@ -31,6 +31,7 @@ class PromQL:
             at = found.end()
         self.at = 0
         self.metrics: list[str] = []
+        self.kept: list[set[str]] = []  # the labels of each aggregation and of each operator's on()
         self.expression()
         assert self.at == len(self.tokens), f"too much: {self.tokens[self.at :]}"
 
@@ -50,7 +51,7 @@ class PromQL:
             self.take()
             if self.next_is("on", "ignoring"):
                 self.take()
-                self.labels()
+                self.kept.append(self.labels())
             self.operand()
 
     def operand(self) -> None:
@@ -59,9 +60,11 @@ class PromQL:
             self.expression()
             self.take(")")
         elif token in AGGREGATIONS:
+            self.kept.append(set())
             if self.next_is("by", "without"):
-                self.take()
-                self.labels()
+                is_kept = self.take() == "by"
+                labels = self.labels()
+                self.kept[-1] = labels if is_kept else set()
             self.arguments()
         elif token in FUNCTIONS:
             self.arguments()
@@ -88,11 +91,13 @@ class PromQL:
             self.expression()
         self.take(")")
 
-    def labels(self) -> None:
+    def labels(self) -> set[str]:
+        found = set()
         self.take("(")
         while not self.next_is(")"):
-            self.take()
+            found.add(self.take())
         self.take(")")
+        return found - {","}
 
 
 @pytest.mark.parametrize("row", watched_rows(), ids=lambda row: row.cause)
@@ -101,6 +106,12 @@ def test_every_alert_is_promql_over_names_that_are_exported(row: object) -> None
     found = PromQL(expression(row))  # type: ignore[arg-type]
     assert found.metrics
     assert all(name.startswith(("vllm:", "diptych:")) for name in found.metrics)
+
+
+@pytest.mark.parametrize("row", watched_rows(), ids=lambda row: row.cause)
+def test_every_alert_judges_each_server_alone(row: object) -> None:
+    kept = PromQL(expression(row)).kept  # type: ignore[arg-type]
+    assert kept and all({"instance", "model_name"} <= labels for labels in kept)
 
 
 @pytest.mark.parametrize("wrong", ["sum(", "rate(x:y[5m]", "sum(rate(vllm:a[5m]))) > 1", "a:b >", "1 and on( 2"])
@@ -130,4 +141,11 @@ def test_the_dashboard_has_a_panel_for_every_watched_row() -> None:
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
     assert {expression(row) for row in watched_rows()} <= set(queries)
     for query in queries:
-        PromQL(query)
+        assert all("instance" in labels for labels in PromQL(query).kept)
+    legends = [target["legendFormat"] for target in panels[0]["targets"]]
+    assert legends == ["{{instance}} queue", "{{instance}} prefill"]
+
+
+def test_the_parser_sees_what_an_aggregation_keeps() -> None:
+    assert PromQL("sum(a:b) > on (x, y) max by (z) (a:c)").kept == [set(), {"x", "y"}, {"z"}]
+    assert PromQL("sum without (x) (a:b)").kept == [set()]

@@ -111,7 +111,7 @@ def test_slow_gaps_are_no_slow_requests(names: MetricNames) -> None:
 @pytest.mark.parametrize("names", [VLLM, SGLANG, DYNAMO], ids=lambda names: names.engine)
 def test_what_an_engine_can_never_show_is_named(names: MetricNames) -> None:
     choices = {choice for gap in names.missing for choice in gap.choices}
-    assert {"prefix_misses", "slow_client", "prefill_interference"} <= choices
+    assert {"prefix_misses", "slow_client", "prefill_interference", "too_few_prefill_workers"} <= choices
     assert not any("--enable-forward-pass-metrics" in gap.needed for gap in names.missing)
 
 

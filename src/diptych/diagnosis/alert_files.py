@@ -1,16 +1,17 @@
 """Files for monitoring, made from the diagnosis table: a Prometheus rule file and a Grafana dashboard.
 
 An alert cannot attribute seconds: it says which row of the table to look at, with the row's own words. The expressions
-read vLLM's names, which Diptych exports too, and Diptych's own.
+read vLLM's names, which Diptych exports too, and Diptych's own. Each server that Prometheus scrapes is judged alone.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from diptych.diagnosis.diagnosis_table import ROWS, CauseRow
 
 WINDOW = "5m"
+SERVER = "instance, model_name"  # the labels that stand for one server
 FOR = "5m"
 GROUP = "diptych-diagnosis"
 PANEL_WIDTH, PANEL_HEIGHT, COLUMNS = 12, 8, 2
@@ -24,7 +25,7 @@ def alert_name(row: CauseRow) -> str:
 
 def expression(row: CauseRow, window: str = WINDOW) -> str:
     """The PromQL of a row's alert."""
-    return row.alert.format(w=window)
+    return row.alert.format(w=window, server=SERVER)
 
 
 def watched_rows() -> tuple[CauseRow, ...]:
@@ -57,14 +58,18 @@ def prometheus_rules() -> str:
 def grafana_dashboard() -> str:
     """The text of a dashboard (JSON): the latencies by phase, then a panel for each row that can be watched."""
     phases = [
-        ("Mean TTFT by phase", [_mean("request_queue_time"), _mean("request_prefill_time")], "s"),
-        ("TTFT p50, p95, p99", [_quantile(share, "time_to_first_token") for share in ("0.5", "0.95", "0.99")], "s"),
-        ("Gap between tokens p50, p99", [_quantile(share, "inter_token_latency") for share in ("0.5", "0.99")], "s"),
-        ("Running and waiting", ["sum(vllm:num_requests_running)", "sum(vllm:num_requests_waiting)"], "short"),
+        ("Mean TTFT by phase", {name: _mean(f"request_{name}_time") for name in ("queue", "prefill")}, "s"),
+        ("TTFT p50, p95, p99", {f"p{at}": _quantile(at, "time_to_first_token") for at in (50, 95, 99)}, "s"),
+        ("Gap between tokens p50, p99", {f"p{at}": _quantile(at, "inter_token_latency") for at in (50, 99)}, "s"),
+        (
+            "Running and waiting",
+            {name: f"sum by ({SERVER}) (vllm:num_requests_{name})" for name in ("running", "waiting")},
+            "short",
+        ),
     ]
     panels = [_panel(number, name, queries, unit) for number, (name, queries, unit) in enumerate(phases)]
     for number, row in enumerate(watched_rows(), len(panels)):
-        panels.append(_panel(number, row.symptom, [expression(row)], "short", f"{row.evidence}. {row.action}."))
+        panels.append(_panel(number, row.symptom, {"": expression(row)}, "short", f"{row.evidence}. {row.action}."))
     dashboard = {
         "title": "Diptych: what limits the server",
         "uid": "diptych-diagnosis",
@@ -82,14 +87,17 @@ def grafana_dashboard() -> str:
 
 def _mean(name: str) -> str:
     metric = f"vllm:{name}_seconds"
-    return f"sum(rate({metric}_sum[{WINDOW}])) / sum(rate({metric}_count[{WINDOW}]))"
+    total, count = (f"sum by ({SERVER}) (rate({metric}_{part}[{WINDOW}]))" for part in ("sum", "count"))
+    return f"{total} / on ({SERVER}) {count}"
 
 
-def _quantile(share: str, name: str) -> str:
-    return f"histogram_quantile({share}, sum by (le) (rate(vllm:{name}_seconds_bucket[{WINDOW}])))"
+def _quantile(percent: int, name: str) -> str:
+    buckets = f"rate(vllm:{name}_seconds_bucket[{WINDOW}])"
+    return f"histogram_quantile({percent / 100:g}, sum by (le, {SERVER}) ({buckets}))"
 
 
-def _panel(number: int, title: str, queries: Iterable[str], unit: str, about: str = "") -> dict[str, Any]:
+def _panel(number: int, title: str, queries: Mapping[str, str], unit: str, about: str = "") -> dict[str, Any]:
+    """queries: by what the legend calls them, after the server."""
     return {
         "id": number + 1,
         "type": "timeseries",
@@ -103,5 +111,8 @@ def _panel(number: int, title: str, queries: Iterable[str], unit: str, about: st
             "y": PANEL_HEIGHT * (number // COLUMNS),
         },
         "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
-        "targets": [{"refId": chr(ord("A") + at), "expr": query} for at, query in enumerate(queries)],
+        "targets": [
+            {"refId": chr(ord("A") + at), "expr": query, "legendFormat": f"{{{{instance}}}} {name}".strip()}
+            for at, (name, query) in enumerate(queries.items())
+        ],
     }

@@ -2,7 +2,7 @@
 
 The order of rows is that of documents; the order of a diagnosis comes from seconds. ``alert`` is the condition that a
 Prometheus server can watch: it cannot attribute seconds, so an alert says where to look, and ``diptych diagnose`` says
-whether it matters. {w} stands for the window of the rates.
+whether it matters. {w} stands for the window of the rates, {server} for the labels of one server: each is judged alone.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,9 @@ ROWS: Final[tuple[CauseRow, ...]] = (
         inspect="histogram of prompt tokens; order and batch policy of the prefill queue",
         action="short prompts first, or fewer long prompts at a time; then more prefill capacity",
         signals=("waiting", "long_share", "prompt_p50", "prompt_p95"),
-        alert="histogram_quantile(0.95, sum by (le) (rate(vllm:request_queue_time_seconds_bucket[{w}]))) > 1",
+        alert=(
+            "histogram_quantile(0.95, sum by (le, {server}) (rate(vllm:request_queue_time_seconds_bucket[{w}]))) > 1"
+        ),
     ),
     CauseRow(
         cause="prefill_interference",
@@ -54,8 +56,9 @@ ROWS: Final[tuple[CauseRow, ...]] = (
         action="smaller prefill chunks, or prefill on workers of its own",
         signals=("stall_s", "long_share", "step_tokens_p95"),
         alert=(
-            "histogram_quantile(0.99, sum by (le) (rate(vllm:inter_token_latency_seconds_bucket[{w}])))"
-            " > 5 * histogram_quantile(0.5, sum by (le) (rate(vllm:inter_token_latency_seconds_bucket[{w}])))"
+            "histogram_quantile(0.99, sum by (le, {server}) (rate(vllm:inter_token_latency_seconds_bucket[{w}])))"
+            " > on ({server}) 5 *"
+            " histogram_quantile(0.5, sum by (le, {server}) (rate(vllm:inter_token_latency_seconds_bucket[{w}])))"
         ),
     ),
     CauseRow(
@@ -68,7 +71,10 @@ ROWS: Final[tuple[CauseRow, ...]] = (
         inspect="TPOT p95 and p99; running requests; step time by batch size",
         action="a smaller batch per worker, or more decode workers",
         signals=("running", "running_max", "max_num_seqs"),
-        alert="sum(vllm:num_requests_running) > 64",
+        alert=(  # of each engine: those of Diptych are counted by worker
+            "(avg by ({server}) (vllm:num_requests_running) unless on ({server}) diptych:worker_up) > 64"
+            " or avg by ({server}) (diptych:worker_requests_decoding) > 64"
+        ),
     ),
     CauseRow(
         cause="kv_cache_full",
@@ -80,7 +86,11 @@ ROWS: Final[tuple[CauseRow, ...]] = (
         inspect="active sequences, KV usage, preemptions, evictions",
         action="more memory for the KV cache, fewer sequences at once, or shorter contexts",
         signals=("kv_usage", "kv_usage_max", "preemptions", "waiting"),
-        alert="max(vllm:kv_cache_usage_perc) > 0.95 or sum(rate(vllm:num_preemptions_total[{w}])) > 0",
+        alert=(
+            "max by ({server}) (vllm:kv_cache_usage_perc) > 0.95"
+            " or sum by ({server}) (rate(vllm:num_preemptions_total[{w}]))"
+            " > on ({server}) 0.02 * sum by ({server}) (rate(vllm:time_to_first_token_seconds_count[{w}]))"
+        ),
     ),
     CauseRow(
         cause="sequence_limit",
@@ -93,7 +103,10 @@ ROWS: Final[tuple[CauseRow, ...]] = (
         action="a higher limit of sequences",
         signals=("running_max", "max_num_seqs", "waiting", "kv_usage"),
         needs=("max_num_seqs",),
-        alert="sum(vllm:num_requests_waiting) > 0 and on() max(vllm:kv_cache_usage_perc) < 0.5",
+        alert=(
+            "sum by ({server}) (vllm:num_requests_waiting) > on ({server}) 0.1 * sum by ({server})"
+            " (vllm:num_requests_running) and on ({server}) max by ({server}) (vllm:kv_cache_usage_perc) < 0.5"
+        ),
     ),
     CauseRow(
         cause="prefix_misses",
@@ -107,8 +120,9 @@ ROWS: Final[tuple[CauseRow, ...]] = (
         signals=("hit_share", "reread_share", "prompt_mean"),
         needs=("reread_share",),
         alert=(
-            "sum(rate(vllm:prefix_cache_hits_total[{w}])) / sum(rate(vllm:prefix_cache_queries_total[{w}])) < 0.1"
-            " and on() sum(rate(vllm:prefix_cache_queries_total[{w}])) > 1000"
+            "sum by ({server}) (rate(vllm:prefix_cache_hits_total[{w}]))"
+            " / on ({server}) sum by ({server}) (rate(vllm:prefix_cache_queries_total[{w}])) < 0.1"
+            " and on ({server}) sum by ({server}) (rate(vllm:prefix_cache_queries_total[{w}])) > 1000"
         ),
     ),
     CauseRow(
@@ -133,7 +147,10 @@ ROWS: Final[tuple[CauseRow, ...]] = (
         inspect="busy share of the workers; arrivals against completions",
         action="more workers or a faster one; diptych plan says how many",
         signals=("busy", "rate", "waiting", "running"),
-        alert="sum(vllm:num_requests_waiting) > 2 * sum(vllm:num_requests_running)",
+        alert=(
+            "sum by ({server}) (vllm:num_requests_waiting)"
+            " > on ({server}) 2 * sum by ({server}) (vllm:num_requests_running)"
+        ),
     ),
     CauseRow(
         cause="slow_transfer",
@@ -146,8 +163,8 @@ ROWS: Final[tuple[CauseRow, ...]] = (
         action="a faster connector, a codec, or no handoff for short prompts",
         signals=("transfer_s", "transfer_bytes"),
         alert=(
-            "histogram_quantile(0.9, sum by (le) (rate(diptych:kv_transfer_seconds_bucket[{w}]))) > 0.5"
-            " or histogram_quantile(0.9, sum by (le) (rate(vllm:nixl_xfer_time_seconds_bucket[{w}]))) > 0.5"
+            "histogram_quantile(0.9, sum by (le, {server}) (rate(diptych:kv_transfer_seconds_bucket[{w}]))) > 0.5"
+            " or histogram_quantile(0.9, sum by (le, {server}) (rate(vllm:nixl_xfer_time_seconds_bucket[{w}]))) > 0.5"
         ),
     ),
     CauseRow(
@@ -161,8 +178,8 @@ ROWS: Final[tuple[CauseRow, ...]] = (
         action="one more prefill worker in place of a decode worker",
         signals=("busy_prefill", "busy_decode"),
         alert=(
-            'sum(diptych:worker_requests_waiting{{role="prefill"}}) > 4 and'
-            ' on() sum(diptych:worker_requests_decoding{{role="decode"}}) < 2'
+            'avg by ({server}) (diptych:worker_requests_waiting{{role="prefill"}}) > 4 and'
+            ' on ({server}) avg by ({server}) (diptych:worker_requests_decoding{{role="decode"}}) < 2'
         ),
     ),
     CauseRow(
@@ -176,8 +193,8 @@ ROWS: Final[tuple[CauseRow, ...]] = (
         action="one more decode worker in place of a prefill worker",
         signals=("busy_decode", "busy_prefill", "kv_usage_max"),
         alert=(
-            'max(diptych:worker_kv_usage_ratio{{role="decode"}}) > 0.95 and'
-            ' on() sum(diptych:worker_requests_prefilling{{role="prefill"}}) < 1'
+            'avg by ({server}) (diptych:worker_kv_usage_ratio{{role="decode"}}) > 0.95 and'
+            ' on ({server}) avg by ({server}) (diptych:worker_requests_prefilling{{role="prefill"}}) < 0.5'
         ),
     ),
     CauseRow(
@@ -204,7 +221,7 @@ ROWS: Final[tuple[CauseRow, ...]] = (
         action="fewer threads or workers than cores, cores of their own (--cores), or other processes elsewhere",
         signals=("cpu_wait", "slow_share"),
         needs=("cpu_wait",),
-        alert="sum by (worker) (rate(diptych:worker_cpu_wait_seconds_total[{w}])) > 0.2",
+        alert="sum by (worker, {server}) (rate(diptych:worker_cpu_wait_seconds_total[{w}])) > 0.2",
     ),
     CauseRow(
         cause="batch_flood",
@@ -216,7 +233,10 @@ ROWS: Final[tuple[CauseRow, ...]] = (
         inspect="arrivals per second; service classes; tenants",
         action="send batch work as service_class batch, or limit its rate",
         signals=("batch_share", "burst", "waiting"),
-        alert="sum(deriv(vllm:num_requests_waiting[{w}])) > 1 and on() sum(vllm:num_requests_waiting) > 50",
+        alert=(
+            "sum by ({server}) (deriv(vllm:num_requests_waiting[{w}])) > 1"
+            " and on ({server}) sum by ({server}) (vllm:num_requests_waiting) > 50"
+        ),
     ),
     CauseRow(
         cause="small_chunks",
@@ -251,7 +271,7 @@ ROWS: Final[tuple[CauseRow, ...]] = (
         pressure_point="worker processes",
         inspect="log of the front end; restarts; memory",
         action="find why the worker ends (memory limit, crash)",
-        alert="sum(increase(diptych:worker_losses_total[{w}])) > 0",
+        alert="sum by ({server}) (increase(diptych:worker_losses_total[{w}])) > 0",
     ),
     CauseRow(
         cause="slow_model",

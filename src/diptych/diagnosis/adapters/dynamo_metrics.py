@@ -22,6 +22,7 @@ DYNAMO: Final = MetricNames(
         Missing(("prefill_interference", "decode_batch"), "the workers' own /metrics (give their URLs)"),
         Missing(("prefix_misses", "prefill_queueing"), "which prompts had been computed before"),
         Missing(("slow_client", "healthy"), "what clients have not read"),
+        Missing(("too_few_prefill_workers", "too_few_decode_workers", "capacity"), "how busy each role is"),
     ),
     known=frozenset(
         f"dynamo_frontend_{name}"
