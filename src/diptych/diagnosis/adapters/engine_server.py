@@ -1,7 +1,7 @@
 """Any server by its URL: finds out which engine answers, and reads it for a while.
 
 Pages are read SCRAPES times in the window, so that gauges are more than two points. A Prometheus server is asked for
-the pages at both ends of a range instead.
+RANGE_STEPS pages of a range instead.
 """
 
 import json
