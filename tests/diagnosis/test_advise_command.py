@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -92,3 +93,24 @@ def test_what_the_cache_held_is_not_what_prompts_repeat() -> None:
 def test_an_engine_that_exports_little_is_described_by_that() -> None:
     said = ExportedTraffic.of({"requests": 9.0}).sentences()
     assert len(said) == 1 and said[0].startswith("9 requests; estimated")
+
+
+def test_of_a_trace_it_is_said_which_phase_hurts_before_what_the_traffic_is_like(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [f"{number * 0.05},{6000 if number % 4 == 0 else 200},40" for number in range(60)]
+    trace = tmp_path / "trace.csv"
+    trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows, ""]))
+    monkeypatch.setattr("diptych.cli.plan.plan", lambda **_: print('{"best": "x"}'))
+    options = ["advise", "--trace", str(trace), "--slo", "ttft=100ms,tpot=20ms", "--model", "llama-3-8b"]
+    options += ["--hardware", "a100-80gb", "--devices", "2"]
+    said = CliRunner().invoke(app, options)
+    assert said.exit_code == 0, said.output
+    first, second = said.stdout.index("Which phase hurts?"), said.stdout.index("What the traffic is like")
+    assert first < second < said.stdout.index('"best"')
+    assert "the binding objective is TTFT (prefill)" in said.stdout
+    found = json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout)
+    assert found["recommended"] == {"best": "x"} and found["traffic"]["num_requests"] == 60
+    assert found["diagnosis"]["verdict"] == "limited" and found["diagnosis"]["causes"]
+    bare = json.loads(CliRunner().invoke(app, ["advise", "--trace", str(trace), "--json"]).stdout)
+    assert bare["diagnosis"] is None and bare["recommended"] is None

@@ -4,9 +4,11 @@ Of a server, or of a recording, the present workers are simulated in every shape
 ``diptych plan`` searches a fleet, and its answer is this command's: there is one search.
 """
 
+import io
 import json
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from diptych.diagnosis.traffic import ExportedTraffic, Traffic
     from diptych.workload.spec import RequestSpec
 
+SIMULATED = 500  # requests of a trace that are diagnosed
 SHAPE_SETTINGS = {  # of other engines (engine_settings.py): what makes them a shape
     "chunked": ("max_num_batched_tokens", "chunked_prefill_size", "batch_size"),
     "split": ("kv_role",),
@@ -179,31 +182,70 @@ def _as_json(traffic: "Traffic | ExportedTraffic", found: "Diagnosis", choice: "
 
 
 def _advise_trace(trace: str, slo: "Slo | None", fleet: dict[str, Any], as_json: bool) -> None:
-    """Of a trace: what it is like; with a model and a device, the answer of ``diptych plan``."""
+    """Of a trace: what it is like; with a model and a device, which phase hurts there, and the answer of ``diptych
+    plan``."""
     import dataclasses
 
     from diptych.diagnosis.traffic import burstiness, traffic_of
     from diptych.workload.traces import load_trace
 
     traffic = traffic_of(list(load_trace(trace)))
+    like = [*traffic.sentences(), f"arrivals are {burstiness(traffic.variation)}"]
+    document: dict[str, Any] = {"diagnosis": None, "traffic": dataclasses.asdict(traffic), "recommended": None}
     if fleet["model"] is None or fleet["hardware"] is None:
         if as_json:
-            print(json.dumps({"traffic": dataclasses.asdict(traffic), "recommended": None}, indent=2))
+            print(json.dumps(document, indent=2))
             return
-        print("What the traffic is like")
-        _print([*traffic.sentences(), f"arrivals are {burstiness(traffic.variation)}"])
         print("Which phase hurts depends on the machine: give --model and --hardware (and --devices), and --slo.")
+        print("What the traffic is like")
+        _print(like)
         return
     if slo is None:
         raise ConfigError("slo is not given; a fleet is chosen for objectives (--slo ttft=...,tpot=...)", param="slo")
+    found = _simulated(trace, slo, fleet)
     if not as_json:
+        print(f"Which phase hurts? On {found.observation.source}:")
+        _print([found.sentence, *_binding(found), *_disturbance(found)])
         print("What the traffic is like")
-        _print([*traffic.sentences(), f"arrivals are {burstiness(traffic.variation)}"])
+        _print(like)
+    answer = io.StringIO()
+    with redirect_stdout(answer) if as_json else nullcontext():
+        _plan(trace, slo, fleet, as_json)
+    if as_json:
+        from diptych.diagnosis.diagnosis_words import as_json as as_document
+
+        document |= {"diagnosis": as_document(found, ()), "recommended": json.loads(answer.getvalue())}
+        print(json.dumps(document, indent=2))
+
+
+def _simulated(trace: str, slo: "Slo", fleet: dict[str, Any]) -> "Diagnosis":
+    """What hurts the first requests of a trace on workers that do both phases, with prompts in chunks."""
+    from diptych.cli.simulate_options import PATHS
+    from diptych.diagnosis.adapters.event_records import records_of
+    from diptych.diagnosis.adapters.timeline_records import TimelineSource, observe
+    from diptych.diagnosis.diagnosis import diagnose
+    from diptych.simulation.settings import read_settings
+    from diptych.simulation.sweep import run_here
+
+    count = fleet["devices"] or 1
+    asked = {"model": fleet["model"], "hardware": fleet["hardware"], "replicas": count, "shape": "chunked"}
+    asked |= {"trace": trace, "num_requests": SIMULATED, **_objectives(slo)}
+    settings = read_settings(None, {PATHS[name]: value for name, value in asked.items() if value is not None})
+    run = run_here(settings, record_events=True)
+    assert run.log is not None
+    records = records_of(run.log, dict.fromkeys(range(count), "both"))
+    words = f"{count} simulated {fleet['hardware']} with {fleet['model']}, prompts in chunks, {SIMULATED:,} requests"
+    return diagnose(observe(records, TimelineSource(source=words, slo=slo)))
+
+
+def _plan(trace: str, slo: "Slo", fleet: dict[str, Any], as_json: bool) -> None:
     from diptych.cli.plan import plan
 
-    objectives = {
-        "ttft_slo_ms": slo.ttft_ns and slo.ttft_ns / NS_PER_MS,
-        "tpot_slo_ms": slo.tpot_ns and slo.tpot_ns / NS_PER_MS,
-    }
     asked = {"trace": trace, "model": fleet["model"], "hardware": [fleet["hardware"]], "devices": fleet["devices"]}
-    plan(**asked, **objectives, as_json=as_json)
+    plan(**asked, **_objectives(slo), as_json=as_json)
+
+
+def _objectives(slo: "Slo") -> dict[str, Any]:
+    """As options."""
+    limits = {"ttft_slo_ms": slo.ttft_ns, "tpot_slo_ms": slo.tpot_ns}
+    return {name: limit_ns and limit_ns / NS_PER_MS for name, limit_ns in limits.items()}
