@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import Number, Text, Whole, option, picked
+from diptych.cli.options import LOCAL_URL, Number, Text, Whole, option, picked
 from diptych.cli.output import check_folders, print_tables, write_file
 from diptych.control.errors import ConfigError
 
@@ -53,8 +53,8 @@ ONLY_WITH = {
 }  # fmt: skip
 
 KEY = "DIPTYCH_API_KEY"
-LOCAL_URL = "http://127.0.0.1:8000"
 URL_HELP = f"Address of an OpenAI-compatible server. Default: {LOCAL_URL}."
+SALT_HELP = "Salt for prompt texts; a new one in every run makes sure that nothing is cached."
 DEFAULT_DURATION = "30s"  # of a single run that nothing else ends
 DURATION_HELP = f"Send no request after this time. Default: {DEFAULT_DURATION}, unless requests are counted."
 
@@ -84,7 +84,7 @@ def bench(
     duration: Annotated[Text, option(DURATION_HELP, WORKLOAD)] = None,
     warmup: Annotated[int, option("Requests before the first that counts.", WORKLOAD)] = 4,
     seed: Annotated[Whole, option("Seed of arrivals, lengths and sharing.", WORKLOAD)] = None,
-    salt: Annotated[Text, option("Salt of the texts. Default: a new one in every run.", WORKLOAD)] = None,
+    salt: Annotated[Text, option(SALT_HELP, WORKLOAD)] = None,
     assign: Annotated[list[str] | None, option("Any setting: PATH=VALUE. Repeatable.", WORKLOAD, "--set")] = None,
     slo: Annotated[Text, option("Any of ttft, tpot, itl, e2e: ttft=2s,itl=60ms.", OBJECTIVES)] = None,
     ttft_slo_ms: Annotated[Number, option("The same as --slo ttft=...ms.", OBJECTIVES)] = None,
