@@ -78,7 +78,7 @@ class StartScreen:
     ) -> None:
         self._progress.stop()
         if kind is None:
-            with contextlib.suppress(OSError):  # whoever read it may be gone
+            with contextlib.suppress(OSError):  # its reader may be gone
                 print(f"{self._model_name} is stopped", file=sys.stderr)
 
     def on_loading(self, loading: Loading) -> None:
