@@ -8,11 +8,13 @@ in the environment but HOME and PATH; network, kernel and processor are this mac
 committed is there. Needs root, Linux and port 8000; this script itself needs Python alone. --pip-conf and --bind (a
 folder that is there in the root too, read only) are for machines whose packages come from elsewhere than PyPI.
 
-Prints a line for each command: seconds, whether it did what README says, and what was put in place of what only the
-reader has, such as the path of a model. Not run: scripts/test, which takes as long as the tests do.
+Behind README come wrong usages of tests/test_wrong_usages.py, each a process of its own that has to print the sentence
+which helps. Prints a line for each command: seconds, whether it did what README says, and what was put in place of what
+only the reader has, such as the path of a model. Not run: scripts/test, which takes as long as the tests do.
 """
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -32,6 +34,7 @@ MIRROR, SUITE = "http://deb.debian.org/debian", "bookworm"
 USER, HOME = "newcomer", "/home/newcomer"
 ADDRESS = "http://127.0.0.1:8000"
 LIMIT_S = 1800
+WRONG_USAGES = 12  # of those that need no file
 # $1: the root, $2: the user, $3: folders to show, $4: the home, $5: the command
 ENTER = """
 mount -t proc proc "$1/proc"; mount --rbind /sys "$1/sys"; mount --rbind /dev "$1/dev"
@@ -191,6 +194,7 @@ class Trial:
                         self.step(command, own, instead="behind the line above, in one shell")
                 elif command:
                     self.command(command)
+        self.wrong_usages()
 
     def command(self, command: str) -> None:
         """One line of a block."""
@@ -281,6 +285,19 @@ class Trial:
         with serving(self.root, in_environment(f"diptych serve {self.model}")):
             self.root.run(in_environment("pip install openai"))
             self.step(first, begin, instead=f"with {self.model}, after pip install openai")
+
+    def wrong_usages(self) -> None:
+        """What people type wrong: how long they wait for the sentence that helps."""
+        source = ast.parse((CHECKOUT / "tests/test_wrong_usages.py").read_text())
+        [table] = [node.value for node in source.body if isinstance(node, ast.AnnAssign) and node.value is not None]
+        wrong = {words: helpful for words, helpful in ast.literal_eval(table).items() if "{}/" not in words}
+        longest_s = 0.0
+        for words in list(wrong)[:: len(wrong) // WRONG_USAGES][:WRONG_USAGES]:
+            status, printed, seconds = self.root.run(in_environment(f"diptych {words}"))
+            is_helped = status in (1, 2) and wrong[words] in printed
+            self.note(f"diptych {words}", seconds, "ok" if is_helped else f"status {status}: {printed.strip()[-300:]}")
+            longest_s = max(longest_s, seconds)
+        self.figures["s of the slowest answer to a wrong usage"] = round(longest_s, 2)
 
     def write_own_hardware(self) -> None:
         """The file of the reader's own hardware, from the page that describes it."""

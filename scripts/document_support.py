@@ -238,7 +238,10 @@ def _refusals() -> Iterator[str]:
     for api, fields in tables.items():
         for name, harmless in sorted(fields.items()):
             values = dict.fromkeys(str(value).lower() if isinstance(value, bool) else repr(value) for value in harmless)
-            yield table_row(api, f"`{name}`", ", ".join(f"`{value}`" for value in values))
+            serves_chat = fields is UNSUPPORTED and name in protocol.ChatBody.model_fields
+            yield table_row(
+                "completions" if serves_chat else api, f"`{name}`", ", ".join(f"`{value}`" for value in values)
+            )
     known = protocol.ChatBody.model_fields.keys()
     yield "\nTaken without an effect: " + ", ".join(f"`{name}`" for name in sorted(WITHOUT_EFFECT - known)) + ".\n"
     yield "Any other field is ignored and named in the header `x-ignored-fields`, or refused with `--strict`.\n"

@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "diptych"
 
 # What each part may import of ours (itself always).
 MAY_IMPORT = {
+    "byte_size": set(),
     "cgroups": set(),
     "child_process": set(),
     "class_hints": set(),
@@ -21,9 +22,9 @@ MAY_IMPORT = {
     "control": {"class_hints"},
     "engine_steps": set(),
     "length_prefix": set(),
-    "processor": {"cgroups"},
+    "processor": {"byte_size", "cgroups"},
     "tls": {"control"},
-    "runtime": {"control", "processor", "tls"},
+    "runtime": {"byte_size", "control", "processor", "tls"},
     "workload": {"control"},
     "report": {"control"},
     "timeline": {"control"},
@@ -32,8 +33,8 @@ MAY_IMPORT = {
     "calibration": {"child_process", "control", "engine_steps", "runtime", "serving", "simulation"},
     "diagnosis": {"control", "report", "simulation", "timeline", "workload"},
     "serving": {
-        "cgroups", "compiled_modules", "control", "engine_steps", "length_prefix", "processor", "runtime", "timeline",
-        "tls", "web",
+        "byte_size", "cgroups", "compiled_modules", "control", "engine_steps", "length_prefix", "processor", "runtime",
+        "timeline", "tls", "web",
     },
     "vllm_plugin": {"engine_steps"},
     "bench": {"control", "processor", "report", "search", "workload"},

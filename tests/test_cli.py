@@ -18,6 +18,7 @@ from diptych.cli.other_names import INSTEAD, SAME, translate
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import CapsConfig, SchedulerConfig, ShapeName, shape_preset
 from diptych.control.errors import ConfigError
+from diptych.diagnosis.adapters.http_get import Site
 from diptych.processor import Processor
 from diptych.serving.link.engine_options import parse_bytes, parse_cores
 
@@ -83,6 +84,28 @@ def test_a_message_names_the_option_that_was_typed() -> None:
     assert in_options("workload: rate is 0", names) == "--rate is 0"
     assert in_options("rates of 1 are fine", names) == "rates of 1 are fine"
     assert in_options("order is 'x'", names) == "order is 'x'"
+    names |= {name: f"--{name.replace('_', '-')}" for name in ("ttft_slo_ms", "find_goodput", "records", "key_file")}
+    for message, expected in {
+        "slo is 'ttft_slo_ms'; ttft_slo_ms is given, too": "slo is 'ttft_slo_ms'; --ttft-slo-ms is given, too",
+        "find_goodput and rate are two searches": "--find-goodput and --rate are two searches",
+        "gaps has no effect without records": "gaps has no effect without --records",
+        "it needs a key_file": "it needs a --key-file",
+        "the rate of the records": "the rate of the records",
+        "there is no column find_goodput": "there is no column find_goodput",
+        "set workload.find_goodput or /tmp/key_file": "set workload.find_goodput or /tmp/key_file",
+    }.items():
+        assert in_options(message, names) == expected
+
+
+@pytest.mark.parametrize("command", ["chat", "diagnose", "advise", "batch ls"])
+def test_a_command_about_a_server_is_about_the_local_one_by_default(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(text: str, *_: Any) -> None:
+        raise ConfigError(f"asked {text}")
+
+    monkeypatch.setattr(Site, "of", of)
+    assert CliRunner().invoke(cli.app, command.split()).stderr == "error: asked http://127.0.0.1:8000\n"
 
 
 def test_the_hint_of_a_busy_machine_is_for_one_worker_on_all_cores() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from diptych.byte_size import size_words
 from diptych.cgroups import ROOT, cpu_quota, text_of
 
 SYSTEM = "sys/devices/system/cpu"
@@ -71,9 +72,9 @@ class Processor:
         if self.quota is not None:
             parts.append(f"quota of {self.quota:g} CPUs")
         if self.l2_bytes:
-            parts.append(f"L2 {_size(self.l2_bytes)}")
+            parts.append(f"L2 {size_words(self.l2_bytes)}")
         if self.l3_bytes:
-            parts.append(f"L3 {f'{self.num_l3} x ' if self.num_l3 > 1 else ''}{_size(self.l3_bytes)}")
+            parts.append(f"L3 {f'{self.num_l3} x ' if self.num_l3 > 1 else ''}{size_words(self.l3_bytes)}")
         return f"{self.name} ({', '.join(parts)})"
 
 
@@ -149,7 +150,3 @@ def _name(root: Path) -> str:
     if not re.search(r"\d", name) and "cpu family" in info and "model" in info:
         name += f" family {info['cpu family']} model {info['model']}"
     return name
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.4g} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.4g} KiB"

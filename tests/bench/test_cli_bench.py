@@ -1,6 +1,7 @@
 """``diptych bench``: options, what is printed, what is written, and errors in one line."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -39,14 +40,22 @@ def test_a_run_prints_its_tables_and_writes_its_files(url: str, tmp_path: Path) 
     options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
     result = invoke(url, *SMALL, "--slo", "ttft=2s,tpot=50ms", *options)
     assert result.exit_code == 0, result.output
-    for word in ("TTFT", "TPOT", "ITL", "E2E per token", "attainment", "goodput", "CPU per received token", "Longest"):
+    for word in ("TTFT", "TPOT", "ITL", "E2E per token", "attainment", "goodput"):
         assert word in result.output
+    assert "CPU per received token" not in result.output and "Longest gaps" not in result.output
     data = json.loads(files["output"].read_text())
     assert data["kind"] == "bench" and data["mode"] == "run" and data["server"]["model"] == "fake"
     assert data["machine"]["cores"] and data["settings"]["slo"] == "ttft=2s,tpot=50ms"
     assert len(files["records"].read_text().splitlines()) == 20
     page = files["report"].read_text()
     assert page.count("<svg") > 5 and "<script" not in page and "Gaps between tokens" in page
+
+
+@pytest.mark.system
+def test_the_client_and_the_longest_gaps_are_shown_on_demand(url: str) -> None:
+    result = invoke(url, *SMALL, "--verbose")
+    assert result.exit_code == 0, result.output
+    assert "CPU per received token" in result.output and "Longest gaps" in result.output
 
 
 @pytest.mark.system
@@ -93,6 +102,8 @@ def test_interference_prints_its_tables_and_shows_every_gap(url: str, tmp_path: 
     options = ("--interference", *streams, *prompts, "--repetitions", "1")
     result = invoke(url, *options, "--report", str(report), "--output", str(output))
     assert result.exit_code == 0, result.output
+    assert re.search(r"The p99 gap of 2 streams is [\d.]+ ms before and [\d.]+ ms during a prompt of 64", result.stdout)
+    assert "during a prompt of 64 tokens: " in report.read_text()
     assert "Gaps of 2 streams" in result.output and "tokens/s of the streams: during" in result.output
     found = json.loads(output.read_text())
     assert found["interference"]["config"]["behind_s"] == 0.002 and "excesses" in found["interference"]["client"]

@@ -257,7 +257,7 @@ def test_a_segment_that_is_read_is_not_deleted(tmp_path: Path) -> None:
 
 
 def test_a_cap_below_a_few_blocks_and_a_folder_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="kv_disk_gb gives 10000 bytes"):
+    with pytest.raises(ConfigError, match=r"kv_disk_gb gives 9\.766 KiB; blocks of .* need at least"):
         opened(tmp_path, 10_000)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="kv_disk is"):

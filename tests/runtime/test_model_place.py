@@ -83,7 +83,7 @@ def test_the_folder_of_a_cached_model_leads_to_its_snapshot(tmp_path: Path) -> N
 
 def test_missing_packages_are_named_with_the_cure() -> None:
     require_packages()
-    with pytest.raises(ConfigError, match=r"needs torch, which is not installed: pip install 'diptych\[engine\]'"):
+    with pytest.raises(ConfigError, match=r"needs torch, which is not installed: pip install '\.\[engine\]' in the"):
         require_packages(lambda name: name != "torch")
     with pytest.raises(ConfigError, match="needs torch and numpy, which are not installed"):
         require_packages(lambda name: False)

@@ -571,7 +571,7 @@ def test_nixl_reads_layers_while_others_are_computed(
 
 @pytest.mark.skipif(CONNECTORS["nixl"].is_installed, reason="the extra [nixl] is there")
 def test_without_its_extra_nixl_says_how_to_get_it(make: Make) -> None:
-    with pytest.raises(ConfigError, match=r"pip install 'diptych\[nixl\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[nixl\]'"):
         make("nixl")
 
 

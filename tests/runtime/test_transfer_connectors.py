@@ -138,7 +138,7 @@ def test_a_connector_that_is_not_installed_is_refused_with_the_cure(name: str, m
     kind = CONNECTORS[name]
     missing = ConnectorKind(kind.implementation, shares_pool=kind.shares_pool, needs="a_missing_module", extra="fast")
     monkeypatch.setitem(CONNECTORS, name, missing)
-    with pytest.raises(ConfigError, match=r"not installed \(pip install 'diptych\[fast\]'\)"):
+    with pytest.raises(ConfigError, match=r"not installed \(pip install '\.\[fast\]' in the checkout\)"):
         FleetOptions(prefill=1, decode=1, transfer=name)
 
 

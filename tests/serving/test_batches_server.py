@@ -101,7 +101,7 @@ def test_the_command_runs_files_with_and_without_a_server(tmp_path: Path) -> Non
     assert [row["custom_id"] for row in rows((tmp_path / "own.jsonl").read_text())] == ["a"]
     assert not (tmp_path / "own.jsonl.batch").exists()
     done = command("run", good, "--url", "http://x", "--model", model)
-    assert done.returncode == 1 and "--model has no effect with url" in done.stderr
+    assert done.returncode == 1 and "--model has no effect with --url" in done.stderr
 
 
 def is_free(lock: Path) -> bool:

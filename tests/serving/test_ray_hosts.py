@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parent / "two_ray_hosts.py"
 def test_streams_go_on_when_a_host_of_the_ray_cluster_loses_its_power() -> None:
     """Long before Ray finds out; how long it takes is printed by the script."""
     if find_spec("ray") is None:
-        pytest.skip("ray is not installed (pip install 'diptych[ray]')")
+        pytest.skip("ray is not installed (pip install '.[ray]')")
     if reason := why_not():
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="ray-") as directory:  # short: Ray makes sockets there

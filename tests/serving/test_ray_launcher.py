@@ -248,7 +248,7 @@ def test_settings_of_ray_are_checked(key_file: Path) -> None:
 @contextmanager
 def ray_cluster() -> Iterator[str]:
     """A real one on this host, with two CPUs; its address."""
-    pytest.importorskip("ray", reason="ray is not installed (pip install 'diptych[ray]')")
+    pytest.importorskip("ray", reason="ray is not installed (pip install '.[ray]')")
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"

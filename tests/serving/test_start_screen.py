@@ -41,6 +41,15 @@ def test_four_addresses_one_line_of_workers_and_two_commands(capsys: pytest.Capt
     assert "oneDNN" not in "".join(lines)
 
 
+def test_the_end_of_a_server_is_said_but_not_that_of_a_failed_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with StartScreen("tiny", has_key=False, chat_command="diptych chat") as screen:
+        screen.on_ready(ready(0), URL)
+    assert capsys.readouterr().err == "tiny is stopped\n"
+    with pytest.raises(ValueError), StartScreen("tiny", has_key=False, chat_command="diptych chat"):
+        raise ValueError
+    assert capsys.readouterr().err == ""
+
+
 def test_details_are_for_those_who_ask(capsys: pytest.CaptureFixture[str]) -> None:
     with StartScreen("tiny", has_key=False, chat_command="diptych chat", is_verbose=True) as screen:
         screen.on_ready(ready(0), URL)
@@ -55,7 +64,7 @@ def test_a_model_without_tokenizer_is_warned_of_and_shown_with_ids(
     with StartScreen("tiny", has_key=False, chat_command="diptych chat") as screen:
         screen.kind = kind
         screen.on_ready(ready(0), URL)
-    shown = capsys.readouterr()
+        shown = capsys.readouterr()
     assert "no tokenizer" in shown.err and shown.err.count("\n") == 1
     assert '"prompt": [1, 2, 3]' in shown.out and "diptych chat" not in shown.out
 

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,43 @@ def test_the_command_prints_the_best_the_shapes_and_how_to_start_them(tmp_path: 
     assert data["best"]["layout"] in page.read_text()
     again = CliRunner().invoke(cli.app, [*shlex.split(data["best"]["simulate_command"])[1:], "--json"])
     assert json.loads(again.stdout)["summary"]["goodput_rps"] == data["best"]["goodput_rps"]
+
+
+def test_the_answer_stands_above_the_tables() -> None:
+    words = (*BASE, "--hardware", "h100", "--devices", "1", "--rate", "4", "--shapes", "chunked")
+    first, second, *_ = invoke(*words).stdout.splitlines()
+    assert first.startswith("chunked: 1 both tp1. At 4.553 requests/s 100.0 % of the requests keep")
+    assert second.startswith("Start the best: diptych serve --model llama-3-8b --both 1")
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_an_interrupted_plan_knows_the_layouts_that_are_done(num_processes: int) -> None:
+    where = space("chunked", devices=3)
+    asked = question(where)
+    asked = replace(asked, options=replace(asked.options, num_processes=num_processes))
+
+    def interrupt(_: str, share: float) -> None:
+        if 0 < share < 1:
+            raise KeyboardInterrupt
+
+    search = PlanSearch(asked, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        search.within_budget(where.layouts())
+    assert 1 <= len(search.tried()) <= search.num_runs
+    assert search.tried()[0].highest_kept_rps == 4.0
+
+
+def test_an_interrupted_plan_is_shown_and_ends_with_the_status_of_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PlanSearch, "_refined", interrupt)
+    words = (*BASE, "--hardware", "h100", "--devices", "1", "--rate", "4", "--shapes", "chunked")
+    result = invoke(*words)
+    assert result.exit_code == 130 and "chunked: 1 both tp1" in result.stdout
+    assert "there is no plan yet" in result.stdout and "there is no plan yet" in result.stderr
+    layouts = json.loads(invoke(*words, "--json").stdout)["layouts"]
+    assert [(fleet["devices"], fleet["highest_kept_rps"] >= 4.0) for fleet in layouts] == [(1, True)]
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:

@@ -143,6 +143,8 @@ def test_the_command_prints_the_runs_and_the_answer_and_the_shape_of_bench() -> 
     words = (*BASE, "--find-goodput", "--attainment", "90", "--tolerance", "0.3")
     text = invoke(*words)
     assert text.exit_code == 0, text.output
+    assert text.stdout.startswith("llama-3-8b on h100. The highest rate of 1 worker, ")
+    assert "simulating requests at 4/s" in text.stderr and ", at several rates: llama-3-8b" in text.stderr
     for word in ("goodput, 90.0 % in time", "highest rate that held", "rate/s", "TTFT", "KV cache"):
         assert word in text.output
     data = json.loads(invoke(*words, "--json").stdout)
@@ -152,6 +154,44 @@ def test_the_command_prints_the_runs_and_the_answer_and_the_shape_of_bench() -> 
     )
     fleet = invoke(*BASE, "--fewest-devices")
     assert fleet.exit_code == 0 and "fewest devices, 90.0 % in time" in fleet.output
+    assert fleet.stdout.startswith("llama-3-8b on h100. The smallest fleet, ")
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(GOODPUT, {"rate": 2.0, "num_probes": 3}), (DEVICES, {"devices": 8, "num_probes": 4})]
+)
+def test_an_interrupted_search_says_what_its_runs_say(asked: Question, expected: dict[str, Any]) -> None:
+    num_said = 0
+
+    def interrupt(*_: Any) -> None:
+        nonlocal num_said
+        num_said += 1
+        if num_said == expected["num_probes"]:
+            raise KeyboardInterrupt
+
+    load = settings(workload={"rate": 20.0 if asked is DEVICES else 4.0})
+    found = answer(load, asked, on_probe=interrupt, keeps_done=True)
+    assert not found.is_complete and len(found.probes) == expected["num_probes"]
+    assert {name: found.result[name] for name in expected} == expected
+    num_said = 0
+    with pytest.raises(KeyboardInterrupt):
+        answer(load, asked, on_probe=interrupt)
+
+
+def test_an_interrupted_search_is_shown_and_ends_with_the_status_of_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def one(*arguments: Any, **_: Any) -> Any:
+        def interrupt(said: str, _: float) -> None:
+            if said.endswith(": 100.0 % in time"):
+                raise KeyboardInterrupt
+
+        return answer(*arguments, on_probe=interrupt, keeps_done=True)
+
+    monkeypatch.setattr("diptych.simulation.questions.answer", one)
+    result = invoke(*BASE, "--find-goodput")
+    assert result.exit_code == 130 and ": at least " in result.stdout.splitlines()[0]
+    assert all(" runs; the search is" in text for text in (result.stdout, result.stderr))
 
 
 def test_a_sweep_of_searches_prints_a_table_and_writes_a_page(tmp_path: Any) -> None:

@@ -29,7 +29,7 @@ def render(data: Mapping[str, Any], records: Sequence[Sequence[ClientRecord]]) -
     report = Report(
         maker="Diptych bench",
         title=data["server"]["model"],
-        lead=_lead(data),
+        lead=" ".join([*tables.verdict(data), _lead(data)]),
         warnings=_warnings(data),
         cards=_cards(data),
         sections=sections(data, records),
@@ -76,6 +76,7 @@ def _objectives(data: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _lead(data: Mapping[str, Any]) -> str:
+    """What was measured, where and when."""
     where = f"{data['settings']['target']['url']}, measured from {data['machine']['cpu']}, {data['when']}."
     asked = data["settings"]["slo"]
     objectives = f" Objectives: {asked}." if asked else ""

@@ -81,6 +81,8 @@ def verdict(data: Mapping[str, Any]) -> list[str]:
             return [f"No rate was found at which {share} of the requests meet {_wanted(data)}."]
         most = f"{'' if found['is_bracketed'] else 'at least '}{rate(found['estimate'] or found['rate'])}"
         return [f"Goodput: {most} requests/s with {share} of them within {_wanted(data)}."]
+    if "interference" in data:
+        return [_interference_words(data["interference"])]
     summary = data.get("summary")
     if summary is None or not summary["num_completed"]:
         return []
@@ -90,6 +92,16 @@ def verdict(data: Mapping[str, Any]) -> list[str]:
     if summary["attainment"] is not None:
         parts.append(f"{percent(summary['attainment'])} within {_wanted(data)}")
     return [f"{', '.join(parts)}."]
+
+
+def _interference_words(found: Mapping[str, Any]) -> str:
+    config, count = found["config"], found["repetitions"]
+    before, during = (milliseconds(found[key]["p99"]) for key in ("before_ms", "during_ms"))
+    times = f"{number(found['factor'], 2)} times{f' (median of {count} repetitions)' if count > 1 else ''}"
+    return (
+        f"The p99 gap of {config['streams']} streams is {before} ms before and {during} ms during a prompt of "
+        f"{config['long_tokens']:,} tokens: {times}."
+    )
 
 
 def _wanted(data: Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ import typer
 
 from diptych.cli.diagnose import SLO_HELP, reader_for
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import Text, Whole
+from diptych.cli.http_options import asked_slo
+from diptych.cli.options import LOCAL_URL, Number, Text, Whole
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS
 
@@ -33,13 +34,16 @@ SHAPE_SETTINGS = {  # of other engines (engine_settings.py): what makes them a s
     "chunked": ("max_num_batched_tokens", "chunked_prefill_size", "batch_size"),
     "split": ("kv_role",),
 }
+URL_HELP = f"A running server. Default: {LOCAL_URL}, without --trace and --record."
 
 
 def advise(
-    url: Annotated[Text, typer.Argument(metavar="[URL]", help="A running server.")] = None,
+    url: Annotated[Text, typer.Argument(metavar="[URL]", help=URL_HELP)] = None,
     trace: Annotated[Text, typer.Option(help="Traffic: azure-conv, mooncake-conversation, or a file.")] = None,
     record: Annotated[Path | None, typer.Option(help="A file of diptych serve --record.")] = None,
     slo: Annotated[Text, typer.Option(help=SLO_HELP)] = None,
+    ttft_slo_ms: Annotated[Number, typer.Option(help="The same as --slo ttft=...ms.")] = None,
+    tpot_slo_ms: Annotated[Number, typer.Option(help="The same as --slo tpot=...ms.")] = None,
     model: Annotated[Text, typer.Option(help="With --trace: a model of the catalogue.")] = None,
     hardware: Annotated[Text, typer.Option(help="With --trace: a device of the catalogue.")] = None,
     devices: Annotated[Whole, typer.Option(help="With --trace: devices of the fleet at most.")] = None,
@@ -48,16 +52,18 @@ def advise(
 ) -> None:
     """Say which phase hurts for a traffic, and which shape serves it: unified, chunked or split."""
     with errors_in_words():
-        from diptych.diagnosis.objectives_presets import parse_objectives
-
         given = [source for source in (url, trace, record) if source is not None]
-        if len(given) != 1:
-            raise ConfigError(f"{len(given)} sources of traffic; give a URL, --trace or --record", param="url")
-        objectives = None if slo is None else parse_objectives(slo)
+        if len(given) > 1:
+            raise ConfigError(f"{len(given)} sources of traffic; give one URL, --trace or --record", param="url")
+        objectives = asked_slo(slo, ttft_slo_ms, tpot_slo_ms)
+        fleet = {"model": model, "hardware": hardware, "devices": devices}
         if trace is not None:
-            _advise_trace(trace, objectives, {"model": model, "hardware": hardware, "devices": devices}, as_json)
-        else:
-            _advise_observed(str(record or url), objectives, api_key, as_json)
+            _advise_trace(trace, objectives, fleet, as_json)
+            return
+        for name, value in fleet.items():
+            if value is not None:
+                raise ConfigError(f"{name} has no effect without --trace", param=name)
+        _advise_observed(str(record or url or LOCAL_URL), objectives, api_key, as_json)
 
 
 def _advise_observed(source: str, slo: "Slo | None", key: str | None, as_json: bool) -> None:

@@ -19,7 +19,7 @@ from diptych.cli.batch_client import BatchClient
 from diptych.cli.command_line import Command
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.examples import examples
-from diptych.cli.options import Strings, Text, option
+from diptych.cli.options import LOCAL_URL, Strings, Text, option
 from diptych.cli.output import check_folders, print_tables, progress_bar
 from diptych.control.errors import ConfigError, RequestError
 from diptych.diagnosis.adapters.http_get import Site
@@ -27,11 +27,10 @@ from diptych.report.text import Table
 from diptych.serving.batches.batch_records import OPEN
 
 SERVER, ENGINE = "Server", "Without a server"
-URL_HELP = "Server that runs the lines. Default: http://localhost:8000."
+URL_HELP = f"Server that runs the lines. Default: {LOCAL_URL}."
 KEY_HELP = "Its API key."
 MODEL_HELP = "Start a server for this model, for this batch alone; the work goes on where it was when it was stopped."
 SERVE_HELP = "An option for that server, such as --serve=--quantize=int8. Repeatable."
-USUAL_URL = "http://localhost:8000"
 POLL_S = 0.5
 OFFLINE_WINDOW = "30d"
 STOP_TIMEOUT_S = 60.0
@@ -54,7 +53,7 @@ def run(
     ] = None,
     url: Url = None,
     api_key: Key = None,
-    window: Annotated[str, option("What is not done by then expires.", SERVER)] = "24h",
+    window: Annotated[str, option("Time limit; lines not done by then expire.", SERVER)] = "24h",
     model: Annotated[Text, option(MODEL_HELP, ENGINE)] = None,
     serve: Annotated[Strings, option(SERVE_HELP, ENGINE)] = None,
 ) -> None:
@@ -70,7 +69,7 @@ def run(
         check_folders({"output": found, "errors": failed})
         endpoint = _endpoint(file)
         folder = found.with_name(f"{found.name}.batch")
-        server = nullcontext(url or USUAL_URL) if model is None else _own_server(model, folder, serve or [])
+        server = nullcontext(url or LOCAL_URL) if model is None else _own_server(model, folder, serve or [])
         with server as address:
             client = BatchClient(Site.of(address, api_key))
             ended = _run(client, file, endpoint, OFFLINE_WINDOW if model is not None else window, model is not None)
@@ -92,7 +91,7 @@ def list_batches(
 ) -> None:
     """List the batches of a server."""
     with errors_in_words():
-        found = BatchClient(Site.of(url or USUAL_URL, api_key)).batches(limit)
+        found = BatchClient(Site.of(url or LOCAL_URL, api_key)).batches(limit)
         columns = ("batch", "status", "endpoint", "done", "failed", "expires")
         print_tables([Table("", columns, tuple(map(_row, found)))], () if found else ("there are none",))
 
@@ -105,7 +104,7 @@ def cancel(
 ) -> None:
     """Give up the lines of a batch that are not done; those that are done stay."""
     with errors_in_words():
-        found = BatchClient(Site.of(url or USUAL_URL, api_key)).cancel(batch_id)
+        found = BatchClient(Site.of(url or LOCAL_URL, api_key)).cancel(batch_id)
         print(f"{found['id']} is {found['status']}")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import Number, Text, Whole, option, picked
+from diptych.cli.options import LOCAL_URL, Number, Text, Whole, option, picked
 from diptych.cli.output import check_folders, print_tables, write_file
 from diptych.control.errors import ConfigError
 
@@ -53,8 +53,8 @@ ONLY_WITH = {
 }  # fmt: skip
 
 KEY = "DIPTYCH_API_KEY"
-LOCAL_URL = "http://127.0.0.1:8000"
 URL_HELP = f"Address of an OpenAI-compatible server. Default: {LOCAL_URL}."
+SALT_HELP = "Salt for prompt texts; a new one in every run makes sure that nothing is cached."
 DEFAULT_DURATION = "30s"  # of a single run that nothing else ends
 DURATION_HELP = f"Send no request after this time. Default: {DEFAULT_DURATION}, unless requests are counted."
 
@@ -84,7 +84,7 @@ def bench(
     duration: Annotated[Text, option(DURATION_HELP, WORKLOAD)] = None,
     warmup: Annotated[int, option("Requests before the first that counts.", WORKLOAD)] = 4,
     seed: Annotated[Whole, option("Seed of arrivals, lengths and sharing.", WORKLOAD)] = None,
-    salt: Annotated[Text, option("Salt of the texts. Default: a new one in every run.", WORKLOAD)] = None,
+    salt: Annotated[Text, option(SALT_HELP, WORKLOAD)] = None,
     assign: Annotated[list[str] | None, option("Any setting: PATH=VALUE. Repeatable.", WORKLOAD, "--set")] = None,
     slo: Annotated[Text, option("Any of ttft, tpot, itl, e2e: ttft=2s,itl=60ms.", OBJECTIVES)] = None,
     ttft_slo_ms: Annotated[Number, option("The same as --slo ttft=...ms.", OBJECTIVES)] = None,
@@ -104,6 +104,7 @@ def bench(
     behind: Annotated[Text, option("From the long prompt to the short. Default: 100ms.", STREAMS)] = None,
     quiet: Annotated[Text, option("Measured before the long prompt. Default: 4s.", STREAMS)] = None,
     repetitions: Annotated[Whole, option("How often the scenario runs. Default: 3.", STREAMS)] = None,
+    verbose: Annotated[bool, option("Show the longest gaps, and what the client itself took.", OUTPUT)] = False,
     as_json: Annotated[bool, option("One JSON object on standard output.", OUTPUT, "--json")] = False,
     output: Annotated[Path | None, option("Write that object to a file.", OUTPUT)] = None,
     records: Annotated[Path | None, option("Write a JSON line per request.", OUTPUT)] = None,
@@ -265,9 +266,10 @@ def _run(given: Mapping[str, Any]) -> Measure:
         shown = [latency_table(summary, tables.STATISTICS)]
         if data["classes"]:
             shown.append(tables.class_table(data["classes"]))
-        shown += [tables.service_table(summary), tables.client_table(summary)]
-        if stalls := longest_gaps(result.records, 5):
-            shown.append(tables.stall_table(stalls))
+        shown.append(tables.service_table(summary))
+        if given["verbose"]:
+            shown.append(tables.client_table(summary))
+            shown += [tables.stall_table(stalls) for stalls in [longest_gaps(result.records, 5)] if stalls]
         notes = []
         if result.ended == "stopped" or (result.ended == "duration" and given["duration"] is not None):
             notes.append(
@@ -369,6 +371,10 @@ def _check(given: Mapping[str, Any], modes: Sequence[str]) -> None:
         if given[name] is not None and not any(mode in wanted for mode in modes):
             options = " or ".join(f"--{mode.replace('_', '-')}" for mode in wanted)
             raise ConfigError(f"{name} has no effect without {options}", param=name)
+    if given["verbose"] and modes:
+        raise ConfigError(f"verbose is for a single run and has no effect with {modes[0]}", param="verbose")
+    if given["verbose"] and given["as_json"]:
+        raise ConfigError("verbose has no effect with --json, which has it all", param="verbose")
     if given["gaps"] and given["records"] is None:
         raise ConfigError("gaps has no effect without records", param="gaps")
 

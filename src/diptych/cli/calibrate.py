@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from diptych.simulation.planner_replay import PlannerReplayReport
     from diptych.simulation.replay import Difference, ReplayReport
 
+MODEL_HELP = "Model, as for serve. Default: the bundled model."
 ENGINE_HELP = (
     "Calibrate a vLLM with Diptych's plugin instead: vllm=URL,step_events=ADDRESS puts a load on it; ADDRESS only "
     "listens; FILE reads what --steps-output wrote."
@@ -44,7 +45,8 @@ BUSY = 0.5  # load average from which a measurement is doubtful
 
 
 def calibrate(
-    model: Annotated[Text, typer.Option(help="Model, as for serve. Default: the bundled model.")] = None,
+    place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
+    model: Annotated[Text, typer.Option(help="The same as MODEL.")] = None,
     output: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.json"),
     seconds: Annotated[float, typer.Option(help="Half for single steps, half for a live server.")] = 90.0,
     max_model_len: Annotated[int | None, typer.Option(help="Context length. Default: the model's own.")] = None,
@@ -62,6 +64,9 @@ def calibrate(
     The machine should do nothing else meanwhile.
     """
     with errors_in_words():
+        if place is not None and model is not None:
+            raise ConfigError(f"the model is given twice: {place} and --model {model}", param="model")
+        model = place or model
         if engine is not None:
             refuse_others(
                 {"model": model, "max_model_len": max_model_len, "kv_cache_memory": kv_cache_memory}

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import Number, Text
+from diptych.cli.http_options import asked_slo
+from diptych.cli.options import LOCAL_URL, Number, Strings, Text
 from diptych.cli.output import check_folders, print_tables, write_file
 from diptych.control.errors import ConfigError
 
@@ -28,12 +29,15 @@ if TYPE_CHECKING:
 
 WINDOW_S, WATCH_S = 3.0, 10.0
 WATCH_SHARE = 0.01  # of a core, at most
+SOURCES_HELP = f"Servers, recordings, timelines. Default: {LOCAL_URL}."
 SLO_HELP = "Objectives: ttft=300ms,tpot=50ms, or a preset (mlperf-llama3.1-8b ...). Default: the server's own."
 
 
 def diagnose(
-    sources: Annotated[list[str], typer.Argument(metavar="URL|FILE...", help="Servers, recordings, timelines.")],
+    sources: Annotated[Strings, typer.Argument(metavar="[URL|FILE...]", help=SOURCES_HELP)] = None,
     slo: Annotated[Text, typer.Option(help=SLO_HELP)] = None,
+    ttft_slo_ms: Annotated[Number, typer.Option(help="The same as --slo ttft=...ms.")] = None,
+    tpot_slo_ms: Annotated[Number, typer.Option(help="The same as --slo tpot=...ms.")] = None,
     window: Annotated[float, typer.Option(help="Seconds that an engine's metrics are read.")] = WINDOW_S,
     range_s: Annotated[Number, typer.Option("--range", help="Seconds of a Prometheus server's history.")] = None,
     watch: Annotated[bool, typer.Option(help="Again every 10 seconds, until interrupted.")] = False,
@@ -47,12 +51,11 @@ def diagnose(
     Reads Diptych, vLLM, SGLang, llama.cpp, Dynamo and Prometheus servers, and files of diptych serve --record.
     """
     with errors_in_words():
-        from diptych.diagnosis.objectives_presets import parse_objectives
-
+        sources = sources or [LOCAL_URL]
         check_folders({"report": report})
         if window <= 0 or (range_s is not None and range_s <= 0):
             raise ConfigError("window and range are seconds; they must be more than 0", param="window")
-        objectives = None if slo is None else parse_objectives(slo)
+        objectives = asked_slo(slo, ttft_slo_ms, tpot_slo_ms)
         watched = [_Watched(source, partial(reader_for, source, api_key, window, range_s)) for source in sources]
         while True:
             begun_s = time.process_time()
@@ -90,7 +93,7 @@ def reader_for(source: str, key: str | None, window_s: float = WINDOW_S, range_s
 
         return RecordedFile(path)
     if "://" not in source and ("/" in source or ":" not in source) and not source.startswith("localhost"):
-        raise ConfigError(f"{source} is no file, and no URL such as http://localhost:8000", param="sources")
+        raise ConfigError(f"{source} is no file, and no URL such as {LOCAL_URL}", param="sources")
     from diptych.diagnosis.adapters.engine_server import reader_of
     from diptych.diagnosis.adapters.http_get import Site
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from diptych.cli.options import Strings, Text, option
+from diptych.cli.options import Strings, Text, option, with_objectives
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.serving.api.manners import Manners, is_loopback
@@ -48,6 +48,12 @@ def manners(given: Mapping[str, Any]) -> Manners:
 def default_slo(given: Mapping[str, Any]) -> Slo:
     """The objectives of requests that name none. Raises ConfigError."""
     return Slo(*(_nanoseconds(name, given[name]) for name in ("ttft_slo_ms", "tpot_slo_ms")))
+
+
+def asked_slo(slo: str | None, ttft_slo_ms: float | None, tpot_slo_ms: float | None) -> Slo | None:
+    """The objectives that the options of a command give; None: they give none. Raises ConfigError."""
+    given = default_slo(with_objectives({"slo": slo, "ttft_slo_ms": ttft_slo_ms, "tpot_slo_ms": tpot_slo_ms}))
+    return None if given == Slo() else given
 
 
 def _nanoseconds(name: str, milliseconds: float | None) -> int | None:

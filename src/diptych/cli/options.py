@@ -14,6 +14,7 @@ from diptych.diagnosis.objectives_presets import parse_objectives
 from diptych.runtime.model_place import find_model, name_of
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
+LOCAL_URL = "http://127.0.0.1:8000"  # where diptych serve listens unless it is told otherwise
 GB = 10**9
 MOST_GB = 10**6
 DEFAULT_DISK_GB = 10.0

@@ -40,6 +40,7 @@ SAME = {
 # Of the commands that simulate: --workers is how many serve, and processes are asked for by another name.
 _PROCESSES = "--workers is the number of workers of a server; here: --processes (of this command), --replicas (workers)"
 _ONE_DEVICE = "a worker computes on one device; here: --workers N for one worker on each of N devices"
+_ADDRESS = "the address of a server stands alone, such as diptych chat http://127.0.0.1:8000"
 _NONE = "there is no such option"
 
 # Another name -> what there is instead; in commands that do not have the option.
@@ -107,6 +108,8 @@ INSTEAD = {
     "--endpoint": "here: --api completions or chat",
     "--percentile-metrics": f"{_NONE}: all are shown",
     "--save-result": "here: --output FILE",
+    "--url": _ADDRESS,
+    "--base-url": _ADDRESS,
 }
 
 

@@ -6,21 +6,24 @@ What the options ask for, and the output in the terminal; the search is in simul
 import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
+
+import typer
 
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import takes, with_objectives
 from diptych.cli.output import check_folders, print_tables, progress_bar, write_file
 from diptych.cli.plan_options import PlanOptions
-from diptych.cli.simulate import command_line
+from diptych.cli.simulate import INTERRUPTED, command_line
 from diptych.cli.simulate_options import PATHS
 from diptych.control.errors import ConfigError
 
 if TYPE_CHECKING:
     from diptych.simulation.planning.device_layout import FleetLayout, LayoutShape, PlannedDevice, WorkerKind
     from diptych.simulation.planning.layout_space import LayoutSpace
-    from diptych.simulation.planning.plan_search import CapacityPlan, MeasuredLayout, PlanQuestion
+    from diptych.simulation.planning.plan_search import CapacityPlan, MeasuredLayout, PlanQuestion, PlanSearch
     from diptych.simulation.settings import Settings
 
 DEFAULT_PARALLEL = "tp1,tp2,tp4,tp8"
@@ -38,14 +41,13 @@ def plan(options: dict[str, Any]) -> None:
     with errors_in_words():
         given = with_objectives(given)
         from diptych.simulation.planning.tier_worth import tier_sizes, tier_worth, worth_table
-        from diptych.simulation.report.plan_page import render
-        from diptych.simulation.report.plan_tables import plain_plan, plan_notes, plan_tables
+        from diptych.simulation.report.plan_page import plan_lead, render
+        from diptych.simulation.report.plan_tables import plain_plan, plan_notes, plan_tables, start_words
 
         asked = plan_question(given)
         sizes = tier_sizes(given.get("kv_host_gb"), given.get("kv_disk_gb"))
         check_folders({"report": given.get("report")})
-        with progress_bar(quiet="as_json" in given) as show:
-            found = _search(asked, given.get("placement", "joint"), show)
+        found = _found(asked, given)
         data = plain_plan(found, [commands(fleet, given, asked.base) for fleet in found.fleets])
         if sizes:
             best = found.fleets[0].point["settings"]
@@ -60,16 +62,45 @@ def plan(options: dict[str, Any]) -> None:
             print(msgspec.json.encode(data).decode())
         else:
             tables = plan_tables(data, asked.options.search.attainment)
-            print_tables([*tables, *([worth_table(data["tiers"])] if sizes else [])], notes)
+            lead = [f"{data['best']['layout']}. {plan_lead(data['best'], asked)}", start_words(data)]
+            print_tables([*tables, *([worth_table(data["tiers"])] if sizes else [])], notes, lead=lead)
 
 
-def _search(asked: "PlanQuestion", placement: str, show: Any) -> "CapacityPlan":
-    from diptych.simulation.planning.phase_search import phase_rates
+def _found(asked: "PlanQuestion", given: Mapping[str, Any]) -> "CapacityPlan":
+    """The plan. After an interrupt what was simulated is printed; raises typer.Exit then."""
     from diptych.simulation.planning.plan_search import PlanSearch
+
+    with progress_bar(quiet="as_json" in given) as show:
+        search = PlanSearch(asked, show)
+        try:
+            return _search(search, asked, given.get("placement", "joint"), show)
+        except KeyboardInterrupt:
+            if not search.num_runs:
+                raise
+    _print_unfinished(search, as_json="as_json" in given)
+    raise typer.Exit(INTERRUPTED)
+
+
+def _print_unfinished(search: "PlanSearch", *, as_json: bool) -> None:
+    """What an interrupted search has simulated."""
+    from diptych.simulation.report.plan_tables import plain_tried, tried_table
+
+    layouts = plain_tried(search.tried())
+    cut_off = f"interrupted: {search.num_runs} simulations are done, layouts: {len(layouts)}; there is no plan yet"
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.encode({"is_complete": False, "layouts": layouts}).decode())
+    else:
+        print_tables([tried_table(layouts)], [], failures=[cut_off])
+    print(f"error: {cut_off}", file=sys.stderr)
+
+
+def _search(search: "PlanSearch", asked: "PlanQuestion", placement: str, show: Any) -> "CapacityPlan":
+    from diptych.simulation.planning.phase_search import phase_rates
 
     if placement not in PLACEMENTS:
         raise ConfigError(f"placement is {placement!r}; one of {', '.join(PLACEMENTS)}", param="placement")
-    search = PlanSearch(asked, show)
     if placement == "per-phase":
         if "split" not in asked.space.shapes:
             raise ConfigError("placement per-phase is of split fleets; shapes do not have split", param="placement")

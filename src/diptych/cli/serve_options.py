@@ -42,9 +42,16 @@ KEY_HELP = "File with the key that workers must have to join: 32 to 4096 bytes."
 LAUNCHER_HELP = "What starts the workers: this host, or Ray on its hosts (they join: --listen-workers)."
 PLAIN_HELP = "With --listen-workers: KV unencrypted between workers, on a network that you trust."
 POOL_HELP = "NAME=POOL, such as large=1:max_model_len=131072,kv_cache_bytes=8GiB. Repeatable."
-DEFLECTION_HELP = "Prompts of a busy decode worker: short ones, or any that its streams' objective leaves room for."
+DEFLECTION_HELP = (
+    "Which prompts a decode worker with streams computes itself: short ones, or any that fit its streams' TPOT "
+    "objective."
+)
 MAX_QUEUED_HELP = "Requests that may wait in the queue; more get 429. Default: 4096."
 MISSES_HELP = "Say why prompts were not in the prefix cache. text: keep prompts in memory, to show what differs."
+KV_CACHE_HELP = (
+    "KV cache per worker, such as 2GiB. Default: a quarter of the free memory, divided among workers, at most 2 GiB "
+    "each."
+)
 KV_HOST_HELP = "Host memory per worker for evicted KV and preempted requests, in GB."
 SHAPE_HELP = "unified: prompts first. chunked: between decodes. Default: chunked, and --plan may change it."
 PLAN_HELP = "Change roles, shapes and --core-split to fit the load (auto), or only say so (advise). Default: advise."
@@ -113,10 +120,10 @@ class ServeOptions:
     preemption: Annotated[PreemptionName | None, option("When a decode loses its KV blocks.", SCHEDULER)] = None
     preempt_for_priority: Annotated[bool, option("Displace running requests of lower priority.", SCHEDULER)] = False
     block_size: Annotated[int, option("Tokens per KV block.", MEMORY)] = 32
-    kv_cache_memory: Annotated[Text, option("KV cache per worker, such as 2GiB. Default: a share.", MEMORY)] = None
+    kv_cache_memory: Annotated[Text, option(KV_CACHE_HELP, MEMORY)] = None
     kv_host_gb: Annotated[float, option(KV_HOST_HELP, MEMORY)] = 0.0
     kv_disk: Annotated[Path | None, option("Folder that keeps KV over restarts, such as ~/.cache/kv.", MEMORY)] = None
-    kv_disk_gb: Annotated[Number, option("What its files may take together, in GB.", MEMORY)] = None
+    kv_disk_gb: Annotated[Number, option("Most that the folder may hold, in GB. Default: 10.", MEMORY)] = None
     kv_disk_codec: Annotated[DiskCodecName, option("int8: half the bytes, rounded.", MEMORY)] = "none"
     prefix_cache: Annotated[bool, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = True
     explain_misses: Annotated[ExplainMisses, option(MISSES_HELP, MEMORY)] = "off"

@@ -129,11 +129,14 @@ def _answer(given: Mapping[str, Any], asked: "Question") -> None:
     _only_single(given, "a search")
     settings = read_settings(given.get("config"), overrides(given))
     check_folders({name: given.get(name) for name in OUTPUTS})
-    with progress_bar(quiet="as_json" in given) as show:
-        found = answer(settings, asked, on_probe=show)
+    with progress_bar(quiet="as_json" in given, announcement=_announcement(settings, asked)) as show:
+        found = answer(settings, asked, on_probe=show, keeps_done=True)
+    cut_off = [] if found.is_complete else [f"interrupted after {_runs(found.probes)}; the search is not over"]
+    lead = search_lead(settings, asked.asked, found.result, is_complete=found.is_complete)
     point = found.best.point
     data = {
         "mode": next(name for name, kind in SEARCHES.items() if kind == asked.asked),
+        "is_complete": found.is_complete,
         asked.asked: found.result,
         "points": found.probes,
         "best": point,
@@ -142,7 +145,7 @@ def _answer(given: Mapping[str, Any], asked: "Question") -> None:
     if "report" in given:
         page = Page(
             title=title(settings),
-            lead=search_lead(settings, asked.asked, found.result),
+            lead=lead,
             command=command_line(given),
             point=point,
             result=found.best.result,
@@ -158,7 +161,8 @@ def _answer(given: Mapping[str, Any], asked: "Question") -> None:
             tables = fleet_search_tables(found.result, found.probes)
         tables.append(latency_table(point["summary"]))
         tables += [simulated_table(point), service_table(point["summary"], point["economy"])]
-        print_tables(tables, notes, num_narrow=2)
+        print_tables(tables, notes, lead=[f"{title(settings)}. {lead}"], failures=cut_off, num_narrow=2)
+    _end_if_cut(cut_off)
     _fail_if_all_failed([point])
 
 
@@ -254,9 +258,7 @@ def _simulate_sweep(given: Mapping[str, Any], asked: "Question | None") -> None:
         tables = sweep_tables(names, outcomes, None if asked is None else asked.asked)
         lead = [f"{title(settings, sweeps)}. {sweep_lead(settings, sweeps)}"]
         print_tables(tables, notes, lead=lead, failures=[*cut_off, *_failed_in_sweep(names, outcomes)])
-    if cut_off:
-        print(f"error: {cut_off[0]}", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED)
+    _end_if_cut(cut_off)
     _fail_if_all_failed(outcomes)
 
 
@@ -314,12 +316,25 @@ def _cut_off(num_done: int, num_points: int) -> list[str]:
     return [f"interrupted: {num_done} of {num_points} points are done"] if num_done < num_points else []
 
 
-def _announcement(settings: "Settings") -> str:
+def _runs(probes: Sequence[Any]) -> str:
+    return f"{len(probes)} run{'s' if len(probes) != 1 else ''}"
+
+
+def _end_if_cut(cut_off: Sequence[str]) -> None:
+    """End as an interrupt does, with what was said of it."""
+    if cut_off:
+        print(f"error: {cut_off[0]}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED)
+
+
+def _announcement(settings: "Settings", asked: "Question | None" = None) -> str:
     """What is about to be simulated."""
     from diptych.simulation.report.titles import title
     from diptych.workload.workload_words import workload_words
 
-    return f"simulating {workload_words(settings.workload)}: {title(settings)}"
+    varied = {"goodput": ", at several rates", "devices": ", on several fleets"}
+    words = workload_words(settings.workload, has_count=asked is None) + (varied[asked.asked] if asked else "")
+    return f"simulating {words}: {title(settings)}"
 
 
 def _fail_if_all_failed(points: Sequence[Mapping[str, Any]]) -> None:

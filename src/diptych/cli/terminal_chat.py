@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import Number, Text, Whole
+from diptych.cli.options import LOCAL_URL, Number, Text, Whole
 from diptych.control.errors import RequestError
 
 if TYPE_CHECKING:
     from diptych.cli.chat_client import ChatClient, Piece
 
-URL = "http://127.0.0.1:8000"
 CONTINUES = "\\"  # at the end of a line: the message goes on in the next
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def chat(
-    url: Annotated[str, typer.Argument(metavar="[URL]", help="A running server.")] = URL,
+    url: Annotated[str, typer.Argument(metavar="[URL]", help="A running server.")] = LOCAL_URL,
     model: Annotated[Text, typer.Option(help="Served model. Default: the server's first.")] = None,
     system: Annotated[Text, typer.Option(help="What the model is told before the conversation.")] = None,
     max_tokens: Annotated[

@@ -7,6 +7,7 @@ runs. Never imports torch, never allocates.
 from dataclasses import dataclass
 from pathlib import Path
 
+from diptych.byte_size import size_words
 from diptych.control.errors import ConfigError
 from diptych.runtime.checkpoint import open_checkpoint, resolve_dtype_name
 from diptych.runtime.dtypes import DTYPES
@@ -49,7 +50,9 @@ class KVGeometry:
         """How many blocks fit in ``kv_bytes``. Raises ConfigError when not even one does."""
         if kv_bytes < self.block_bytes:
             raise ConfigError(
-                f"kv_bytes is {kv_bytes}; one block of this model takes {self.block_bytes}", param="kv_bytes"
+                f"kv_cache_bytes is {size_words(kv_bytes)}; one block of this model takes "
+                f"{size_words(self.block_bytes)}",
+                param="kv_cache_bytes",
             )
         return kv_bytes // self.block_bytes
 

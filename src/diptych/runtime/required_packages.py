@@ -20,5 +20,5 @@ def require_packages(is_there: Callable[[str], bool] = is_there) -> None:
     if missing:
         raise ConfigError(
             f"computing needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
-            f"pip install 'diptych[engine]', or '.[engine]' in a checkout ({sys.executable})"
+            f"pip install '.[engine]' in the checkout ({sys.executable})"
         )

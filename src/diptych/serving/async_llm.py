@@ -162,7 +162,7 @@ class AsyncLLM(ServedFleet):
         """A grammar as SamplingParams take it, when it compiles in time. Raises InvalidRequestError."""
         if not is_installed():
             raise InvalidRequestError(
-                f"{grammar.param} needs llguidance: pip install 'diptych[structured]'",
+                f"{grammar.param} needs llguidance: pip install '.[structured]' in the checkout",
                 param=grammar.param,
                 code="unsupported",
             )

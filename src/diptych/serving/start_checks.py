@@ -10,6 +10,7 @@ from diptych.cgroups import ROOT, memory_limit_bytes
 from diptych.control.errors import ConfigError
 from diptych.processor import Processor, read_processor
 from diptych.runtime.checkpoint import open_checkpoint
+from diptych.runtime.kv_geometry import read_kv_geometry
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.required_packages import require_packages
 from diptych.runtime.thread_limits import allowed_threads
@@ -22,11 +23,13 @@ def check_start(options: EngineOptions, processor: Processor | None = None) -> N
     """Raises ConfigError or UnsupportedModelError for what no worker could serve with."""
     require_packages()
     open_checkpoint(read_model_config(options.model))
-    device = options.device
+    device, kv_cache_bytes = options.device, options.memory.kv_cache_bytes
+    if kv_cache_bytes is not None:
+        read_kv_geometry(options.model, device.dtype, options.memory.block_size).blocks_within(kv_cache_bytes)
     if device.device == "cpu" or (device.device == "auto" and not GPU.exists()):
         cores = parse_cores(device.cores) if device.cores else None
         allowed_threads(device.threads, cores, processor or read_processor())
-        check_kv_memory(options.memory.kv_cache_bytes)
+        check_kv_memory(kv_cache_bytes)
 
 
 def check_kv_memory(kv_cache_bytes: int | None, root: Path = ROOT) -> None:

@@ -8,7 +8,8 @@ answers came at the wanted pace once they had begun: see ``sustained_share``.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -52,11 +53,12 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class Found:
     """result: plain fields of the answer. probes: of each run. best: the run at the answer, or else at the lowest rate
-    or on the largest fleet that was tried."""
+    or on the largest fleet that was tried. is_complete: False where an interrupt ended the search."""
 
     result: dict[str, Any]
     probes: list[dict[str, Any]]
     best: Run
+    is_complete: bool = True
 
 
 def answer(
@@ -65,14 +67,15 @@ def answer(
     *,
     values: Mapping[str, Any] | None = None,
     on_probe: OnProbe | None = None,
+    keeps_done: bool = False,
 ) -> Found:
-    """Search by simulating. values: of a sweep, for the record of the run. Raises ConfigError, also where no request
-    has an objective."""
+    """Search by simulating. values: of a sweep, for the record of the run. keeps_done: an interrupt (Ctrl-C) ends the
+    search and gives what the runs so far say, if any. Raises ConfigError, also where no request has an objective."""
     workload = settings.workload
     has_slo = settings.slo.ttft_ms or settings.slo.tpot_ms or workload.slo.to_slo()
     if not has_slo and workload.trace is None and not any(kind.slo for kind in workload.classes):
         raise ConfigError(f"{question.asked} cannot be searched without objectives: {OBJECTIVES}", param="slo")
-    probes = _Probes(question, values or {}, on_probe)
+    probes = _Probes(question, values or {}, on_probe, keeps_done)
     return _goodput(settings, question, probes) if question.asked == "goodput" else _devices(settings, question, probes)
 
 
@@ -106,13 +109,27 @@ def _answer_task(task: bytes) -> bytes:
 
 
 class _Probes:
-    """The runs of a search, in their order."""
+    """The runs of a search, in their order. is_cut: the search was interrupted."""
 
-    def __init__(self, question: Question, values: Mapping[str, Any], on_probe: OnProbe | None) -> None:
+    def __init__(
+        self, question: Question, values: Mapping[str, Any], on_probe: OnProbe | None, keeps_done: bool
+    ) -> None:
         self.points: list[dict[str, Any]] = []
+        self.is_cut = False
+        self._keeps_done = keeps_done
         self._question = question
         self._values = values
         self._on_probe = on_probe
+
+    @contextmanager
+    def until_interrupt(self) -> Iterator[None]:
+        """An interrupt ends what is within, once a run is done."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self._keeps_done or not self.points:
+                raise
+            self.is_cut = True
 
     def run(self, settings: Settings, **facts: Any) -> tuple[Run, int, int]:
         """(run, requests that met their objectives, as a lasting load would, requests that had any); facts: of what
@@ -134,13 +151,16 @@ class _Probes:
                 "summary": run.point["summary"],
             }
         )
-        if self._on_probe is not None:
-            what = (
-                f"{rate(facts['rate'])} requests/s" if "rate" in facts else f"{run.point['fleet']['devices']:,} devices"
-            )
-            share = min(0.99, len(self.points) / self._question.search.max_probes)
-            self._on_probe(f"{what}: {percent(met / judged)} in time", share)
         return run, met, judged
+
+    def say(self) -> None:
+        """What the last run has shown."""
+        if self._on_probe is None:
+            return
+        last = self.points[-1]
+        what = f"{rate(last['rate'])} requests/s" if "rate" in last else f"{last['devices']:,} devices"
+        share = min(0.99, len(self.points) / self._question.search.max_probes)
+        self._on_probe(f"{what}: {percent(last['attainment'])} in time", share)
 
 
 def _goodput(settings: Settings, question: Question, probes: _Probes) -> Found:
@@ -149,16 +169,18 @@ def _goodput(settings: Settings, question: Question, probes: _Probes) -> Found:
         raise ConfigError("goodput is searched in an open loop; arrivals.kind is 'closed'", param="arrivals")
     search = GoodputSearch(question.search, settings.workload.rate or START_RATE)
     runs: dict[float, tuple[int, Run]] = {}  # how many, and the first
-    while (asked := search.next_rate()) is not None:
-        number = runs[asked][0] if asked in runs else 0
-        workload = at_rate(settings.workload, asked, question.probe_s)
-        changed = msgspec.structs.replace(settings, workload=workload, seed=settings.seed + number)
-        run, met, judged = probes.run(changed, rate=asked)
-        runs[asked] = (number + 1, runs[asked][1] if asked in runs else run)
-        search.add(asked, met, judged)
+    with probes.until_interrupt():
+        while (asked := search.next_rate()) is not None:
+            number = runs[asked][0] if asked in runs else 0
+            workload = at_rate(settings.workload, asked, question.probe_s)
+            changed = msgspec.structs.replace(settings, workload=workload, seed=settings.seed + number)
+            run, met, judged = probes.run(changed, rate=asked)
+            runs[asked] = (number + 1, runs[asked][1] if asked in runs else run)
+            search.add(asked, met, judged)
+            probes.say()
     found = search.found
     best = runs[min(runs) if found.rate is None else found.rate][1]
-    return Found({**asdict(found), "config": asdict(question.search)}, probes.points, best)
+    return Found({**asdict(found), "config": asdict(question.search)}, probes.points, best, not probes.is_cut)
 
 
 def _devices(settings: Settings, question: Question, probes: _Probes) -> Found:
@@ -184,25 +206,32 @@ def _devices(settings: Settings, question: Question, probes: _Probes) -> Found:
                 held[counts] = "holds"
             else:
                 held[counts] = "hopeless" if idle is None or idle >= USELESS_IDLE else "fails"
+            probes.say()
         return held[counts]
 
-    counts: tuple[int, ...] | None
-    if len(names) == 2:
-        first, second = (settings.of_pool(pool).parallelism.devices for pool in settings.pools.in_use.values())
-        counts = fewest_split(ask, MOST_WORKERS, (first, second))
-    else:
-        fewest = fewest_workers(ask, MOST_WORKERS)
-        counts = None if fewest is None else (fewest,)
+    def devices(counts: tuple[int, ...]) -> int:
+        return int(runs[counts].point["fleet"]["devices"])
+
+    counts: tuple[int, ...] | None = None
+    with probes.until_interrupt():
+        if len(names) == 2:
+            first, second = (settings.of_pool(pool).parallelism.devices for pool in settings.pools.in_use.values())
+            counts = fewest_split(ask, MOST_WORKERS, (first, second))
+        else:
+            fewest = fewest_workers(ask, MOST_WORKERS)
+            counts = None if fewest is None else (fewest,)
+    if probes.is_cut:
+        counts = min((tried for tried in held if held[tried] == "holds"), key=devices, default=None)
     tried = counts or max(runs, key=sum)
     workers = dict(zip(names, tried, strict=True))
     result = {
-        "devices": None if counts is None else runs[tried].point["fleet"]["devices"],
+        "devices": None if counts is None else devices(tried),
         "workers": None if counts is None else workers,
         "attainment": next(point["attainment"] for point in probes.points if point["workers"] == workers),
         "num_probes": len(probes.points),
         "config": asdict(question.search),
     }
-    return Found(result, probes.points, runs[tried])
+    return Found(result, probes.points, runs[tried], not probes.is_cut)
 
 
 def with_workers(settings: Settings, workers: Mapping[str, int]) -> Settings:

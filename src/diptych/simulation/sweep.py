@@ -206,8 +206,8 @@ def run_tasks(
         try:
             return _collect((future.result() for future in futures), on_done)
         except BrokenProcessPool:
-            message = "a process of the sweep was killed; was the memory used up? Fewer workers need less of it"
-            raise DiptychError(message, param="workers") from None
+            message = "a process of the sweep was killed, probably out of memory; try fewer --processes"
+            raise DiptychError(message, param="processes") from None
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             done = [future for future in futures if future.done() and not future.cancelled() and not future.exception()]

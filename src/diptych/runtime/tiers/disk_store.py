@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diptych.byte_size import size_words
 from diptych.control.errors import ConfigError
 from diptych.runtime.tiers.extent_format import (
     MAX_BLOCKS,
@@ -78,7 +79,8 @@ class DiskStore:
         least = MIN_SEGMENTS * (extent_bytes(1, block_bytes) * 256 // 255 + 3 * PAGE_BYTES) + 4 * PAGE_BYTES
         if cap_bytes < least:
             raise ConfigError(
-                f"kv_disk_gb gives {cap_bytes} bytes; blocks of {block_bytes} bytes need at least {least}",
+                f"kv_disk_gb gives {size_words(cap_bytes)}; blocks of {size_words(block_bytes)} need at least "
+                f"{size_words(least)}",
                 param="kv_disk_gb",
             )
         largest = extent_bytes(MAX_BLOCKS, block_bytes)

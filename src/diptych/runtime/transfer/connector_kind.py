@@ -42,7 +42,7 @@ class ConnectorKind:
     @property
     def cure(self) -> str:
         """What to do when it cannot be imported."""
-        return f"pip install 'diptych[{self.extra}]'"
+        return f"pip install '.[{self.extra}]' in the checkout"
 
     def listen_in(self, directory: Path) -> str:
         """Where the connector of the worker with this private directory listens."""

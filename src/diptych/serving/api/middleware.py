@@ -10,6 +10,7 @@ from hashlib import blake2b
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from diptych.byte_size import size_words
 from diptych.control.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError
 from diptych.serving.answers.native_panic import is_panic
 from diptych.serving.api.error_responses import error_response
@@ -35,7 +36,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         max_bytes = self._larger.get(scope["path"], self._max_bytes)
-        error = BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
+        error = BodyTooLargeError(f"the body is larger than {size_words(max_bytes)}, the limit")
         length = Headers(scope=scope).get("content-length", "")
         if length.isdecimal() and int(length) > max_bytes:
             await error_response(error)(scope, receive, send)

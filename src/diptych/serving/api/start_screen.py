@@ -1,8 +1,9 @@
-"""What the terminal shows while a server starts: progress, then its addresses and a command to paste.
+"""What the terminal shows of a server: progress of its start, its addresses and a command to paste, and its end.
 
 Without a terminal the same comes as plain lines. A failure here must not fail the start.
 """
 
+import contextlib
 import json
 import shlex
 import sys
@@ -41,7 +42,7 @@ def prompt_kind(tokenizer: Tokenizer, *, is_bundled: bool) -> PromptKind:
 
 
 class StartScreen:
-    """A progress line until the server is ready. Use it as a context manager.
+    """A progress line until the server is ready, and a line when it has ended. Use it as a context manager.
 
     chat_command: how this user starts ``diptych chat``. is_verbose: say what the engine says of itself, too. kind: of
     the request that is shown. hint: a line below the workers, if any.
@@ -76,6 +77,9 @@ class StartScreen:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
+        if kind is None:
+            with contextlib.suppress(OSError):  # its reader may be gone
+                print(f"{self._model_name} is stopped", file=sys.stderr)
 
     def on_loading(self, loading: Loading) -> None:
         """A worker reports progress."""

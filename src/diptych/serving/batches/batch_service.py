@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from diptych.byte_size import size_words
 from diptych.control.errors import BodyTooLargeError, InvalidRequestError, UnavailableError
 from diptych.serving.batches.batch_records import Batch, BatchLimits, BatchTerms, StoredFile
 from diptych.serving.batches.batch_runner import BatchRunner, LineExecutor
@@ -175,7 +176,8 @@ class Upload:
         self.num_bytes += len(data)
         self._service.count_incoming(len(data))
         if self.num_bytes > limits.max_file_bytes:
-            raise BodyTooLargeError(f"the file is larger than {limits.max_file_bytes} bytes", code="file_too_large")
+            text = f"the file is larger than {size_words(limits.max_file_bytes)}, the limit"
+            raise BodyTooLargeError(text, code="file_too_large")
         await self._on_disk(lambda: _write_all(self._file.fileno(), data))
 
     async def keep(self, tenant: str, filename: str, expiry_s: int | None) -> StoredFile:

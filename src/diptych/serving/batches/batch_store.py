@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO
 
+from diptych.byte_size import size_words
 from diptych.control.errors import BodyTooLargeError, ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from diptych.serving.batches.batch_records import Batch, BatchLimits, End, LinePlace, LineResult, StoredFile
 from diptych.serving.batches.batch_tables import BatchTables
@@ -84,9 +85,8 @@ class BatchStore:
         if num_files >= limits.max_files:
             raise BodyTooLargeError(f"there are {num_files} files, the limit; delete some", code="files_full")
         if num_bytes + num_incoming > limits.max_total_bytes:
-            text = (
-                f"all files take {num_bytes + num_incoming} bytes with this one; the limit is {limits.max_total_bytes}"
-            )
+            taken, most = size_words(num_bytes + num_incoming), size_words(limits.max_total_bytes)
+            text = f"all files take {taken} with this one; the limit is {most}"
             raise BodyTooLargeError(text, code="files_full")
 
     def keep(self, file: StoredFile) -> StoredFile:

@@ -40,7 +40,7 @@ class UnreadableBatchError(Exception):
 def require_zmq(param: str) -> None:
     """Raise ConfigError where pyzmq is missing. param: of the option that needs it."""
     if importlib.util.find_spec("zmq") is None:
-        raise ConfigError(f"{param} needs pyzmq: pip install 'diptych[front]'", param=param)
+        raise ConfigError(f"{param} needs pyzmq: pip install '.[front]' in the checkout", param=param)
 
 
 def read_batch(payload: bytes) -> list[EngineCacheEvent]:

@@ -19,7 +19,8 @@ def import_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        message = f"launcher is ray and the package ray cannot be imported ({error}): pip install 'diptych[ray]'"
+        cure = "pip install '.[ray]' in the checkout"
+        message = f"launcher is ray and the package ray cannot be imported ({error}): {cure}"
         raise ConfigError(message, param="launcher") from error
 
 

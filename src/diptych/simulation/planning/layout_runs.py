@@ -33,10 +33,12 @@ class RunOptions:
 
 
 class LayoutRuns:
-    """The runs so far. refused: layouts that cannot be simulated, with the reason."""
+    """The runs so far. refused: layouts that cannot be simulated, with the reason. sized: fleets that ``smallest``
+    found, with the rate at which they keep the objectives."""
 
     def __init__(self, base: Settings, options: RunOptions, on_stage: OnStage | None = None) -> None:
         self.refused: dict[FleetLayout, str] = {}
+        self.sized: dict[FleetLayout, float] = {}
         self.num_runs = 0
         self._base = base
         self._options = options
@@ -62,16 +64,28 @@ class LayoutRuns:
         """Whether enough requests of a run that was made met their objectives."""
         return bool(self.point(layout, rate)["attainment"] >= self._search.attainment)
 
+    def highest_kept(self) -> dict[FleetLayout, float | None]:
+        """Of every layout that was simulated: the highest rate so far that kept the objectives (None: none did)."""
+        highest: dict[FleetLayout, float | None] = dict.fromkeys((layout for layout, _ in self._points), None)
+        highest |= self.sized
+        for layout, rate in self._points:
+            if self.keeps(layout, rate):
+                highest[layout] = max(rate, highest[layout] or 0.0)
+        return highest
+
     def run(self, asked: Sequence[tuple[FleetLayout, float]], stage: str) -> None:
-        """Simulate what was not, but for layouts that are refused."""
+        """Simulate what was not, but for layouts that are refused. After an interrupt what is done is kept."""
         new = [key for key in asked if key not in self._points and key[0] not in self.refused]
         found = self._tasks(_run_task, [self._settings(*key) for key in new], stage)
-        for (layout, rate), point in zip(new, found, strict=True):
+        for number, point in found.items():
+            layout, rate = new[number]
             self.num_runs += 1
             if "refused" in point:
                 self.refused[layout] = point["refused"]
             else:
                 self._points[layout, rate] = {**point, "rate": rate}
+        if len(found) < len(new):
+            raise KeyboardInterrupt
 
     def shares(self, layouts: Sequence[FleetLayout], rate: float) -> dict[FleetLayout, float]:
         """Attainment at a rate, of the layouts that can be simulated."""
@@ -111,16 +125,20 @@ class LayoutRuns:
         question = {"asked": "devices", "search": asdict(options.search), "probe_s": options.probe_s}
         points = [self._settings(layout, rate) for layout in layouts]
         found = self._tasks(_smallest_task, points, f"smallest fleets: {rate:.3g} requests/s", question)
-        sized: list[FleetLayout | None] = []
-        for layout, size in zip(layouts, found, strict=True):
+        sized: list[FleetLayout | None] = [None] * len(layouts)
+        for number, size in found.items():
             self.num_runs += size.get("num_probes", 1)
             if "refused" in size:
-                self.refused[layout] = size["refused"]
-            workers = size.get("workers")
-            sized.append(None if workers is None else layout.with_counts(tuple(workers.values())))
+                self.refused[layouts[number]] = size["refused"]
+            if workers := size.get("workers"):
+                fleet = layouts[number].with_counts(tuple(workers.values()))
+                sized[number], self.sized[fleet] = fleet, rate
+        if len(found) < len(layouts):
+            raise KeyboardInterrupt
         return sized
 
-    def _tasks(self, task: Task, points: Sequence[Settings], stage: str, *extras: Any) -> list[dict[str, Any]]:
+    def _tasks(self, task: Task, points: Sequence[Settings], stage: str, *extras: Any) -> dict[int, dict[str, Any]]:
+        """What is done of the points, by their number; all of them, but after an interrupt."""
         total = max(1, len(points))
 
         def on_done(done: int) -> None:
@@ -128,8 +146,10 @@ class LayoutRuns:
                 self._on_stage(stage, done / total)
 
         on_done(0)
-        tasks: list[tuple[dict[str, str], Settings]] = [({}, point) for point in points]
-        return run_tasks(task, tasks, *extras, num_workers=self._options.num_processes, on_done=on_done)
+        tasks = [({"task": number}, point) for number, point in enumerate(points)]
+        workers = self._options.num_processes
+        found = run_tasks(task, tasks, *extras, num_workers=workers, on_done=on_done, keeps_done=True)
+        return {answer.pop("task"): answer for answer in found}
 
     def _settings(self, layout: FleetLayout, rate: float) -> Settings:
         workload = at_rate(self._base.workload, rate, self._options.probe_s)
@@ -137,26 +157,26 @@ class LayoutRuns:
 
 
 def _run_task(task: bytes) -> bytes:
-    """One run, from JSON to JSON; or why it is impossible."""
-    _, raw = msgspec.json.decode(task)
+    """One run, from JSON to JSON; or why it is impossible. With the values that the task came with, its number."""
+    values, raw = msgspec.json.decode(task)
     try:
         run = run_here(settings_from(raw))
     except DiptychError as error:
-        return msgspec.json.encode({"refused": error.message})
+        return msgspec.json.encode({**values, "refused": error.message})
     verdicts = run.result.requests.slo_met
     judged = sum(verdict >= 0 for verdict in verdicts)
     if not judged:
-        return msgspec.json.encode({"refused": f"no request has an objective: {OBJECTIVES}"})
+        return msgspec.json.encode({**values, "refused": f"no request has an objective: {OBJECTIVES}"})
     met = round(sum(verdict == 1 for verdict in verdicts) * sustained_share(run.result.requests))
     share = {"met": met, "judged": judged, "attainment": met / judged, "attainment_interval": wilson(met, judged)}
-    return msgspec.json.encode({**run.point, **share})
+    return msgspec.json.encode({**run.point, **share, **values})
 
 
 def _smallest_task(task: bytes) -> bytes:
-    """The search for the smallest fleet of a layout, from JSON to JSON; or why it is impossible."""
-    _, raw, asked = msgspec.json.decode(task)
+    """The search for the smallest fleet of a layout, as ``_run_task`` has it."""
+    values, raw, asked = msgspec.json.decode(task)
     try:
         found = answer(settings_from(raw), msgspec.convert(asked, Question))
     except DiptychError as error:
-        return msgspec.json.encode({"refused": error.message})
-    return msgspec.json.encode({"workers": found.result["workers"], "num_probes": found.result["num_probes"]})
+        return msgspec.json.encode({**values, "refused": error.message})
+    return msgspec.json.encode({**values, **{name: found.result[name] for name in ("workers", "num_probes")}})

@@ -78,6 +78,15 @@ class MeasuredLayout:
         return (self.highest_rate_rps or 0.0) / _size(self.layout)
 
 
+@dataclass(frozen=True, slots=True)
+class TriedLayout:
+    """A layout of a search that is not over, with the highest rate so far at which it kept the objectives (None: at
+    none)."""
+
+    layout: FleetLayout
+    highest_kept_rps: float | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPlan:
     """fleets: the best of each shape, the one to take first (see shape_preference). refused: what could not be
@@ -100,6 +109,16 @@ class PlanSearch:
         self._first_rate = self._asked or FIRST_RATE
         self._wanted = question.options.search.attainment
         self._runs = LayoutRuns(question.base, question.options, on_stage)
+
+    def tried(self) -> list[TriedLayout]:
+        """What is known of every layout that was simulated, the most for its cost first."""
+        fleets = [TriedLayout(layout, rate) for layout, rate in self._runs.highest_kept().items()]
+        return sorted(fleets, key=lambda fleet: -(fleet.highest_kept_rps or 0.0) / _size(fleet.layout))
+
+    @property
+    def num_runs(self) -> int:
+        """Simulations so far."""
+        return self._runs.num_runs
 
     def within_budget(self, layouts: Iterable[FleetLayout]) -> CapacityPlan:
         """The best of these and of their neighbours in the space: of those that keep the objectives at the asked rate

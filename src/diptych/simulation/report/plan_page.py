@@ -9,7 +9,7 @@ from diptych.report.charts import rate_charts
 from diptych.report.pages import Report, Section
 from diptych.report.text import dollars, latency_table, number, percent, pool_table, rate
 from diptych.simulation.planning.plan_search import CapacityPlan, PlanQuestion
-from diptych.simulation.report.plan_tables import plan_notes, plan_tables
+from diptych.simulation.report.plan_tables import plan_notes, plan_tables, start_words
 from diptych.simulation.report.simulation_tables import cost_notes, simulated_table
 from diptych.simulation.report.titles import objectives
 
@@ -33,10 +33,10 @@ def render(plan: CapacityPlan, data: Mapping[str, Any], question: PlanQuestion, 
     report = Report(
         maker="Diptych plan",
         title=f"{question.base.model}: {best.layout}",
-        lead=_lead(data["best"], question),
+        lead=plan_lead(data["best"], question),
         cards=_cards(data["best"]),
         sections=sections,
-        notes=[f"{note}." for note in [*plan_notes(data), *cost_notes(points)]],
+        notes=[f"{note}." for note in [start_words(data), *plan_notes(data), *cost_notes(points)]],
         command=command,
         details=("Settings of the best", json.dumps(best.point["settings"], indent=2)),
         foot="The scheduler and the router that serve took every decision here, under a virtual clock; step durations "
@@ -45,7 +45,8 @@ def render(plan: CapacityPlan, data: Mapping[str, Any], question: PlanQuestion, 
     return pages.render(report)
 
 
-def _lead(best: Mapping[str, Any], question: PlanQuestion) -> str:
+def plan_lead(best: Mapping[str, Any], question: PlanQuestion) -> str:
+    """What the best gives. best: of plan_tables.plain_plan."""
     wanted = ", ".join(objectives(question.base)) or "those of the workload"
     share = percent(question.options.search.attainment)
     return (

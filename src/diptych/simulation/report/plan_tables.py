@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diptych.report.text import Table, dollars, milliseconds, number, percent, rate
-from diptych.simulation.planning.plan_search import CapacityPlan, MeasuredLayout
+from diptych.simulation.planning.plan_search import CapacityPlan, MeasuredLayout, TriedLayout
+
+MOST_TRIED = 12  # rows for layouts of a search that is not over
 
 
 def plain_plan(plan: CapacityPlan, commands: Sequence[Mapping[str, str]]) -> dict[str, Any]:
@@ -53,6 +55,11 @@ def plain_fleet(fleet: MeasuredLayout) -> dict[str, Any]:
     }
 
 
+def start_words(data: Mapping[str, Any]) -> str:
+    """The launch command."""
+    return f"Start the best: {data['best']['command']}"
+
+
 def plan_tables(data: Mapping[str, Any], attainment: float) -> list[Table]:
     """One row for each shape, the best first: what it gives, and what it costs. attainment: the share that the highest
     rate keeps."""
@@ -86,9 +93,36 @@ def plan_tables(data: Mapping[str, Any], attainment: float) -> list[Table]:
     return [Table(title, columns, given), Table("Cost at the rate: M are millions of tokens", costs, spent)]
 
 
+def plain_tried(tried: Sequence[TriedLayout]) -> list[dict[str, Any]]:
+    """Plain fields of the layouts of a search that is not over."""
+    return [
+        {
+            "layout": str(fleet.layout),
+            "devices": fleet.layout.num_devices,
+            "usd_per_hour": fleet.layout.usd_per_hour or None,
+            "highest_kept_rps": fleet.highest_kept_rps,
+        }
+        for fleet in tried
+    ]
+
+
+def tried_table(tried: Sequence[Mapping[str, Any]]) -> Table:
+    """The first of them."""
+    rows = tuple(
+        (
+            fleet["layout"],
+            f"{fleet['devices']:,}",
+            number(fleet["usd_per_hour"], 2),
+            "-" if fleet["highest_kept_rps"] is None else rate(fleet["highest_kept_rps"]),
+        )
+        for fleet in tried[:MOST_TRIED]
+    )
+    return Table("Layouts so far, the most for their cost first", ("layout", "devices", "$/h", "kept requests/s"), rows)
+
+
 def plan_notes(data: Mapping[str, Any]) -> list[str]:
-    """Sentences under the table: the launch command, twice the rate, what was not possible."""
-    notes = [f"Start the best: {data['best']['command']}"]
+    """Sentences under the table: twice the rate, what was not possible."""
+    notes = []
     twice = data["twice_the_rate"]
     if twice is not None:
         price = "" if twice["usd_per_hour"] is None else f", ${twice['usd_per_hour']:,.2f} an hour"

@@ -75,17 +75,20 @@ def sweep_lead(settings: Settings, sweeps: Sequence[Sweep]) -> str:
     return f"{'; '.join([sentence, *fixed])}." + (f" Objectives: {', '.join(asked)}." if asked else "")
 
 
-def search_lead(settings: Settings, asked: str, found: Mapping[str, Any]) -> str:
-    """What was searched, and what was found."""
+def search_lead(settings: Settings, asked: str, found: Mapping[str, Any], *, is_complete: bool = True) -> str:
+    """What was searched, and what was found. is_complete: see Found."""
     share = percent(found["config"]["attainment"])
     keep = f"{share} of the requests keep their objectives ({', '.join(objectives(settings))})"
     if asked == "goodput":
         answer = f"{rate(found['estimate'] or found['rate'])} requests/s" if found["rate"] else "no rate was found"
+        if found["rate"] and not is_complete:
+            answer = f"at least {rate(found['rate'])} requests/s"
         return f"The highest rate of {fleet(settings)}, {shape_words(settings)}, at which {keep}: {answer}."
     answer = "no fleet was found"
     if found["devices"]:
         devices, workers = found["devices"], workers_in_words(found["workers"])
-        answer = f"{devices:,} device{'s' if devices != 1 else ''}, workers: {workers}"
+        most = "" if is_complete else "at most "
+        answer = f"{most}{devices:,} device{'s' if devices != 1 else ''}, workers: {workers}"
     return f"The smallest fleet, {shape_words(settings)}, on which {keep}: {answer}."
 
 

@@ -81,7 +81,7 @@ function waterfall(name, fall) {
   const rows = fall.parts.filter((part) => part.seconds >= LEAST_SHARE * fall.mean_s).map((part) => {
     const [left, width] = [passed / fall.mean_s, part.seconds / fall.mean_s];
     passed += part.seconds;
-    return h("div.fall", { title: part.words }, h("span", {}, part.account.replaceAll("_", " ")),
+    return h("div.fall", { title: part.account }, h("span", {}, part.words),
       h("span.fall-track", { "aria-hidden": "true" }, h("i", { style: { "margin-left": percentOf(left), width: percentOf(width) } })),
       h("span.number", {}, seconds(part.seconds)));
   });
