@@ -281,6 +281,9 @@ class FakeEngine:
             await asyncio.sleep(self.delay_s)
         else:
             await asyncio.sleep(3600)
+        if fault is not None and fault.kind == "no_done":
+            await writer.drain()
+            raise asyncio.IncompleteReadError(b"", 1)
         if reply.body.get("stream_options", {}).get("include_usage"):
             await self._event(writer, {**reply.head(), "choices": [], "usage": reply.usage()})
         await self._event(writer, "[DONE]")

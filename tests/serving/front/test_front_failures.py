@@ -8,6 +8,7 @@ from fake_engine import FakeEngine, Fault, answer_to
 from front_harness import fronted
 
 from diptych.control.cluster.cluster_config import cluster_config
+from diptych.serving.front.relay_request import RelayRequest, read_request
 
 pytestmark = pytest.mark.asyncio
 
@@ -282,6 +283,65 @@ async def undisturbed(prompt: str, num_tokens: int) -> str:
     """The text that an engine with these parts gives."""
     async with fronted(FakeEngine(parts=PARTS)) as client:
         return (await client.complete(prompt, num_tokens)).text
+
+
+async def test_an_answer_that_was_complete_when_its_stream_broke_is_not_gone_on_with() -> None:
+    engine = FakeEngine()
+    async with fronted(engine, FakeEngine()) as client:
+        for one in client.engines:
+            one.faults.append(Fault("no_done"))
+        answer = await client.complete("the prompt", 10)
+        assert (answer.text, answer.error, answer.is_done) == (answer_to("the prompt", 10), None, True)
+        assert sum(len(one.requests) for one in client.engines) == 1
+        await client.idle()
+
+
+async def test_a_chat_without_a_limit_goes_on_within_the_context_of_the_engine() -> None:
+    engines = [FakeEngine(answer_tokens=30), FakeEngine(answer_tokens=30)]
+    async with fronted(*engines) as client:
+        for engine in engines:
+            engine.faults.append(Fault("reset", at=3))
+        body = {"messages": [{"role": "user", "content": "abc|"}], "stream": True, "temperature": 0}
+        answer = await client.post("/v1/chat/completions", body)
+        assert (answer.error, answer.finish_reason) == (None, "stop")
+        asked = [request["max_tokens"] for engine in engines for request in engine.requests if "max_tokens" in request]
+        assert asked and all(limit < 32768 for limit in asked)
+        await client.idle()
+
+
+async def test_an_answer_without_a_limit_is_as_long_as_its_engine_makes_it() -> None:
+    async with fronted(FakeEngine("llamacpp")) as client:
+        answer = await client.post("/v1/completions", {"prompt": "abc", "stream": True, "temperature": 0})
+        assert (answer.text, answer.error) == (answer_to("abc", 64), None)
+
+
+async def test_a_list_of_prompts_has_an_answer_for_each_and_cannot_go_on_elsewhere() -> None:
+    def read(prompt: str) -> RelayRequest:
+        return read_request("/v1/completions", b'{"prompt": %b, "stream": true, "n": 2}' % prompt.encode())
+
+    several, ids, one = read('["a", "b", "c"]'), read("[[1, 2], [3]]"), read("[1, 2]")
+    assert [request.num_choices for request in (several, ids, one)] == [6, 4, 2]
+    single = read_request("/v1/completions", b'{"prompt": "a", "stream": true}')
+    assert single.is_stateless and not several.is_stateless and not ids.is_stateless
+
+
+async def test_a_prompt_that_ends_every_engine_ends_itself() -> None:
+    engines = [FakeEngine(delay_s=0.005) for _ in range(8)]
+    async with fronted(*engines) as client:
+
+        async def die() -> None:
+            while True:
+                for engine in engines:
+                    if not engine.is_stopped and engine.num_running and engine.requests:
+                        await engine.stop()
+                await asyncio.sleep(0.02)
+
+        killer = asyncio.create_task(die())
+        answer = await client.complete("boom", 200)
+        killer.cancel()
+        assert answer.error is not None and answer.error["code"] == "poison_request"
+        assert sum(not engine.is_stopped for engine in engines) >= 3
+        await client.idle()
 
 
 @pytest.mark.parametrize("merges", [1, 3])

@@ -124,7 +124,7 @@ class EngineExchange:
         self._question = question
         self._feeder = owner.number if feeder is None else feeder
         self._num_again = stream.num_textless if question.resumes else 0  # tokens that it gives once more
-        self._most_tokens = (stream.request.max_tokens + SPARE_TOKENS) * stream.request.num_choices
+        self._most_tokens = (stream.request.most_tokens + SPARE_TOKENS) * stream.request.num_choices
         self._call: EngineCall | None = None
         self._status = 0
         self._is_events = False
@@ -146,10 +146,14 @@ class EngineExchange:
             self._over()
 
     def break_off(self, words: str) -> None:
-        """The engine is silent for too long."""
-        if not self.is_over:
-            self._over()
-            self._owner.on_lost(self, words)
+        """The engine is silent for too long, or the connection ended."""
+        if self.is_over:
+            return
+        if self._is_events and len(self._finished) >= self.stream.request.num_choices:
+            self._on_done(words)  # nothing but the end of the stream was still to come
+            return
+        self._over()
+        self._owner.on_lost(self, words)
 
     # -- ReplyListener ------------------------------------------------------------------------------------------------
 
@@ -249,11 +253,11 @@ class EngineExchange:
         stream = self.stream
         found: list[int] = []
         for choice in chunk.choices:
+            if choice.finish_reason in ("abort", "error"):
+                raise UnreadableReplyError(f"the engine ended the answer with {choice.finish_reason}")
             if choice.finish_reason is not None:
                 self._finished.add(choice.index)
                 self._reason = FinishReason.LENGTH if choice.finish_reason == "length" else FinishReason.STOP
-                if choice.finish_reason in ("abort", "error"):
-                    raise UnreadableReplyError(f"the engine ended the answer with {choice.finish_reason}")
             if choice.delta is not None and not choice.delta.is_plain:
                 stream.is_exact = False
             ids = choice.prompt_token_ids or chunk.prompt_token_ids
@@ -447,12 +451,13 @@ class RequestFields:
         )
 
 
-def fields_of(stream: RelayStream, model: str, changes: Mapping[str, Any]) -> RequestFields:
-    """For an engine that calls the model so. changes: what its adapter adds."""
+def fields_of(stream: RelayStream, model: str, changes: Mapping[str, Any], max_model_len: int) -> RequestFields:
+    """For an engine that calls the model so. changes: what its adapter adds. max_model_len: of prompt and answer (0:
+    not known)."""
     request = stream.request
     if stream.num_tokens:
         assert stream.prompt_ids is not None
         known = stream.token_ids[: len(stream.token_ids) - stream.num_textless]
-        fields = request.continuation_fields(model, stream.prompt_ids, known)
+        fields = request.continuation_fields(model, stream.prompt_ids, known, max_model_len)
         return RequestFields(COMPLETION_PATH, fields, resumes=True)
     return RequestFields(request.path, request.engine_fields(model, changes), resumes=False)

@@ -92,7 +92,7 @@ class ExternalWorker:
         self._listener: WorkerListener | None = None
         self._life: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
-        self._lost_words = ""
+        self._lost_words, self._has_crashed = "", False
         self._suspects: dict[str, str] = {}  # attempts that broke off, until it is known whether the engine lives
         self._check: asyncio.Task[None] | None = None
         self._scraping: asyncio.Task[None] | None = None
@@ -248,7 +248,7 @@ class ExternalWorker:
         self.pool = self._new_pool()
         await self.cache.close()
         await self.steps.close()
-        self._listener.on_lost(self.number, Loss(WorkerError(f"{self.name}: {words}"), crashed=False))
+        self._listener.on_lost(self.number, Loss(WorkerError(f"{self.name}: {words}"), self._has_crashed))
 
     def _look_after(self) -> None:
         """A tick: gauges, limits of silence, the load."""
@@ -258,6 +258,8 @@ class ExternalWorker:
         silent_ns = self._options.silence_s * NS_PER_S
         newest = 0
         for exchange in list(self.exchanges.values()):
+            if exchange.stream.is_full:  # it is not read: its client is slow, not the engine
+                exchange.last_ns = now
             newest = max(newest, exchange.last_ns)
             limit_s = self._options.idle_s if exchange.first_ns else self._options.first_byte_s
             if now - exchange.last_ns > limit_s * NS_PER_S:
@@ -295,16 +297,18 @@ class ExternalWorker:
         try:
             await ask(self.pool, "GET", "/v1/models", timeout_s=ALIVE_S)
         except (ConnectionError, TimeoutError, ReplyTooLongError) as error:
-            self._lose(str(error) or f"no sign of life within {ALIVE_S:g} s")
+            has_ended = isinstance(error, ConnectionError)
+            self._lose(str(error) or f"no sign of life within {ALIVE_S:g} s", crashed=has_ended)
             return
         suspects, self._suspects = self._suspects, {}
         if suspects:
             now = self.clock()
             self.report([HandoffReleased(now, attempt_id) for attempt_id in suspects])
 
-    def _lose(self, words: str) -> None:
+    def _lose(self, words: str, *, crashed: bool = False) -> None:
+        """crashed: its process has ended, maybe of what it was computing."""
         if self.state is WorkerState.READY and not self._lost.is_set():
-            self._lost_words = words
+            self._lost_words, self._has_crashed = words, crashed
             self._lost.set()
 
     def _drop_exchanges(self) -> None:
@@ -391,7 +395,9 @@ class ExternalWorker:
     def asked(self, stream: RelayStream) -> RequestFields:
         """See HandoffOwner."""
         assert self.facts is not None
-        return fields_of(stream, self.facts.model, self._adapter.changes(stream.request, self.facts))
+        return fields_of(
+            stream, self.facts.model, self._adapter.changes(stream.request, self.facts), self.facts.max_model_len
+        )
 
     # -- what exchanges tell (see ExchangeOwner) ----------------------------------------------------------------------
 

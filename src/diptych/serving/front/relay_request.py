@@ -43,6 +43,7 @@ SAMPLING_FIELDS = (
 )  # fmt: skip
 RESUMABLE_FIELDS = PROMPT_FIELDS | OWN_FIELDS | frozenset(SAMPLING_FIELDS) | {"min_tokens"}
 DEFAULT_MAX_TOKENS = 1 << 16
+MOST_TOKENS = 1 << 20  # of an answer to which its client sets no limit
 Raw = msgspec.Raw
 
 
@@ -83,6 +84,7 @@ SMALL_FIELDS = tuple(name for name in RelayBody.__struct_fields__ if name not in
 _body_decoder = msgspec.json.Decoder(RelayBody)
 _fields_decoder = msgspec.json.Decoder(dict[str, Raw])
 _ids_decoder = msgspec.json.Decoder(list[int])
+_prompts_decoder = msgspec.json.Decoder(list[Raw])
 encode_json = msgspec.json.Encoder().encode
 
 
@@ -104,7 +106,7 @@ class RelayRequest:
     @property
     def num_choices(self) -> int:
         """Answers that are asked for."""
-        return self.body.n or 1
+        return (self.body.n or 1) * self.num_prompts
 
     @property
     def wants_usage(self) -> bool:
@@ -128,6 +130,24 @@ class RelayRequest:
         return max(1, wish)
 
     @property
+    def most_tokens(self) -> int:
+        """Of an answer that is still believed: what was asked for, if anything was. (Engines differ in what they give
+        then.)"""
+        asked = self.body.max_tokens is not None or self.body.max_completion_tokens is not None
+        return self.max_tokens if asked or self.path in WHOLE_PATHS else MOST_TOKENS
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of a completion, each with an answer of its own."""
+        data = self.prompt.lstrip()
+        if self.path != COMPLETION_PATH or not data.startswith(b"[") or data[1:64].lstrip()[:1] not in (b"[", b'"'):
+            return 1
+        try:
+            return max(1, len(_prompts_decoder.decode(data)))
+        except msgspec.DecodeError:  # the engine refuses it
+            return 1
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the same prompt gives the same answer on the same build."""
         return self.body.temperature == 0
@@ -135,9 +155,13 @@ class RelayRequest:
     @property
     def is_stateless(self) -> bool:
         """Whether its answer, given so far as tokens, is all that another engine needs to continue it."""
-        return self.is_stream and all(
-            name in RESUMABLE_FIELDS or bytes(value).replace(b" ", b"") in _neutral(name)
-            for name, value in self.fields.items()
+        return (
+            self.is_stream
+            and self.num_prompts == 1
+            and all(
+                name in RESUMABLE_FIELDS or bytes(value).replace(b" ", b"") in _neutral(name)
+                for name, value in self.fields.items()
+            )
         )
 
     @property
@@ -173,15 +197,19 @@ class RelayRequest:
         fields: dict[str, Any] = {name: value for name, value in self.fields.items() if name not in OWN_FIELDS}
         return {**fields, "model": model, **changes}
 
-    def continuation_fields(self, model: str, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> dict[str, Any]:
-        """A completion that goes on after ``output_ids`` of the answer, wherever the first ones came from."""
+    def continuation_fields(
+        self, model: str, prompt_ids: Sequence[int], output_ids: Sequence[int], max_model_len: int
+    ) -> dict[str, Any]:
+        """A completion that goes on after ``output_ids`` of the answer, wherever the first ones came from.
+        max_model_len: of the engine, which refuses to be asked for more (0: not known)."""
         fields: dict[str, Any] = {name: self.fields[name] for name in SAMPLING_FIELDS if name in self.fields}
+        room = max_model_len - len(prompt_ids) - len(output_ids) if max_model_len else self.max_tokens
         if self.body.min_tokens is not None:
             fields["min_tokens"] = max(0, self.body.min_tokens - len(output_ids))
         return fields | {
             "model": model,
             "prompt": [*prompt_ids, *output_ids],
-            "max_tokens": max(1, self.max_tokens - len(output_ids)),
+            "max_tokens": max(1, min(self.max_tokens - len(output_ids), room)),
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
