@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, Fault, answer_to
@@ -155,6 +156,20 @@ async def test_attempts_are_bounded() -> None:
         await client.idle()
 
 
+@pytest.mark.parametrize("on_failure", ["retry", "fail"])
+async def test_what_no_engine_takes_is_refused_as_they_refuse_it(on_failure: Any) -> None:
+    engines = [FakeEngine() for _ in range(7)]
+    async with fronted(*engines, cluster=cluster_config(on_failure=on_failure)) as client:
+        for engine in engines:
+            engine.faults.extend(Fault("status", status=429) for _ in range(9))
+        answer = await client.complete("abc", 5)
+        assert (answer.status, answer.error) == (429, {"message": "as told", "code": 429})
+        for engine in engines:
+            engine.faults.clear()
+        assert (await client.complete("abc", 5)).text == answer_to("abc", 5)
+        await client.idle()
+
+
 async def test_on_failure_fail_tries_once() -> None:
     engines = [FakeEngine(), FakeEngine()]
     async with fronted(*engines, cluster=cluster_config(on_failure="fail")) as client:
@@ -283,6 +298,21 @@ async def undisturbed(prompt: str, num_tokens: int) -> str:
     """The text that an engine with these parts gives."""
     async with fronted(FakeEngine(parts=PARTS)) as client:
         return (await client.complete(prompt, num_tokens)).text
+
+
+async def test_an_engine_whose_server_answers_and_gives_no_token_is_lost() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    async with fronted(*engines, idle_s=0.3) as client:
+        for engine in engines:
+            engine.faults.append(Fault("stall", at=3))
+        answer = await client.complete("the prompt", 10)
+        assert (answer.text, answer.error) == (answer_to("the prompt", 10), None)
+        losses = client.front.fleet.metrics.fleet.losses
+        assert sum(losses.values()) >= 1
+        async with asyncio.timeout(10):
+            while len(client.front.fleet.core.members.up) < 2:  # it gives a token when it is asked for one
+                await asyncio.sleep(0.02)
+        await client.idle()
 
 
 async def test_an_answer_that_was_complete_when_its_stream_broke_is_not_gone_on_with() -> None:

@@ -212,6 +212,21 @@ NO_BATCHES = [b"\xc1", [1], [0.0, "x"], [0.0, [7]], [0.0, [["BlockRemoved", "x"]
 NO_BATCHES += [[0.0, [["BlockStored", [1], *rest]]] for rest in ((None, ["a"], 16), (None, [-1], 16), (1.5, [1], 16))]
 
 
+async def test_what_a_sliding_window_gives_up_other_layers_still_hold() -> None:
+    groups: set[int] = set()
+
+    def read(*events: dict[str, object]) -> list[object]:
+        return list(read_batch(msgspec.msgpack.encode([0.0, list(events), 0]), groups))
+
+    full = stored(["h"], None, [1] * BLOCK, BLOCK, group_idx=0, kv_cache_spec_kind="full_attention")
+    window = stored(["h"], None, [1] * BLOCK, BLOCK, group_idx=1, kv_cache_spec_kind="sliding_window")
+    full["block_hashes"] = window["block_hashes"] = [7]
+    assert [type(event) for event in read(full, window)] == [EngineBlocksStored]
+    assert read({**removed([7]), "group_idx": 1}) == []
+    assert read({**removed([7]), "group_idx": 0}) == read(removed([7])) == [BlocksRemoved([7])]
+    assert read({**removed([7]), "group_idx": [1]}) == [BlocksRemoved([7])]
+
+
 @pytest.mark.parametrize("content", NO_BATCHES)
 async def test_what_is_no_batch_is_not_believed(content: object) -> None:
     payload = content if isinstance(content, bytes) else msgspec.msgpack.encode(content)

@@ -305,7 +305,7 @@ class EngineExchange:
             owner.feed(self.attempt_id, token_ids, now - before_ns)
             return
         self.first_ns = now
-        self.stream.served_by = owner.name
+        self.stream.served_by, self.stream.refusal = owner.name, None
         owner.on_first_token(self)
         self._begin_answer(token_ids, now)
         owner.on_prompt_computed(self.stream)  # after the client has its token
@@ -356,7 +356,7 @@ class EngineExchange:
             self._count([NO_TOKEN] * max(1, min(len(found) if said is None else said, self._most_tokens)))
         else:
             self._usage = chunk.usage
-            stream.served_by = self._owner.name
+            stream.served_by, stream.refusal = self._owner.name, None
             stream.add(body)
         self._finish()
 
@@ -367,13 +367,13 @@ class EngineExchange:
         if status in (401, 403):  # the front's own key is wrong: not the client's fault
             self._owner.report([self._end(FinishReason.ERROR, WorkerError(f"{words} to the key of this server"))])
             return
-        if (status in ELSEWHERE or status >= 500) and self._owner.on_refused(self, status):
-            return
         message = error_message(body, words)
         refused = WorkerError(message, code="engine_refused")
-        if not self.stream.num_tokens:
+        if not self.stream.num_tokens:  # also where it is tried elsewhere, and nobody takes it
             status, body = (status, body) if status >= 400 else (502, b"")
             self.stream.refusal = EngineRefusal(status, body or error_body(refused), message)
+        if (status in ELSEWHERE or status >= 500) and self._owner.on_refused(self, status):
+            return
         self._owner.report([self._end(FinishReason.ERROR, refused)])
 
     # -- the end ------------------------------------------------------------------------------------------------------

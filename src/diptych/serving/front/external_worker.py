@@ -256,7 +256,7 @@ class ExternalWorker:
         if self._scraping is None or self._scraping.done():
             self._scraping = asyncio.create_task(self._scrape())
         silent_ns = self._options.silence_s * NS_PER_S
-        newest = 0
+        newest, is_mute = 0, False
         for exchange in list(self.exchanges.values()):
             if exchange.stream.is_full:  # it is not read: its client is slow, not the engine
                 exchange.last_ns = now
@@ -264,6 +264,9 @@ class ExternalWorker:
             limit_s = self._options.idle_s if exchange.first_ns else self._options.first_byte_s
             if now - exchange.last_ns > limit_s * NS_PER_S:
                 exchange.break_off(f"nothing came for {limit_s:g} s")
+                is_mute = is_mute or bool(exchange.first_ns)
+        if is_mute and now - newest > self._options.idle_s * NS_PER_S:  # its server may answer all the same
+            self._lose(f"no stream got a token for {self._options.idle_s:g} s")
         self.handoffs.break_off_overdue(now, self._options.first_byte_s)
         if self.exchanges and now - newest > silent_ns:
             self._check_soon()
@@ -490,9 +493,7 @@ class ExternalWorker:
     def on_leg_lost(self, leg: PrefillLeg, words: str) -> None:
         """See PrefillOwner."""
         self.handoffs.on_over(leg)
-        logger.warning("%s: the prompt of %s broke off: %s", self.name, leg.attempt_id, words)
-        self._suspects[leg.attempt_id] = words
-        self._check_soon()
+        self.on_silent(leg.attempt_id, words)
 
     def on_leg_refused(self, leg: PrefillLeg, status: int, body: bytes) -> None:
         """See PrefillOwner."""

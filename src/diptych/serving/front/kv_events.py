@@ -30,7 +30,7 @@ STORED_FIELDS = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
     "group_idx", "kv_cache_spec_kind",
 )  # fmt: skip
-REMOVED_FIELDS = ("block_hashes", "medium")
+REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 
 
 class UnreadableBatchError(Exception):
@@ -43,8 +43,10 @@ def require_zmq(param: str) -> None:
         raise ConfigError(f"{param} needs pyzmq: pip install '.[front]' in the checkout", param=param)
 
 
-def read_batch(payload: bytes) -> list[EngineCacheEvent]:
-    """The events of a batch, those that count. Raises UnreadableBatchError."""
+def read_batch(payload: bytes, other_groups: set[int] | None = None) -> list[EngineCacheEvent]:
+    """The events of a batch, those that count. other_groups: the engine's groups of layers that do not (sliding
+    windows, states): they are learned from what is stored, and what they remove has the names of blocks that others
+    still hold. Raises UnreadableBatchError."""
     try:
         content = msgspec.msgpack.decode(payload)
     except msgspec.DecodeError as error:
@@ -55,13 +57,14 @@ def read_batch(payload: bytes) -> list[EngineCacheEvent]:
         events = content[1] if isinstance(content, Sequence) and len(content) > 1 else None
     if not isinstance(events, list):
         raise UnreadableBatchError("a batch without a list of events")
-    found = [read_event(event) for event in events]
+    groups = set() if other_groups is None else other_groups
+    found = [read_event(event, groups) for event in events]
     return [event for event in found if event is not None]
 
 
-def read_event(event: Any) -> EngineCacheEvent | None:
-    """An event as a map or as an array with its name first; None for one that does not count. Raises
-    UnreadableBatchError."""
+def read_event(event: Any, other_groups: set[int]) -> EngineCacheEvent | None:
+    """An event as a map or as an array with its name first; None for one that does not count. other_groups: see
+    read_batch. Raises UnreadableBatchError."""
     if isinstance(event, Mapping):
         name, fields = event.get("type"), event
     elif isinstance(event, list) and event:
@@ -72,8 +75,11 @@ def read_event(event: Any) -> EngineCacheEvent | None:
         raise UnreadableBatchError(f"an event is {type(event).__name__}")
     if name == "AllBlocksCleared":
         return CacheCleared()
+    group = found if isinstance(found := fields.get("group_idx"), int) else -1
     if name == "BlockRemoved":
-        return BlocksRemoved(_hashes(fields)) if _is_first_tier(fields) else None
+        return BlocksRemoved(_hashes(fields)) if _is_first_tier(fields) and group not in other_groups else None
+    if name == "BlockStored" and group >= 0 and fields.get("kv_cache_spec_kind") not in FULL_ATTENTION:
+        other_groups.add(group)
     if name != "BlockStored" or not _counts(fields):
         return None
     parent, tokens, size = fields.get("parent_block_hash"), fields.get("token_ids"), fields.get("block_size")
@@ -114,6 +120,7 @@ class KVEventReader:
         self._on_change = on_change
         self._has_warned = False
         self._is_mute = False  # the engine repeats nothing, and that was said
+        self._other_groups: set[int] = set()
 
     async def run(self) -> None:
         """For ever; cancel it."""
@@ -149,7 +156,7 @@ class KVEventReader:
         try:
             if len(number) != 8:
                 raise UnreadableBatchError(f"a batch number of {len(number)} bytes")
-            return take(int.from_bytes(number, "big", signed=True), read_batch(payload))
+            return take(int.from_bytes(number, "big", signed=True), read_batch(payload, self._other_groups))
         except UnreadableBatchError as error:
             if not self._has_warned:
                 logger.warning("KV events of %s cannot be read: %s", self._address, error)

@@ -81,7 +81,7 @@ class ChunkDelta(msgspec.Struct):
     """What a chat chunk adds. tool_calls, reasoning: only whether there are any."""
 
     role: str | None = None
-    content: str | None = None
+    content: Any = None  # text; of some servers, for what is no text, a list of parts
     tool_calls: msgspec.Raw = msgspec.Raw()
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -125,9 +125,9 @@ class ChunkChoice(msgspec.Struct):
 class EngineChunk(msgspec.Struct):
     """What is read of a chunk, and of a whole reply."""
 
-    id: str = ""
-    created: int = 0
-    model: str = ""
+    id: Any = ""
+    created: Any = 0
+    model: Any = ""
     choices: list[ChunkChoice] = []
     usage: EngineUsage | None = None
     error: Any = None
