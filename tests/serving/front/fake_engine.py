@@ -35,6 +35,7 @@ class FakeEngine:
 
     kind: str = "vllm"
     model: str = "fake-model"
+    other_models: tuple[str, ...] = ()  # that it lists first
     delay_s: float = 0.0
     prefill_s: float = 0.0
     api_key: str = ""
@@ -136,7 +137,8 @@ class FakeEngine:
 
     def _information(self, path: str) -> Any:
         if path == "/v1/models":
-            return {"data": [{"id": self.model, "max_model_len": 32768}]}
+            names = [*self.other_models, self.model]
+            return {"data": [{"id": name, "max_model_len": 32768} for name in names]}
         if self.kind == "vllm" and path == "/version":
             return {"version": "0.32.0-fake"}
         if self.kind == "sglang" and path == "/server_info":

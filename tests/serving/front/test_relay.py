@@ -8,6 +8,7 @@ from front_harness import fronted
 
 from diptych.control.slo import NS_PER_S
 from diptych.serving.front import engine_pages
+from diptych.serving.front.engine_spec import EngineSpec
 
 KINDS = ("vllm", "sglang", "llamacpp", "openai")
 pytestmark = pytest.mark.asyncio
@@ -196,3 +197,18 @@ async def test_tokens_without_text_reach_the_client_as_they_come(kind: str, path
         assert (answer.text, answer.finish_reason, answer.is_done) == ("", "length", True)
         await client.idle()
         assert client.front.metrics.num_generated_tokens == 5  # the last one's event ends the answer, and may be none
+
+
+async def test_of_several_models_the_named_one_is_served() -> None:
+    engine = FakeEngine("openai", other_models=("embedder",))
+    await engine.start()
+    try:
+        async with fronted(specs=[EngineSpec("openai", engine.url, model="fake-model")]) as client:
+            async with asyncio.timeout(10):
+                while not client.front.fleet.core.members.up:
+                    await asyncio.sleep(0.01)
+            assert (await client.complete("abc", 3)).text == answer_to("abc", 3)
+            assert engine.requests[-1]["model"] == "fake-model"
+            assert client.front.engine_models == ["fake-model"]
+    finally:
+        await engine.stop()

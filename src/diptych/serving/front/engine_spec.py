@@ -34,8 +34,8 @@ class EngineSpec:
     """One engine. url: of its HTTP server, without a path. role: what it is used for. api_key_env: the environment
     variable with the key that the engine asks for ("": none). kv_events, kv_replay: where it publishes what enters and
     leaves its prefix cache, and where it repeats that ("": not used). step_events: where Diptych's plugin in vLLM
-    publishes its steps ("": nowhere). bootstrap: host:port of the bootstrap server of
-    an SGLang prefill engine ("": the host of the url, port 8998)."""
+    publishes its steps ("": nowhere). bootstrap: host:port of the bootstrap server of an SGLang prefill engine ("": the
+    host of the url, port 8998). model: of those that it serves ("": its first one)."""
 
     kind: EngineKind
     url: str
@@ -45,6 +45,7 @@ class EngineSpec:
     kv_replay: str = ""
     step_events: str = ""
     bootstrap: str = ""
+    model: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

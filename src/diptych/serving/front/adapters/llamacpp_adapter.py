@@ -13,8 +13,8 @@ from diptych.serving.front.adapters.openai_parts import (
     LOOK_S,
     TOKENIZE_S,
     GaugePage,
-    first_model,
     get_fields,
+    model_of,
     post_tokens,
     real_token,
     usage_wanted,
@@ -41,7 +41,7 @@ class LlamaCppAdapter:
 
     async def look(self, pool: ConnectionPool, spec: EngineSpec) -> EngineFacts:
         """See EngineAdapter."""
-        model = await first_model(pool)
+        model = await model_of(pool, spec)
         name = str(model["id"])
         await real_token(pool, name)
         props = await get_fields(pool, "/props")

@@ -6,7 +6,7 @@ It is placed by its own requests alone, and its cache is assumed from what it wa
 from collections.abc import Sequence
 from typing import Any
 
-from diptych.serving.front.adapters.openai_parts import first_model, real_token, usage_wanted
+from diptych.serving.front.adapters.openai_parts import model_of, real_token, usage_wanted
 from diptych.serving.front.capabilities import EngineFacts, whole_number
 from diptych.serving.front.engine_connection import ConnectionPool
 from diptych.serving.front.engine_load import EngineGauges
@@ -21,7 +21,7 @@ class OpenAIAdapter:
 
     async def look(self, pool: ConnectionPool, spec: EngineSpec) -> EngineFacts:
         """See EngineAdapter."""
-        model = await first_model(pool)
+        model = await model_of(pool, spec)
         name = str(model["id"])
         await real_token(pool, name)
         return EngineFacts("openai", "", name, whole_number(model.get("max_model_len")))

@@ -9,6 +9,7 @@ import msgspec
 from diptych.serving.front.capabilities import EngineNotReadyError
 from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
 from diptych.serving.front.engine_load import EngineGauges, gauges_of
+from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_request import RelayRequest, encode_json
 from diptych.serving.front.reply_chunks import error_message
 
@@ -42,13 +43,18 @@ async def get_fields(pool: ConnectionPool, path: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-async def first_model(pool: ConnectionPool) -> dict[str, Any]:
-    """What /v1/models says of its first model. Raises EngineNotReadyError."""
-    models = (await get_fields(pool, "/v1/models")).get("data")
-    if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
-        raise EngineNotReadyError("/v1/models names no model")
-    found: dict[str, Any] = models[0]
-    return found
+async def model_of(pool: ConnectionPool, spec: EngineSpec) -> dict[str, Any]:
+    """What /v1/models says of the model that the engine is to serve, or of its first one. Raises
+    EngineNotReadyError."""
+    listed = (await get_fields(pool, "/v1/models")).get("data")
+    models = (
+        [model for model in listed if isinstance(model, dict) and "id" in model] if isinstance(listed, list) else []
+    )
+    if spec.model:
+        models = [model for model in models if model["id"] == spec.model]
+    if not models:
+        raise EngineNotReadyError(f"/v1/models does not name {spec.model or 'any model'}")
+    return models[0]
 
 
 async def real_token(pool: ConnectionPool, model: str) -> bytes:

@@ -12,8 +12,8 @@ from typing import Any
 from diptych.serving.front.adapters.openai_parts import (
     LOOK_S,
     GaugePage,
-    first_model,
     get_fields,
+    model_of,
     post_tokens,
     usage_wanted,
 )
@@ -49,7 +49,7 @@ class SGLangAdapter:
             raise EngineNotReadyError(f"/health_generate: no token within {LOOK_S:g} s") from None
         except (ConnectionError, ReplyTooLongError) as error:
             raise EngineNotReadyError(str(error)) from None
-        model = await first_model(pool)
+        model = await model_of(pool, spec)
         info = await get_fields(pool, "/server_info") or await get_fields(pool, "/get_server_info")
         has_gauges, has_report = _GAUGES.read(page) is not None, info.get("enable_cache_report") is True
         degraded = [] if has_gauges else ["gauges (start it with --enable-metrics)"]

@@ -12,8 +12,8 @@ from typing import Any
 from diptych.serving.front.adapters.openai_parts import (
     LOOK_S,
     GaugePage,
-    first_model,
     get_fields,
+    model_of,
     post_text,
     post_tokens,
     real_token,
@@ -49,7 +49,7 @@ class VLLMAdapter:
 
     async def look(self, pool: ConnectionPool, spec: EngineSpec) -> EngineFacts:
         """See EngineAdapter."""
-        model = await first_model(pool)
+        model = await model_of(pool, spec)
         name = str(model["id"])
         reply = await real_token(pool, name)
         version = text_in(await get_fields(pool, "/version"), "version")
