@@ -157,7 +157,7 @@ def test_an_interrupt_ends_a_run_and_reports_what_was_measured(url: str) -> None
         (("--rates", "1,x"), "expected requests per second"),
         (("--find-goodput", "--interference"), "two measurements"),
         (("--records", "/nowhere/x"), "there is no folder"),
-        (("--gaps",), "no effect without records"),
+        (("--gaps",), "no effect without --records"),
         (("--extra", "[]"), "expected a JSON object"),
         (("--rate", "-1"), "rate is -1"),
     ],

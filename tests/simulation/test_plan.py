@@ -159,7 +159,8 @@ def test_the_answer_stands_above_the_tables() -> None:
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_an_interrupted_plan_knows_the_layouts_that_are_done(num_processes: int) -> None:
-    where = space("chunked", devices=3)
+    where = space("split", devices=6)
+    assert len(list(where.layouts())) > 2 * num_processes
     asked = question(where)
     asked = replace(asked, options=replace(asked.options, num_processes=num_processes))
 
@@ -171,7 +172,8 @@ def test_an_interrupted_plan_knows_the_layouts_that_are_done(num_processes: int)
     with pytest.raises(KeyboardInterrupt):
         search.within_budget(where.layouts())
     assert 1 <= len(search.tried()) <= search.num_runs
-    assert search.tried()[0].highest_kept_rps == 4.0
+    assert search.num_runs < len(list(where.layouts()))
+    assert search.tried()[0].highest_kept_rps in (4.0, None)
 
 
 def test_an_interrupted_plan_is_shown_and_ends_with_the_status_of_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,11 @@ class _Place:
     checksum: bytes
 
 
+def least_bytes(block_bytes: int) -> int:
+    """What a folder must be allowed to hold at least, for blocks of this size."""
+    return MIN_SEGMENTS * (extent_bytes(1, block_bytes) * 256 // 255 + 3 * PAGE_BYTES) + 4 * PAGE_BYTES
+
+
 class DiskStore:
     """The blocks of one format (``digest``: 16 bytes) in a folder. block_bytes: of each.
 
@@ -76,7 +81,7 @@ class DiskStore:
         self._digest = digest
         self._format_hex = digest.hex()
         self._block_bytes = block_bytes
-        least = MIN_SEGMENTS * (extent_bytes(1, block_bytes) * 256 // 255 + 3 * PAGE_BYTES) + 4 * PAGE_BYTES
+        least = least_bytes(block_bytes)
         if cap_bytes < least:
             raise ConfigError(
                 f"kv_disk_gb gives {size_words(cap_bytes)}; blocks of {size_words(block_bytes)} need at least "
