@@ -195,7 +195,7 @@ def test_weights_are_fused_in_the_order_asked_for(tmp_path: Path) -> None:
 def test_a_context_longer_than_the_model_supports_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len is 5000; at least 2 and at most 4096"):
         load(reference("llama").directory, max_model_len=5000)
-    with pytest.raises(ConfigError, match="kv_bytes is 10; one block of this model takes 24576"):
+    with pytest.raises(ConfigError, match="kv_cache_bytes is 10 bytes; one block of this model takes 24 KiB"):
         load_runner(RunnerConfig(reference("llama").directory, kv_bytes=10, instruction_set=TORCH))
 
 
