@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from diptych.byte_size import size_words
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
@@ -54,5 +55,7 @@ def test_bytes_per_block_is_what_a_block_takes() -> None:
     size = geometry.block_bytes
     assert total == 5 * size
     assert geometry.blocks_within(5 * size + size - 1) == 5
-    with pytest.raises(ConfigError, match=f"kv_bytes is 5; one block of this model takes {size}"):
+    with pytest.raises(
+        ConfigError, match=f"kv_cache_bytes is 5 bytes; one block of this model takes {size_words(size)}"
+    ):
         geometry.blocks_within(5)
