@@ -136,7 +136,7 @@ async def test_leaving_the_loop_aborts_and_frees() -> None:
         ([], {}, InvalidRequestError, "0 tokens"),
         ([VOCAB_SIZE], {}, InvalidRequestError, "4096"),
         ([-1], {}, InvalidRequestError, "-1"),
-        ([1] * 8192, {}, ContextLengthError, "8192"),
+        ([1] * 8192, {}, ContextLengthError, "prompt is too long: it has 8192"),  # words that LangChain knows
         ([1], {"stop_token_ids": (9999,)}, InvalidRequestError, "stop_token_ids"),
         ([1], {"logit_bias": {-1: 1.0}}, InvalidRequestError, "logit_bias"),
     ],

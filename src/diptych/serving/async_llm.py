@@ -260,8 +260,8 @@ def check_prompt(prompt: Sequence[int], sampling: SamplingParams, ready: Ready, 
         )
     if len(prompt) >= ready.max_model_len:
         raise ContextLengthError(
-            f"This model's maximum context length is {ready.max_model_len} tokens; the prompt has {len(prompt)}, and "
-            "at least 1 is for the answer",
+            f"This model's maximum context length is {ready.max_model_len} tokens; the prompt is too long: it has "
+            f"{len(prompt)}, and at least 1 is for the answer",
             param=param,
         )
     needed = min(len(prompt) + sampling.max_tokens, ready.max_model_len)

@@ -18,6 +18,8 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 
+TOO_LONG = "prompt is too long"
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
@@ -31,7 +33,8 @@ class Dialect:
 def anthropic_error(error: DiptychError) -> bytes:
     """Anthropic's error, with OpenAI's param and code. Clients know a full context by Anthropic's words."""
     kind = ANTHROPIC_TYPES.get(error.status, "api_error")
-    message = f"prompt is too long: {error.message}" if isinstance(error, ContextLengthError) else error.message
+    is_known = TOO_LONG in error.message or not isinstance(error, ContextLengthError)
+    message = error.message if is_known else f"{TOO_LONG}: {error.message}"
     detail = {"type": kind, "message": message, "param": error.param, "code": error.code}
     return msgspec.json.encode({"type": "error", "error": detail})
 
