@@ -65,6 +65,7 @@ class Site:
             with _open(Request(url, headers=headers), timeout=self.timeout_s) as reply:
                 return _read(reply, time.monotonic() + LONGEST * self.timeout_s)
         except HTTPError as error:
+            error.close()  # it is a reply, too
             hint = "; give its key with --api-key" if error.code == 401 else ""
             raise ConfigError(f"{url} answered {error.code}{hint}", param="url") from None
         except (URLError, HTTPException, OSError) as error:
