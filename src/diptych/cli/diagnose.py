@@ -60,11 +60,9 @@ def diagnose(
         while True:
             begun_s = time.process_time()
             found = _diagnosed(watched, objectives, with_advice=advice, goes_on=watch)
-            if not found:
-                pass
-            elif as_json:
+            if as_json and found:
                 _print_json(found)
-            else:
+            elif not as_json:
                 for each in found:
                     _show(each)
             if report is not None and found:
