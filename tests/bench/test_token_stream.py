@@ -56,6 +56,17 @@ def test_a_single_token_without_text_counts_once_the_answer_is_over() -> None:
     assert list(read(text("", "length"), {"choices": [], "usage": usage}).stamps) == [1]
 
 
+def test_several_tokens_without_text_in_one_event_are_an_answer_too() -> None:
+    usage = {"prompt_tokens": 9, "completion_tokens": 8, "total_tokens": 17}
+    stream = read(text("", "length"), {"choices": [], "usage": usage})
+    assert (list(stream.stamps), stream.output_tokens) == ([1], 8)
+
+
+def test_an_answer_without_tokens_has_none() -> None:
+    usage = {"prompt_tokens": 9, "completion_tokens": 0, "total_tokens": 9}
+    assert not read(text("", "stop"), {"choices": [], "usage": usage}).stamps
+
+
 def test_token_ids_say_how_many_tokens_an_event_has() -> None:
     stream = read(text("ab", token_ids=[1, 2]), text("", token_ids=[]), text("c", "length", token_ids=[3]))
     assert (list(stream.stamps), list(stream.sizes), stream.output_tokens) == ([1, 3], [2, 1], 3)

@@ -4,8 +4,8 @@ Reads server-sent events and counts tokens. No socket, no clock: every piece of 
 it was received.
 
 An event with a choice is a token unless it says otherwise: ``token_ids`` or a running usage give exact numbers, an
-event that only names a role is none, and an event without text that ends the answer is a token only if the final usage
-counts it.
+event that only names a role is none, and an event without text that ends the answer is a token (or several, of which
+no other event told) only if the final usage counts it.
 """
 
 import asyncio
@@ -206,9 +206,12 @@ class TokenStream:
             self._may_be_token = now_ns
 
     def _settle(self) -> None:
-        """The answer is over: the silent last event counts if the usage says that there was another token."""
-        if self._may_be_token and self.usage and self.usage.completion_tokens == len(self.stamps) + 1:
-            self.stamps.append(self._may_be_token)
+        """The answer is over: the silent last event counts if the usage says that there was another token; of an answer
+        without any other event (servers join the tokens of a busy moment in one), whatever their number."""
+        if self._may_be_token and self.usage:
+            count = self.usage.completion_tokens
+            if count == len(self.stamps) + 1 or (count and not self.stamps):
+                self.stamps.append(self._may_be_token)
         self._may_be_token = 0
 
 
