@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from fake_engine import FakeEngine, Fault, answer_to
 from front_harness import fronted
 
 from diptych.control.cluster.cluster_config import cluster_config
+from diptych.control.router.costs import UNBOUNDED, WorkerView
 from diptych.serving.api.manners import Manners
 from diptych.serving.front.engine_load import SATURATED_NS, EngineGauges, EngineLoad
 from diptych.serving.front.relay_request import read_request
@@ -117,6 +119,35 @@ def test_the_price_of_a_prompt_token_is_learned_from_the_time_that_prompts_are_w
             load.on_over(f"{name}{number}", now + 10_000_000)
         now += 50_000_000
     assert 20_000 < load.token_ns < 30_000
+
+
+def test_a_whole_reply_counts_as_prompt_work_only_as_long_as_its_prompt_should_take() -> None:
+    load = EngineLoad(1000, 16, 0, 0)
+    load.on_sent("a~1", 100, 0, is_whole=True)
+    due_ns = int(2 * 100 * load.token_ns)
+    load.on_sent("b", 100, 0, is_whole=True)
+    load.on_sent("c", 100, 0)
+    assert [load.report(now).computed for now in (due_ns - 1, due_ns, 2 * due_ns)] == [(), ("a",), ("a", "b")]
+    load.on_gauges(EngineGauges(num_waiting=4), 0)
+    assert load.report(due_ns).backlog_ns == int(2 * load._mean_prompt * load.token_ns)  # b and c are ours
+
+
+def test_what_whole_replies_take_is_divided_between_prompt_and_answer() -> None:
+    load = EngineLoad(1000, 16, 0, 0)
+    for number in range(400):  # 1000 prompt tokens of 25 us and 40 tokens of 5 ms: prices that have the ratio assumed
+        load.on_sent(f"{number}", 1000, number * S, is_whole=True)
+        load.on_over(f"{number}", number * S + S // 2)
+        load.on_whole(25_000_000 + 40 * 5_000_000, 1000, 40)
+        load.on_prompt(1000, 0)
+    assert 20_000 < load.token_ns < 30_000 and 4_000_000 < load._gap_ns < 6_000_000
+
+
+def test_reports_name_prompts_that_are_no_work_any_more() -> None:
+    view = WorkerView()
+    view.send("a", UNBOUNDED, 500, 4)
+    view.send("b", UNBOUNDED, 300, 4)
+    view.on_report(replace(EngineLoad(1000, 16, 0, 0).report(1), computed=("a", "unknown")))
+    assert view.work_sum_ns == 300 and view.memory_sum == 8  # its blocks are there until it ends
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])

@@ -18,7 +18,8 @@ class LoadReport:
     there now. tpot_ns: how long a step may take while streams run there (0: whatever it takes). copy_block_ns: copying
     a block up from host memory. read_block_ns: reading one from disk (0: nothing is read from one now). read_wait_ns:
     until a load that is begun now has its turn. peer_block_ns, peer_wait_ns: the same of the host memories of other
-    workers of the host.
+    workers of the host. computed: requests whose prompts are taken to be computed there, though no token of theirs
+    has come (engines of others, replies that come whole).
     """
 
     time_ns: int
@@ -37,6 +38,7 @@ class LoadReport:
     read_wait_ns: int = 0
     peer_block_ns: int = 0
     peer_wait_ns: int = 0
+    computed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,8 @@ class WorkerView:
     def on_report(self, report: LoadReport) -> None:
         """A report of the worker; what it covers is no longer counted here."""
         self.report = report
+        for request_id in report.computed:
+            self.drop_work(request_id)
         for request_id in [name for name, (covered_ns, _) in self.work.items() if covered_ns <= report.time_ns]:
             self.drop_work(request_id)
         for request_id in [name for name, (covered_ns, _) in self.memory.items() if covered_ns <= report.time_ns]:

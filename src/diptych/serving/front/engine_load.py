@@ -2,8 +2,9 @@
 
 Where an engine reports its steps, the same model of their times is fitted to them as in workers of ours. Else a prompt
 token's price is learned from how long prompts took while any was waited for; a token's, from the gaps between tokens.
-Gauges that are due and do not come mean that the engine is
-busy: it counts as saturated until they do. Asks nothing, waits for nothing.
+A reply that comes whole shows neither: its time is divided as the prices of now say, and its prompt is taken to be
+computed after twice the time that it should take. Gauges that are due and do not come mean that the engine is busy: it
+counts as saturated until they do. Asks nothing, waits for nothing.
 """
 
 from collections.abc import Mapping
@@ -13,12 +14,14 @@ from diptych.control.engine.reports import EngineStats, LoadReport
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.control.step import StepFeatures
+from diptych.timeline.records import split_attempt_id
 
 FIRST_TOKEN_PRICE_NS = 100_000.0  # of a prompt token, before any was seen: 10,000 a second
 FIRST_GAP_NS = 20.0 * NS_PER_MS
 PRIOR_TOKENS = 2048.0  # that the first price counts as
 MEMORY = 0.98  # of what was learned before, at each request
 GROWING_SHARE = 0.2  # of a step's time is taken to grow with the batch: assumed, not measured
+WHOLE_MARGIN = 2  # a whole reply's prompt counts as work for so many times as long as it should take
 SATURATED_NS = 60 * NS_PER_S  # of work, at an engine that does not say how busy it is
 
 
@@ -37,7 +40,7 @@ class _Held:
     """A request of ours at the engine."""
 
     num_tokens: int  # of its prompt
-    begun_ns: int
+    due_ns: int = 0  # of a whole reply: when its prompt is taken to be computed
     first_ns: int = 0
     num_output_tokens: int = 0
 
@@ -69,7 +72,8 @@ class EngineLoad:
         self._gauges_ns = now
         self._gauges = EngineGauges()
         self._held: dict[str, _Held] = {}
-        self._num_pending = 0  # without a first token
+        self._num_pending = 0  # streams without a first token
+        self._whole_due_ns = 0  # when the prompts of all whole replies are taken to be computed
         self._busy_since_ns = 0
         self._busy_ns = FIRST_TOKEN_PRICE_NS * PRIOR_TOKENS
         self._computed = PRIOR_TOKENS
@@ -96,18 +100,23 @@ class EngineLoad:
             return self._steps.coefficients[1] * self._said_share
         return self._busy_ns / self._computed
 
-    def on_sent(self, attempt_id: str, num_tokens: int, now: int) -> None:
-        """The engine gets a request."""
-        if not self._num_pending:
-            self._busy_since_ns = now
-        self._num_pending += 1
-        self._held[attempt_id] = _Held(num_tokens, now)
+    def on_sent(self, attempt_id: str, num_tokens: int, now: int, *, is_whole: bool = False) -> None:
+        """The engine gets a request. is_whole: its reply comes at once, when all of it is there."""
+        held = self._held[attempt_id] = _Held(num_tokens)
+        if is_whole:
+            found = self._hit / max(1, self._queried)
+            work_ns = int(WHOLE_MARGIN * num_tokens * (1 - found) * self.token_ns)
+            held.due_ns = self._whole_due_ns = max(now, self._whole_due_ns) + work_ns
+        else:
+            if not self._num_pending:
+                self._busy_since_ns = now
+            self._num_pending += 1
         self._mean_prompt += (num_tokens - self._mean_prompt) / 32
 
     def on_first_token(self, attempt_id: str, now: int) -> None:
         """Its prompt is computed."""
         held = self._held.get(attempt_id)
-        if held is not None and not held.first_ns:
+        if held is not None and not (held.first_ns or held.due_ns):
             held.first_ns = now
             self._done_waiting(now)
 
@@ -121,8 +130,20 @@ class EngineLoad:
     def on_over(self, attempt_id: str, now: int) -> None:
         """The engine has it no longer."""
         held = self._held.pop(attempt_id, None)
-        if held is not None and not held.first_ns:
+        if held is not None and not (held.first_ns or held.due_ns):
             self._done_waiting(now)
+
+    def on_whole(self, duration_ns: int, num_computed: int, num_tokens: int) -> None:
+        """A whole reply came after so long: prompt tokens that were computed, and tokens of the answer. It waited for
+        the prompts of all that were there, and for its own tokens; both prices change by the same factor."""
+        if self._num_pending or not num_computed:  # streams show what prompts take
+            return
+        token_ns = self.token_ns
+        expected_ns = (len(self._held) + 1) * num_computed * token_ns + num_tokens * self._gap_ns
+        factor = duration_ns / expected_ns
+        weight = num_computed / (self._computed * MEMORY + num_computed)
+        self._busy_ns += int(factor * num_computed * token_ns)
+        self._gap_ns *= 1 + (factor - 1) * weight
 
     def on_prompt(self, num_tokens: int, num_cached: int | None, num_said: int = 0) -> None:
         """A prompt of so many tokens was computed, but for those that were found (None: the engine does not say).
@@ -162,7 +183,7 @@ class EngineLoad:
         prices, gauges = self._prices(), self._gauges
         token_ns = prices.token_ns
         used = max(0, int((gauges.kv_usage or 0.0) * self._num_blocks) - own_blocks)
-        foreign = max(0, gauges.num_waiting - self._num_pending)
+        foreign = max(0, gauges.num_waiting - self._pending_at(now))
         backlog_ns = int(foreign * self._mean_prompt * token_ns)
         if self.is_saturated(now):
             backlog_ns, used = backlog_ns + SATURATED_NS, self._num_blocks
@@ -177,6 +198,7 @@ class EngineLoad:
             sequence_ns=prices.sequence_ns,
             context_ns=prices.context_ns,
             output_tokens=sum(known.num_output_tokens for known in held),
+            computed=tuple(split_attempt_id(name)[0] for name, known in self._held.items() if 0 < known.due_ns <= now),
         )
 
     def _prices(self) -> LearnedPrices:
@@ -197,7 +219,7 @@ class EngineLoad:
     def stats(self) -> EngineStats:
         """For metrics: of the engine where it says so, else of our own requests there."""
         running = max(self._gauges.num_running, len(self._held) - self._gauges.num_waiting)
-        prefilling = min(self._num_pending, running)
+        prefilling = min(self._num_pending, running)  # (of whole replies it is not known)
         return EngineStats(
             num_waiting=self._gauges.num_waiting,
             num_prefilling=prefilling,
@@ -209,6 +231,10 @@ class EngineLoad:
             step_time_error=self._steps.relative_error if self._steps.is_trusted else 0.0,
             step_time_coefficients=self._steps.coefficients if self._steps.is_trusted else (),
         )
+
+    def _pending_at(self, now: int) -> int:
+        """Requests of ours whose prompts are not computed yet, as far as that is known."""
+        return self._num_pending + sum(known.due_ns > now for known in self._held.values())
 
     def _done_waiting(self, now: int) -> None:
         """One that was pending is not any more."""

@@ -369,7 +369,8 @@ class ExternalWorker:
             return
         exchange = EngineExchange(self, command.attempt_id, stream, self.asked(stream).question(stream))
         self.exchanges[command.attempt_id] = exchange
-        self.load.on_sent(command.attempt_id, stream.num_estimated_tokens, self.clock())
+        is_whole = not stream.request.is_stream
+        self.load.on_sent(command.attempt_id, stream.num_estimated_tokens, self.clock(), is_whole=is_whole)
         exchange.begin(self.pool)
 
     def _drop(self, command: Drop) -> None:
@@ -431,7 +432,11 @@ class ExternalWorker:
 
     def on_usage(self, exchange: EngineExchange, usage: EngineUsage) -> int:
         """See ExchangeOwner."""
-        return self.cached_of(exchange.stream, usage)
+        cached = self.cached_of(exchange.stream, usage)
+        if not exchange.stream.request.is_stream:
+            computed = exchange.stream.num_estimated_tokens - cached
+            self.load.on_whole(self.clock() - exchange.begun_ns, computed, exchange.num_tokens)
+        return cached
 
     def cached_of(self, stream: RelayStream, usage: EngineUsage) -> int:
         """See HandoffOwner. The engine's tokens are scaled to the estimate that the core knows."""
