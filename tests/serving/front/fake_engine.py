@@ -43,6 +43,8 @@ class FakeEngine:
     shows_text: bool = True  # else each token is a part of a character
     parts: str = ""  # letters that are parts of characters: their text comes with the next other letter
     merges: int = 1  # tokens of a chunk
+    takes_tokens: bool = False  # renders chats, and takes what it has rendered
+    render_s: float = 0.0
     detokenizes: bool = True
     detokenize_s: float = 0.0
     reasons: bool = False  # the first token of a chat is reasoning
@@ -120,6 +122,11 @@ class FakeEngine:
             self.tokenized += 1
             text = body.get("content") or body.get("prompt") or self._render(body)
             await self._json(writer, {"tokens": [ord(letter) for letter in text], "count": len(text)})
+        elif path == "/v1/chat/completions/render" and self.takes_tokens:
+            await asyncio.sleep(self.render_s)
+            await self._json(writer, *self._rendered(body))
+        elif path == "/inference/v1/generate" and self.takes_tokens:
+            await self._generate(path, body, writer)
         elif path == "/detokenize" and self.kind == "vllm" and self.detokenizes:
             await asyncio.sleep(self.detokenize_s)
             text = "".join(map(chr, body["tokens"]))
@@ -167,14 +174,30 @@ class FakeEngine:
         turns = [f"<{turn['role']}>{turn['content']}" for turn in body.get("messages", [])]
         return "".join([*turns, "<assistant>"])
 
+    def _rendered(self, body: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """A request for tokens, as vLLM 0.32 gives it, and the status."""
+        if "messages" not in body:
+            return {"error": {"message": "messages: field required", "code": 422}}, 422
+        self.tokenized += 1
+        ids = [ord(letter) for letter in self._render(body)]
+        sampling = {"temperature": body.get("temperature", 1.0), "max_tokens": body.get("max_tokens", 4000)}
+        return {
+            "request_id": f"chatcmpl-{len(ids)}", "token_ids": ids, "features": None,
+            "content_parts": None, "sampling_params": sampling, "model": self.model, "reasoning_ended": None,
+            "reasoning_parser_kwargs": {} if self.reasons else None, "return_token_ids": None, "output_mode": "tokens",
+            "stream": body.get("stream", False), "stream_options": body.get("stream_options"),
+        }, 200  # fmt: skip
+
     # -- answers ------------------------------------------------------------------------------------------------------
 
     async def _generate(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         is_chat = path.endswith("chat/completions")
+        if path.endswith("generate"):
+            body = {**body, **body["sampling_params"], "prompt": body["token_ids"], "return_token_ids": True}
         prompt = body.get("prompt", "")
         text = self._render(body) if is_chat else prompt
         ids = [ord(letter) for letter in text] if isinstance(text, str) else list(text)
-        is_probe = body.get("max_tokens") == 1 and (prompt == "1" or (is_chat and text == "<user>1<assistant>"))
+        is_probe = body.get("max_tokens") == 1 and (prompt in ("1", [49]) or (is_chat and text == "<user>1<assistant>"))
         if is_probe:
             if not self.is_ready:
                 await self._json(writer, {"error": {"message": "still loading"}}, 503)

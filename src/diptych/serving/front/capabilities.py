@@ -4,7 +4,7 @@ An adapter is one file of adapters/ and one line in ADAPTERS. The rest of the fr
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 from diptych.control.compute_share import ComputeShare
@@ -12,6 +12,7 @@ from diptych.serving.front.engine_connection import ConnectionPool
 from diptych.serving.front.engine_load import EngineGauges
 from diptych.serving.front.engine_spec import EngineKind, EngineSpec
 from diptych.serving.front.relay_request import RelayRequest
+from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 from diptych.serving.link.messages import Ready
 
 HandoffKind = Literal["", "nixl", "bootstrap"]
@@ -25,12 +26,13 @@ class EngineNotReadyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """tokenizes: gives the token ids of a prompt. tokens_out: names the tokens of its answers, so that another engine
-    can continue them. cached_tokens: says how many prompt tokens it found in its cache. gauges: says how busy it is.
-    kv_events: publishes what its cache holds. handoff: how a prompt goes from one such engine to another. step_times:
-    says how long its steps take."""
+    """tokenizes: gives the token ids of a prompt. tokens_in: takes a chat as these tokens. tokens_out: names the tokens
+    of its answers, so that another engine can continue them. cached_tokens: says how many prompt tokens it found in its
+    cache. gauges: says how busy it is. kv_events: publishes what its cache holds. handoff: how a prompt goes from one
+    such engine to another. step_times: says how long its steps take."""
 
     tokenizes: bool = False
+    tokens_in: bool = False
     tokens_out: bool = False
     cached_tokens: bool = False
     gauges: bool = False
@@ -77,6 +79,12 @@ class EngineFacts:
             share=ComputeShare(),
         )
 
+    def described(self, *, is_known: bool) -> dict[str, Any]:
+        """For people; nulls while it is not known yet."""
+        found = (self.version, self.model, self.max_model_len, asdict(self.capabilities)) if is_known else (None,) * 4
+        names = ("version", "model", "max_model_len", "capabilities")
+        return {**dict(zip(names, found, strict=True)), "degraded": list(self.degraded)}
+
     @property
     def description(self) -> str:
         """One line for people."""
@@ -103,9 +111,8 @@ class EngineAdapter(Protocol):
         """None where the page says nothing."""
         ...
 
-    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, model: str) -> tuple[int, ...] | None:
-        """The token ids of the prompt as the engine will see it; None where it cannot say. Raises ConnectionError or
-        TimeoutError."""
+    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, facts: EngineFacts) -> TokenizedPrompt | None:
+        """The prompt as the engine will see it; None where it cannot say. Raises ConnectionError or TimeoutError."""
         ...
 
     async def text_of(self, pool: ConnectionPool, token_ids: Sequence[int], model: str) -> str | None:

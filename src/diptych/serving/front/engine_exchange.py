@@ -8,8 +8,8 @@ The bytes go to the client's stream; the fleet gets counts and events. An exchan
 begun, its client has left) writes nothing any more. Ends exactly once.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +20,8 @@ from diptych.control.slo import LatencyBreakdown
 from diptych.control.step import StepTokens
 from diptych.serving.api.error_format import error_body
 from diptych.serving.front.engine_connection import ConnectionPool, EngineCall
-from diptych.serving.front.relay_request import COMPLETION_PATH, WHOLE_PATHS, encode_json
+from diptych.serving.front.engine_question import EngineQuestion, id_header
+from diptych.serving.front.relay_request import WHOLE_PATHS
 from diptych.serving.front.relay_stream import NO_TOKEN, EngineRefusal, RelayStream
 from diptych.serving.front.reply_chunks import (
     DONE,
@@ -84,18 +85,6 @@ class ExchangeOwner(Protocol):
     def clock(self) -> int:
         """Nanoseconds."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineQuestion:
-    """What is sent. resumes: the answer goes on after tokens of another engine. adds_ids, adds_usage: the engine was
-    asked for more than the client has asked for."""
-
-    path: str
-    body: bytes
-    resumes: bool = False
-    adds_ids: bool = False
-    adds_usage: bool = False
 
 
 class EngineExchange:
@@ -230,8 +219,8 @@ class EngineExchange:
         if len(stream.token_ids) + len(token_ids) + len(found) > self._most_tokens:
             return self._on_excess
         token_ids += found
-        if self._question.resumes:
-            self._relay_resumed(chunk)
+        if self._question.is_rewritten:
+            self._relay_rewritten(chunk)
         elif chunk.choices or not self._question.adds_usage:
             if stream.first_chunk is None and chunk.id:
                 stream.first_chunk = (chunk.id, chunk.created, chunk.model)
@@ -289,8 +278,10 @@ class EngineExchange:
         most = self.stream.request.max_tokens
         self._fail(WorkerError(f"{self._owner.name} gave more than max_tokens ({most}) tokens"))
 
-    def _relay_resumed(self, chunk: EngineChunk) -> None:
-        """A completion's chunk, in the format of the client's request."""
+    def _relay_rewritten(self, chunk: EngineChunk) -> None:
+        """A chunk with text, in the format of the client's request."""
+        if self._question.writes_as:
+            self.stream.begin_as(int(time.time()), self._question.writes_as)
         for choice in chunk.choices:
             if choice.text or choice.finish_reason is not None:
                 self.stream.add(self.stream.chunk(choice.text or "", choice.finish_reason))
@@ -324,7 +315,7 @@ class EngineExchange:
         if len(self._finished) < self.stream.request.num_choices:
             self.break_off(words)
             return
-        if self._question.resumes and self.stream.request.wants_usage:
+        if self._question.is_rewritten and self.stream.request.wants_usage:
             usage = self._usage
             cached = usage.cached_tokens if usage else None
             self.stream.add(self.stream.usage_chunk(self.stream.num_prompt_tokens, cached))
@@ -350,15 +341,23 @@ class EngineExchange:
             if chunk.error is not None or len(self._finished) < len(chunk.choices) or not chunk.choices:
                 self.break_off("the reply has no whole answer")
                 return
-            stream.add(body)
-            self._usage = chunk.usage
             said = chunk.usage.completion_tokens if chunk.usage else None
+            stream.add(self._rewritten(chunk) if self._question.writes_as else body)
+            self._usage = chunk.usage
             self._count([NO_TOKEN] * max(1, min(len(found) if said is None else said, self._most_tokens)))
         else:
             self._usage = chunk.usage
             stream.served_by, stream.refusal = self._owner.name, None
             stream.add(body)
         self._finish()
+
+    def _rewritten(self, chunk: EngineChunk) -> bytes:
+        """A whole reply with text, as the answer to a chat."""
+        choice, usage, stream = chunk.choices[0], chunk.usage or EngineUsage(), self.stream
+        stream.begin_as(int(time.time()), self._question.writes_as)
+        stream.num_said_tokens = usage.prompt_tokens
+        num_tokens = len(choice.token_ids or ()) if usage.completion_tokens is None else usage.completion_tokens
+        return stream.whole_chat(choice.text or "", choice.finish_reason, num_tokens, usage.cached_tokens)
 
     def _on_refusal(self) -> None:
         status, body = self._status, bytes(self._body)
@@ -421,43 +420,3 @@ class EngineExchange:
     def _on_read(self) -> None:
         if self._call is not None:
             self._call.resume()
-
-
-def id_header(attempt_id: str) -> bytes:
-    """By which an engine that reports its steps names the request in them, and others in their logs."""
-    return b"X-Request-Id: %b\r\n" % attempt_id.encode()
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFields:
-    """What is asked of an engine for a stream, from its beginning or after the tokens that its client has; fields: of
-    the body."""
-
-    path: str
-    fields: Mapping[str, Any]
-    resumes: bool
-
-    def question(self, stream: RelayStream, more: Mapping[str, Any] = {}) -> EngineQuestion:
-        """As it is sent, with more fields."""
-        body = encode_json({**self.fields, **more})
-        if self.resumes:
-            return EngineQuestion(self.path, body, resumes=True)
-        asked = stream.request
-        return EngineQuestion(
-            self.path,
-            body,
-            adds_ids="return_token_ids" in self.fields and "return_token_ids" not in asked.fields,
-            adds_usage="stream_options" in self.fields and not asked.wants_usage,
-        )
-
-
-def fields_of(stream: RelayStream, model: str, changes: Mapping[str, Any], max_model_len: int) -> RequestFields:
-    """For an engine that calls the model so. changes: what its adapter adds. max_model_len: of prompt and answer (0:
-    not known)."""
-    request = stream.request
-    if stream.num_tokens:
-        assert stream.prompt_ids is not None
-        known = stream.token_ids[: len(stream.token_ids) - stream.num_textless]
-        fields = request.continuation_fields(model, stream.prompt_ids, known, max_model_len)
-        return RequestFields(COMPLETION_PATH, fields, resumes=True)
-    return RequestFields(request.path, request.engine_fields(model, changes), resumes=False)

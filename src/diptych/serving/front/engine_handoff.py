@@ -21,7 +21,8 @@ from diptych.control.commands import Prefill
 from diptych.control.events import TransferFailed
 from diptych.serving.front.capabilities import HandoffKind
 from diptych.serving.front.engine_connection import ConnectionPool, EngineCall
-from diptych.serving.front.engine_exchange import ELSEWHERE, EngineQuestion, ExchangeOwner, RequestFields, id_header
+from diptych.serving.front.engine_exchange import ELSEWHERE, ExchangeOwner
+from diptych.serving.front.engine_question import EngineQuestion, RequestFields, id_header
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_stream import HandoffSlot, RelayStream
 from diptych.serving.front.reply_chunks import EngineUsage, UnreadableReplyError, read_chunk

@@ -132,6 +132,7 @@ class ExternalFleet(Fleet):
         )
         launcher = ExternalLauncher(self.front, clock)
         super().__init__(options, workers, launcher, clock=clock)
+        self.clock = clock
         launcher.fleet = self
         self._first_ready = asyncio.Event()
 

@@ -10,9 +10,7 @@ so every request ends, or goes on elsewhere.
 import asyncio
 import contextlib
 import logging
-import ssl
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from diptych.control.commands import AskKVSnapshot, Drop, Prefill, Release, Reserve, Serve, WorkerCommand
@@ -26,11 +24,12 @@ from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, Worker
 from diptych.serving.front.adapters import ADAPTERS
 from diptych.serving.front.capabilities import UNKNOWN_BLOCKS, EngineFacts, EngineNotReadyError, HandoffKind
 from diptych.serving.front.engine_cache import EngineCache
-from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
-from diptych.serving.front.engine_exchange import EngineExchange, RequestFields, fields_of
+from diptych.serving.front.engine_connection import ReplyTooLongError, ask, pool_to
+from diptych.serving.front.engine_exchange import EngineExchange
 from diptych.serving.front.engine_handoff import PrefillLeg
 from diptych.serving.front.engine_load import EngineLoad, LearnedPrices
 from diptych.serving.front.engine_pages import DIAGNOSED_KINDS, EnginePages
+from diptych.serving.front.engine_question import RequestFields, fields_of, token_fields_of
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.handoff_port import HandoffPort
 from diptych.serving.front.relay_request import RelayRequest
@@ -38,6 +37,7 @@ from diptych.serving.front.relay_stream import RelayStream
 from diptych.serving.front.reply_chunks import EngineUsage
 from diptych.serving.front.step_feed import StepWatch
 from diptych.serving.front.text_boundary import TextBoundaries
+from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import (
     FrontendMessage,
@@ -96,7 +96,7 @@ class ExternalWorker:
         self._suspects: dict[str, str] = {}  # attempts that broke off, until it is known whether the engine lives
         self._check: asyncio.Task[None] | None = None
         self._scraping: asyncio.Task[None] | None = None
-        self.pool = self._new_pool()
+        self.pool = pool_to(*spec.address, spec.api_key, is_tls=spec.is_tls)
         self.load = EngineLoad(UNKNOWN_BLOCKS, options.block_size, 0, clock(), prices)
         self.cache = EngineCache(options, spec, clock)
         self.steps = StepWatch(spec.step_events, self._on_step, clock)
@@ -144,12 +144,12 @@ class ExternalWorker:
         if self.ready is not None and not self.ready.done():
             self.ready.set_exception(WorkerError(f"stopped before {self.name} was ready"))
 
-    async def tokenize(self, request: RelayRequest) -> tuple[int, ...] | None:
-        """The tokens of a prompt as this engine sees them; None where it cannot say, or does not answer."""
+    async def tokenize(self, request: RelayRequest) -> TokenizedPrompt | None:
+        """A prompt as this engine sees it; None where it cannot say, or does not answer."""
         if self.facts is None:
             return None
         try:
-            return await self._adapter.tokenize(self.pool, request, self.facts.model)
+            return await self._adapter.tokenize(self.pool, request, self.facts)
         except (ConnectionError, TimeoutError) as error:
             logger.warning("%s: a prompt could not be tokenised: %s", self.name, error or "no reply")
             self._check_soon()
@@ -157,13 +157,9 @@ class ExternalWorker:
 
     def described(self) -> dict[str, Any]:
         """What was found out about it, for people."""
-        facts = self.facts
+        facts = self.facts or EngineFacts(self.spec.kind, "", "")
         return {
-            "version": facts.version if facts else None,
-            "model": facts.model if facts else None,
-            "max_model_len": facts.max_model_len if facts else None,
-            "capabilities": asdict(facts.capabilities) if facts else None,
-            "degraded": list(facts.degraded) if facts else [],
+            **facts.described(is_known=self.facts is not None),
             "prefix_index": self.cache.kind,
             "steps": self.steps.described(),
         }
@@ -245,7 +241,7 @@ class ExternalWorker:
         self.num_restarts += 1
         self._drop_exchanges()
         self.pool.close()
-        self.pool = self._new_pool()
+        self.pool = pool_to(*self.spec.address, self.spec.api_key, is_tls=self.spec.is_tls)
         await self.cache.close()
         await self.steps.close()
         self._listener.on_lost(self.number, Loss(WorkerError(f"{self.name}: {words}"), self._has_crashed))
@@ -321,13 +317,6 @@ class ExternalWorker:
         self._boundaries.drop_all()
         self._suspects.clear()
 
-    def _new_pool(self) -> ConnectionPool:
-        host, port = self.spec.address
-        headers = {"User-Agent": "diptych"}
-        if key := self.spec.api_key:
-            headers["Authorization"] = f"Bearer {key}"
-        return ConnectionPool(host, port, headers, ssl.create_default_context() if self.spec.is_tls else None)
-
     def _report_load(self) -> None:
         assert self._listener is not None
         report = StepReport([], load=self.load.report(self.clock()), stats=self.load.stats())
@@ -367,7 +356,8 @@ class ExternalWorker:
         if self.spec.role != "both" and self.handoff_kind == "bootstrap":
             self._cannot(command.attempt_id, f"{self.name} serves only one phase, and there is no engine for the other")
             return
-        exchange = EngineExchange(self, command.attempt_id, stream, self.asked(stream).question(stream))
+        fields = self._asked_by_tokens(stream, command.attempt_id) or self.asked(stream)
+        exchange = EngineExchange(self, command.attempt_id, stream, fields.question(stream))
         self.exchanges[command.attempt_id] = exchange
         is_whole = not stream.request.is_stream
         self.load.on_sent(command.attempt_id, stream.num_estimated_tokens, self.clock(), is_whole=is_whole)
@@ -402,6 +392,11 @@ class ExternalWorker:
         return fields_of(
             stream, self.facts.model, self._adapter.changes(stream.request, self.facts), self.facts.max_model_len
         )
+
+    def _asked_by_tokens(self, stream: RelayStream, attempt_id: str) -> RequestFields | None:
+        assert self.facts is not None
+        takes_tokens = self.facts.capabilities.tokens_in
+        return token_fields_of(stream, self.facts.model, attempt_id) if takes_tokens else None
 
     # -- what exchanges tell (see ExchangeOwner) ----------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from diptych.control.slo import NS_PER_S, LatencyBreakdown
 from diptych.serving.api.error_format import error_body
 from diptych.serving.front.capabilities import HandoffKind
 from diptych.serving.front.engine_connection import ConnectionPool
-from diptych.serving.front.engine_exchange import EngineExchange, RequestFields
+from diptych.serving.front.engine_exchange import EngineExchange
 from diptych.serving.front.engine_handoff import (
     PrefillLeg,
     PrefillOwner,
@@ -23,6 +23,7 @@ from diptych.serving.front.engine_handoff import (
     slot_of,
 )
 from diptych.serving.front.engine_load import EngineLoad
+from diptych.serving.front.engine_question import RequestFields
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_stream import EngineRefusal, RelayStream
 from diptych.serving.front.reply_chunks import EngineUsage, error_message

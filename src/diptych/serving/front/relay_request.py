@@ -16,6 +16,7 @@ from diptych.control.engine.kvcache.prefix_cache import HASH_BYTES, hash_blocks
 from diptych.control.errors import InvalidRequestError
 from diptych.control.request import SERVICE_CLASSES, RequestOptions
 from diptych.control.slo import NS_PER_MS, Slo
+from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 
 RelayPath = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score"]
 CHAT_PATH: RelayPath = "/v1/chat/completions"
@@ -90,13 +91,18 @@ encode_json = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class RelayRequest:
-    """One request. fields: of its body by name, as JSON. token_ids: of the prompt, where they are known."""
+    """One request. fields: of its body by name, as JSON. tokenized: the prompt as an engine said that it sees it."""
 
     path: RelayPath
     body: RelayBody
     fields: Mapping[str, Raw]
     num_bytes: int
-    token_ids: tuple[int, ...] | None = None
+    tokenized: TokenizedPrompt | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...] | None:
+        """Of the prompt, where they are known."""
+        return None if self.tokenized is None else self.tokenized.token_ids
 
     @property
     def is_stream(self) -> bool:
@@ -155,14 +161,22 @@ class RelayRequest:
     @property
     def is_stateless(self) -> bool:
         """Whether its answer, given so far as tokens, is all that another engine needs to continue it."""
-        return (
-            self.is_stream
-            and self.num_prompts == 1
-            and all(
-                name in RESUMABLE_FIELDS or bytes(value).replace(b" ", b"") in _neutral(name)
-                for name, value in self.fields.items()
-            )
+        return self.is_stream and self.num_prompts == 1 and self.is_plain
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its answer is text that follows from the prompt and from sampling alone."""
+        return all(
+            name in RESUMABLE_FIELDS or bytes(value).replace(b" ", b"") in _neutral(name)
+            for name, value in self.fields.items()
         )
+
+    @property
+    def question(self) -> Mapping[str, Raw] | None:
+        """The engine's own request for the tokens of a chat, where it can stand for this one; None: it cannot."""
+        options = self.body.stream_options
+        is_simple = self.is_plain and not (options and options.continuous_usage_stats)
+        return self.tokenized.question if self.tokenized is not None and is_simple else None
 
     @property
     def body_echoes(self) -> bool:
@@ -179,7 +193,8 @@ class RelayRequest:
         """The chained hashes of the full blocks of its prompt. By text, a block is as many bytes as ``block_size``
         tokens have by that ratio, which must stay the same for the life of an index."""
         if self.token_ids is not None:
-            return () if self.body.cache_salt else hash_blocks(self.token_ids, block_size)
+            assert self.tokenized is not None
+            return () if self.body.cache_salt else hash_blocks(self.token_ids[: self.tokenized.num_plain], block_size)
         if self.path in WHOLE_PATHS:
             return ()
         width, data = max(1, int(block_size * bytes_per_token)), memoryview(self.prompt)
@@ -283,7 +298,7 @@ def options_for(body: RelayBody, tenant: str) -> RequestOptions:
     )
 
 
-def prompt_token_ids(request: RelayRequest) -> tuple[int, ...] | None:
+def prompt_token_ids(request: RelayRequest) -> TokenizedPrompt | None:
     """Of a completion whose prompt is one list of token ids; None for all others."""
     data = request.prompt.lstrip()
     if request.path != COMPLETION_PATH or not data.startswith(b"[") or data.startswith((b"[[", b'["')):
@@ -292,7 +307,7 @@ def prompt_token_ids(request: RelayRequest) -> tuple[int, ...] | None:
         ids = tuple(_ids_decoder.decode(data))
     except msgspec.DecodeError:
         return None
-    return ids if all(0 <= token_id < 1 << 32 for token_id in ids) else None
+    return TokenizedPrompt.of_text(ids) if all(0 <= token_id < 1 << 32 for token_id in ids) else None
 
 
 def _ns(milliseconds: float | None) -> int | None:

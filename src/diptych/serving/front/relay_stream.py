@@ -18,6 +18,8 @@ from diptych.serving.api.error_format import error_body
 from diptych.serving.front.relay_request import CHAT_PATH, RelayRequest
 
 UNREAD_BYTES = 1 << 20
+TEXT_HERE = "\u241f text"  # stands for the text of a chunk
+_QUOTED_HERE = msgspec.json.encode(TEXT_HERE)
 NO_TOKEN = 0  # stands for a token that the engine did not name
 
 
@@ -87,6 +89,7 @@ class RelayStream(AnswerStream):
         "_data",
         "_num_unread",
         "first_chunk",
+        "frame",
         "hashes",
         "is_exact",
         "most_textless",
@@ -116,13 +119,15 @@ class RelayStream(AnswerStream):
         self.num_estimated_tokens = num_estimated_tokens
         self.num_said_tokens = 0
         self.hashes = hashes
-        self.prompt_ids: list[int] | None = list(request.token_ids) if request.token_ids is not None else None
+        token_ids = request.token_ids
+        self.prompt_ids: list[int] | None = None if token_ids is None else list(token_ids)
         self.is_exact = True
         self.refusal: EngineRefusal | None = None
         self.num_textless = self.most_textless = 0
         self.served_by = ""
         self.refused_by: set[int] = set()
         self.first_chunk: tuple[str, int, str] | None = None  # id, created and model, as the client knows them
+        self.frame: tuple[bytes, bytes] | None = None  # around the text of a chunk that the front writes
         self.slot: HandoffSlot | None = None  # of its attempt that two engines share
         self.on_read: Callable[[], None] | None = None
         self._data: list[bytes] = []
@@ -190,28 +195,51 @@ class RelayStream(AnswerStream):
         self.cached_tokens = max(self.cached_tokens, finished.num_cached_tokens)
         self.finish_reason = str(finished.reason)
 
+    def opening(self) -> bytes:
+        """The event with which a chat begins."""
+        return self._event_with({"role": "assistant", "content": ""}, None)
+
     def chunk(self, text: str, finish_reason: str | None) -> bytes:
-        """An event with this text, in the format of the client's request, after another engine has taken over."""
+        """An event with this text, in the format of the client's request, where it is not the engine's own."""
+        if finish_reason is not None:
+            return self._event_with({"content": text} if text else {}, finish_reason, text)
+        if self.frame is None:
+            head, _, tail = self._event_with({"content": TEXT_HERE}, None, TEXT_HERE).partition(_QUOTED_HERE)
+            self.frame = head, tail
+        return self.frame[0] + msgspec.json.encode(text) + self.frame[1]
+
+    def _event_with(self, delta: Mapping[str, str], finish_reason: str | None, text: str = "") -> bytes:
+        """An event with a chat's delta, or a completion's text."""
         reply_id, created, model = self.first_chunk or (self.request_id, 0, "")
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
         if self.request.path == CHAT_PATH:
-            choice["delta"] = {"content": text} if text or finish_reason is None else {}
-            kind = "chat.completion.chunk"
+            choice["delta"], kind = delta, "chat.completion.chunk"
         else:
             choice["text"], kind = text, "text_completion"
         return event_of({"id": reply_id, "object": kind, "created": created, "model": model, "choices": [choice]})
 
+    def begin_as(self, created: int, model: str) -> None:
+        """The front writes all events of the answer itself."""
+        if self.first_chunk is None:
+            self.first_chunk = (self.request_id, created, model)
+            if self.request.is_stream and self.request.path == CHAT_PATH:
+                self.add(self.opening())
+
+    def whole_chat(self, text: str, finish_reason: str | None, num_tokens: int, cached_tokens: int | None) -> bytes:
+        """The body of a chat that does not stream, where it is not the engine's own."""
+        reply_id, created, model = self.first_chunk or (self.request_id, 0, "")
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+        head = {"id": reply_id, "object": "chat.completion", "created": created, "model": model}
+        usage = _usage_of(self.num_prompt_tokens, num_tokens, cached_tokens)
+        return msgspec.json.encode({**head, "choices": [choice], "usage": usage})
+
     def usage_chunk(self, prompt_tokens: int, cached_tokens: int | None) -> bytes:
-        """The usage of an answer that two engines gave."""
+        """The usage of an answer whose events are not the engine's own."""
         reply_id, created, model = self.first_chunk or (self.request_id, 0, "")
         kind = "chat.completion.chunk" if self.request.path == CHAT_PATH else "text_completion"
-        usage = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": self.num_tokens,
-            "total_tokens": prompt_tokens + self.num_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens or 0},
-        }
         head = {"id": reply_id, "object": kind, "created": created, "model": model}
+        usage = _usage_of(prompt_tokens, self.num_tokens, cached_tokens)
         return event_of({**head, "choices": [], "usage": usage})
 
 
@@ -248,6 +276,15 @@ class RelayWriter:
     def body(self, deltas: Iterable[Delta]) -> bytes:
         """The engine's body."""
         return self.events(deltas)
+
+
+def _usage_of(prompt_tokens: int, num_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": prompt_tokens + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens or 0},
+    }
 
 
 def event_of(content: Any) -> bytes:

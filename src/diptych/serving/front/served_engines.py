@@ -6,16 +6,19 @@ from dataclasses import replace
 
 from diptych.control.errors import ConflictError, OverloadedError, UnavailableError
 from diptych.control.request import Submission
+from diptych.control.slo import NS_PER_S
 from diptych.serving.front.engine_metrics import engine_families
 from diptych.serving.front.engine_pages import DIAGNOSED_KINDS
 from diptych.serving.front.external_fleet import ExternalFleet
 from diptych.serving.front.external_worker import ExternalWorker
 from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest, options_for, prompt_token_ids
 from diptych.serving.front.relay_stream import RelayGeneration, RelayStream
+from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 from diptych.serving.served_fleet import ServedFleet
 from diptych.timeline.watched_server import WatchedEngine
 
 MAX_OPEN = 65_536  # requests that are open at once
+MAX_TOKENISING = 1024  # requests that engines tokenise at once
 ID_PREFIXES = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
 
 
@@ -26,7 +29,7 @@ class EngineFront(ServedFleet):
         super().__init__(fleet.options, fleet)
         self.external = fleet
         self.front = fleet.front
-        self._next_tokenizer = 0
+        self._next_tokenizer = self._num_tokenising = 0
         self.metrics.more_families.append(lambda model: engine_families(fleet.engines, model))
 
     @property
@@ -51,17 +54,17 @@ class EngineFront(ServedFleet):
         self.require_ready()
         if self.num_open >= MAX_OPEN:
             raise OverloadedError(f"{self.num_open} requests are open already; at most {MAX_OPEN}")
-        if self.front.reads_events:
-            request = replace(request, token_ids=await self._token_ids(request))
-            self.require_ready()
-        else:
-            request = replace(request, token_ids=prompt_token_ids(request))
+        options, begun_ns = options_for(request.body, tenant), self.external.clock()
+        request = replace(request, tokenized=await self._tokenized(request, options.deadline_ns))
+        if options.deadline_ns is not None:
+            left_ns = options.deadline_ns - (self.external.clock() - begun_ns)
+            options = replace(options, deadline_ns=max(1, left_ns))
+        self.require_ready()
         front = self.front
         hashes: tuple[bytes, ...] = ()
         if len(front.engines) > 1 and (request.token_ids is not None or not front.reads_events):
             hashes = self._cacheable(request, request.hashes(front.block_size, front.bytes_per_token))
         request_id = f"{ID_PREFIXES.get(request.path, 'req')}-{uuid.uuid4().hex}"
-        options = options_for(request.body, tenant)
         stream = RelayStream(request_id, request, options, request.estimated_tokens(front.bytes_per_token), hashes)
         generation = RelayGeneration(stream)
         self.fleet.streams.add([stream])
@@ -131,11 +134,23 @@ class EngineFront(ServedFleet):
         is_answer = request.path in (CHAT_PATH, COMPLETION_PATH) and request.num_choices == 1
         return self.front.hands_off and is_answer and not request.body_echoes
 
-    async def _token_ids(self, request: RelayRequest) -> tuple[int, ...] | None:
-        """Of its prompt, as an engine of the fleet counts them; None where none can say."""
+    async def _tokenized(self, request: RelayRequest, limit_ns: int | None) -> TokenizedPrompt | None:
+        """Its prompt as an engine sees it, where prompts are to be known as tokens; None where none can say, or not in
+        time: such a request is placed by load alone. Memory: at most MAX_TOKENISING requests wait for that."""
         known = prompt_token_ids(request)
-        if known is not None:
+        if known is not None or not self.front.reads_events or self._num_tokenising >= MAX_TOKENISING:
             return known
+        self._num_tokenising += 1
+        try:
+            async with asyncio.timeout(None if limit_ns is None else limit_ns / NS_PER_S):
+                return await self._ask_tokens(request)
+        except TimeoutError:
+            return None
+        finally:
+            self._num_tokenising -= 1
+
+    async def _ask_tokens(self, request: RelayRequest) -> TokenizedPrompt | None:
+        """Of one engine, or of a second one."""
         engines = [
             engine
             for engine in self.external.engines

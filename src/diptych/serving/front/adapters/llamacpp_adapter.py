@@ -24,6 +24,7 @@ from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLong
 from diptych.serving.front.engine_load import EngineGauges
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, WHOLE_PATHS, RelayRequest, encode_json
+from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 
 _GAUGES = GaugePage(
     {
@@ -72,7 +73,7 @@ class LlamaCppAdapter:
         """See EngineAdapter."""
         return _GAUGES.read(page)
 
-    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, model: str) -> tuple[int, ...] | None:
+    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, facts: EngineFacts) -> TokenizedPrompt | None:
         """See EngineAdapter."""
         if request.path == COMPLETION_PATH and request.prompt.startswith(b'"'):
             return await self._tokens(pool, request.body.prompt)
@@ -93,5 +94,5 @@ class LlamaCppAdapter:
         return None
 
     @staticmethod
-    async def _tokens(pool: ConnectionPool, content: Any) -> tuple[int, ...] | None:
+    async def _tokens(pool: ConnectionPool, content: Any) -> TokenizedPrompt | None:
         return await post_tokens(pool, "/tokenize", {"content": content, "add_special": True, "parse_special": True})

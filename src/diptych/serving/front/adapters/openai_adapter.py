@@ -12,6 +12,7 @@ from diptych.serving.front.engine_connection import ConnectionPool
 from diptych.serving.front.engine_load import EngineGauges
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_request import RelayRequest
+from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 
 
 class OpenAIAdapter:
@@ -34,7 +35,7 @@ class OpenAIAdapter:
         """See EngineAdapter."""
         return None
 
-    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, model: str) -> tuple[int, ...] | None:
+    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, facts: EngineFacts) -> TokenizedPrompt | None:
         """See EngineAdapter."""
         return None
 

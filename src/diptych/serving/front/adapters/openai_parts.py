@@ -12,6 +12,7 @@ from diptych.serving.front.engine_load import EngineGauges, gauges_of
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_request import RelayRequest, encode_json
 from diptych.serving.front.reply_chunks import error_message
+from diptych.serving.front.tokenized_prompt import TokenizedPrompt, read_rendered
 
 LOOK_S = 20.0  # that an engine may take for one token, when it is asked for a sign of life
 TOKENIZE_S = 10.0
@@ -130,10 +131,10 @@ class _Text(msgspec.Struct):
     prompt: str
 
 
-async def post_tokens(pool: ConnectionPool, path: str, fields: Mapping[str, Any]) -> tuple[int, ...] | None:
+async def post_tokens(pool: ConnectionPool, path: str, fields: Mapping[str, Any]) -> TokenizedPrompt | None:
     """The tokens of a reply {"tokens": [...]}; None where the engine refuses. Raises ConnectionError, TimeoutError."""
     found = await _post(pool, path, fields, _Tokens)
-    return None if found is None else tuple(found.tokens)
+    return None if found is None else TokenizedPrompt.of_text(tuple(found.tokens))
 
 
 async def post_text(pool: ConnectionPool, path: str, fields: Mapping[str, Any]) -> str | None:
@@ -142,12 +143,23 @@ async def post_text(pool: ConnectionPool, path: str, fields: Mapping[str, Any]) 
     return None if found is None else found.prompt
 
 
-async def _post(pool: ConnectionPool, path: str, fields: Mapping[str, Any], kind: type[Reply]) -> Reply | None:
+async def post_rendered(pool: ConnectionPool, path: str, fields: Mapping[str, Any]) -> TokenizedPrompt | None:
+    """A chat as the engine renders it; None where it refuses. Raises ConnectionError, TimeoutError."""
+    body = await _body_of(pool, path, fields)
+    return None if body is None else read_rendered(body)
+
+
+async def _body_of(pool: ConnectionPool, path: str, fields: Mapping[str, Any]) -> bytes | None:
     try:
         status, body = await ask(pool, "POST", path, encode_json(fields), timeout_s=TOKENIZE_S, limit=TOKENS_LIMIT)
     except ReplyTooLongError:
         return None
-    if status != 200:
+    return body if status == 200 else None
+
+
+async def _post(pool: ConnectionPool, path: str, fields: Mapping[str, Any], kind: type[Reply]) -> Reply | None:
+    body = await _body_of(pool, path, fields)
+    if body is None:
         return None
     try:
         return msgspec.json.decode(body, type=kind)

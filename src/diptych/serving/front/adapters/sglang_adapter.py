@@ -22,6 +22,7 @@ from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLong
 from diptych.serving.front.engine_load import EngineGauges
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_request import COMPLETION_PATH, RelayRequest
+from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 
 _GAUGES = GaugePage(
     {
@@ -83,10 +84,10 @@ class SGLangAdapter:
         """See EngineAdapter."""
         return _GAUGES.read(page)
 
-    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, model: str) -> tuple[int, ...] | None:
+    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, facts: EngineFacts) -> TokenizedPrompt | None:
         """See EngineAdapter. Of text only: it has no endpoint for its chat template."""
         if request.path == COMPLETION_PATH and request.prompt.startswith(b'"'):
-            return await post_tokens(pool, "/tokenize", {"model": model, "prompt": request.body.prompt})
+            return await post_tokens(pool, "/tokenize", {"model": facts.model, "prompt": request.body.prompt})
         return None
 
     async def text_of(self, pool: ConnectionPool, token_ids: Sequence[int], model: str) -> str | None:

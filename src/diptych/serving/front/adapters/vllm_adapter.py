@@ -1,8 +1,9 @@
 """vLLM's OpenAI server (endpoints and fields as of 0.11 to 0.32).
 
 Token ids of answers come by ``return_token_ids``; prompts are tokenised by ``/tokenize`` with the engine's own chat
-template; the size of the KV cache is a label of ``vllm:cache_config_info``. A request is given up by closing its
-connection, which every version understands.
+template, or rendered and sent as tokens where the server was started with ``--enable-scale-out``; the size of the KV
+cache is a label of ``vllm:cache_config_info``. A request is given up by closing its connection, which every version
+understands.
 """
 
 import re
@@ -14,6 +15,7 @@ from diptych.serving.front.adapters.openai_parts import (
     GaugePage,
     get_fields,
     model_of,
+    post_rendered,
     post_text,
     post_tokens,
     real_token,
@@ -23,8 +25,9 @@ from diptych.serving.front.capabilities import Capabilities, EngineFacts, Engine
 from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
 from diptych.serving.front.engine_load import EngineGauges
 from diptych.serving.front.engine_spec import EngineSpec
-from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest
+from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest, encode_json
 from diptych.serving.front.reply_chunks import UnreadableReplyError, read_chunk
+from diptych.serving.front.tokenized_prompt import GENERATE_PATH, RENDER_PATH, TokenizedPrompt
 
 _GAUGES = GaugePage(
     {
@@ -69,6 +72,9 @@ class VLLMAdapter:
             degraded.append("tokenizes (no /tokenize)")
         if not version:
             degraded.append("version (no /version)")
+        takes_tokens = await self._takes_tokens(pool, name, tokens)
+        if spec.kv_events and not takes_tokens:
+            degraded.append("tokens_in (chats are tokenised twice without --enable-scale-out)")
         has_cached = says_cached(reply)
         if not has_cached:
             degraded.append("cached_tokens (start it with --enable-prompt-tokens-details)")
@@ -83,6 +89,7 @@ class VLLMAdapter:
             labels.get(b"block_size", 0),
             Capabilities(
                 tokenizes=tokens is not None,
+                tokens_in=takes_tokens,
                 tokens_out=True,
                 cached_tokens=has_cached,
                 gauges=has_gauges,
@@ -106,8 +113,11 @@ class VLLMAdapter:
         """See EngineAdapter."""
         return _GAUGES.read(page)
 
-    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, model: str) -> tuple[int, ...] | None:
+    async def tokenize(self, pool: ConnectionPool, request: RelayRequest, facts: EngineFacts) -> TokenizedPrompt | None:
         """See EngineAdapter."""
+        model = facts.model
+        if request.path == CHAT_PATH and facts.capabilities.tokens_in:
+            return await post_rendered(pool, RENDER_PATH, request.engine_fields(model, {}))
         if request.path == CHAT_PATH:
             fields: dict[str, Any] = {"model": model, "messages": request.body.messages, "add_generation_prompt": True}
             fields |= {name: request.fields[name] for name in TEMPLATE_FIELDS if name in request.fields}
@@ -122,11 +132,28 @@ class VLLMAdapter:
         return await post_text(pool, "/detokenize", {"model": model, "tokens": list(token_ids)})
 
     @staticmethod
-    async def _tokens(pool: ConnectionPool, fields: dict[str, Any]) -> tuple[int, ...] | None:
+    async def _tokens(pool: ConnectionPool, fields: dict[str, Any]) -> TokenizedPrompt | None:
         try:
             return await post_tokens(pool, "/tokenize", fields)
         except (ConnectionError, TimeoutError):
             return None
+
+    @staticmethod
+    async def _takes_tokens(pool: ConnectionPool, model: str, tokens: TokenizedPrompt | None) -> bool:
+        """Whether chats can be rendered, and what was rendered be sent, with text in the answer."""
+        if tokens is None:
+            return False
+        asked = {"model": model, "token_ids": tokens.token_ids, "sampling_params": {"max_tokens": 1}}
+        try:
+            status, _ = await ask(pool, "POST", RENDER_PATH, b"{}", timeout_s=LOOK_S)  # 400 or 422 where there is one
+            if status in (404, 405, 501):
+                return False
+            body = encode_json({**asked, "output_mode": "text"})
+            status, body = await ask(pool, "POST", GENERATE_PATH, body, timeout_s=LOOK_S)
+            choices = read_chunk(body).choices if status == 200 else []
+        except (ConnectionError, TimeoutError, ReplyTooLongError, UnreadableReplyError):
+            return False
+        return bool(choices) and choices[0].text is not None
 
 
 def says_cached(reply: bytes) -> bool:
