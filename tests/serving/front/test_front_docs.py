@@ -13,6 +13,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "front.md"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "openai": "other OpenAI servers"}
 ROWS = {
     "tokenizes": "its tokenizer can be asked",
+    "takes": "renders a chat once, and takes it as these tokens",
     "tokens_out": "names the tokens of its answers: a stream that it loses goes on elsewhere",
     "cached_tokens": "says how many prompt tokens were cached",
     "gauges": "says how busy it is",
@@ -34,10 +35,11 @@ def table(found: dict[str, dict[str, object]]) -> str:
 async def test_the_table_of_engines_is_what_was_found() -> None:
     found: dict[str, dict[str, object]] = {}
     for kind in KINDS:
-        async with fronted(FakeEngine(kind)) as client:
+        async with fronted(FakeEngine(kind, takes_tokens=kind == "vllm")) as client:
             facts = client.front.external.engines[0].facts
             assert facts is not None
             cells = {name: "yes" if value is True else value for name, value in asdict(facts.capabilities).items()}
             found[kind] = {**cells, "events": "yes" if kind in ("vllm", "sglang") else ""}
+            found[kind]["takes"] = "with `--enable-scale-out`" if facts.capabilities.tokens_in else ""
             found[kind]["steps"] = "with Diptych's plugin" if kind == "vllm" else ""
     assert table(found) in DOCUMENT.read_text(), f"docs/front.md should have:\n{table(found)}"

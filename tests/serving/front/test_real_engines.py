@@ -27,6 +27,7 @@ from diptych.timeline.records import StepRecord
 
 SPECS = [parse_engine(text) for text in os.environ.get("DIPTYCH_REAL_ENGINES", "").split()]
 PID = int(os.environ.get("DIPTYCH_REAL_ENGINE_PID", "0"))
+LEFT_OUT = ("prompt_token_ids", "system_fingerprint")  # the latter is of vLLM's own chat events
 KINDS = list(dict.fromkeys(spec.kind for spec in SPECS))
 SETTINGS: dict[str, Any] = {"probe_s": 0.2, "silence_s": 2.0, "bytes_per_token": 4.0}
 
@@ -72,8 +73,39 @@ def body_of(client: FrontClient, prompt: Any, max_tokens: int = 12, **more: Any)
 
 
 def fields(event: dict[str, Any]) -> list[str]:
-    """Names in an event, but for those that the front has asked for and takes out."""
-    return sorted(set(event) - {"prompt_token_ids"})
+    """Names in an event, but for those that the front has asked for and takes out, and for what says nothing."""
+    return sorted(name for name, value in event.items() if value is not None and name not in LEFT_OUT)
+
+
+@pytest.mark.skipif(not any(spec.kv_events for spec in SPECS), reason="no engine publishes its KV events")
+async def test_chats_as_tokens_are_those_of_the_engine() -> None:
+    """An engine that was started with --enable-scale-out."""
+    async with over([spec for spec in SPECS if spec.kv_events][:1]) as client:
+        engine = client.front.external.engines[0]
+        assert engine.facts is not None
+        if not engine.facts.capabilities.tokens_in:
+            pytest.skip("it takes no tokens")
+        asked: list[str] = []
+        send = engine.pool.send
+        engine.pool.send = lambda method, path, *rest, **more: (  # type: ignore[method-assign]
+            asked.append(path) or send(method, path, *rest, **more)  # type: ignore[func-returns-value]
+        )
+        for number in range(20):
+            messages = [{"role": "user", "content": f"{number} prompts with words {'and more ' * number}"}]
+            body = {"model": model_of(client), "messages": messages, "max_tokens": 20, "temperature": 0}
+            body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+            expected = await direct(engine.spec, "/v1/chat/completions", body)
+            found = await client.post("/v1/chat/completions", body)
+            assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
+            assert found.usage and expected.usage and found.is_done
+            for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+                assert found.usage[name] == expected.usage[name]
+            body |= {"stream": False}
+            del body["stream_options"]
+            whole = await client.post("/v1/chat/completions", body)
+            assert (whole.text, whole.finish_reason) == (expected.text, expected.finish_reason)
+        assert asked.count("/inference/v1/generate") == asked.count("/v1/chat/completions/render") == 40
+        assert "/v1/chat/completions" not in asked and "/tokenize" not in asked
 
 
 @pytest.mark.parametrize("kind", KINDS)
