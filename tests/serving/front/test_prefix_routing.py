@@ -177,6 +177,29 @@ async def test_predicted_is_reported_after_gaps_restarts_and_resets(faults: int)
         await client.idle()
 
 
+@pytest.mark.parametrize("payload", [b"\xc1", b"\xa1\xff", b"\x91" * 5000], ids=["no batch", "no text", "too deep"])
+async def test_after_a_batch_that_cannot_be_read_others_are_and_it_is_not_asked_for_again(payload: bytes) -> None:
+    async with publishing(1) as client:
+        engine, fake = client.front.external.engines[0], client.engines[0]
+        publisher = fake.publisher
+        assert publisher is not None
+        await client.complete("w" * 100, 2)
+        await settled(client)
+        asked = publisher.num_asked
+        await publisher.publish_bytes(payload)
+        for number in range(5):
+            await fake._compute([number] * BLOCK)
+        async with asyncio.timeout(5):
+            while engine.cache._source._applied < publisher.number - 1:  # type: ignore[union-attr]
+                await asyncio.sleep(0.01)
+        assert (engine.cache.kind, engine.cache.num_blocks, engine.cache.num_gaps) == ("degraded", 5, 1)
+        assert publisher.num_asked <= asked + 1  # in silence: whether there is more
+        fake.blocks.clear()
+        await publisher.publish({"type": "AllBlocksCleared"})
+        await settled(client)
+        assert engine.cache.kind == "exact"
+
+
 async def test_an_engine_that_starts_again_is_known_from_its_first_event() -> None:
     async with publishing(1) as client:
         engine, fake = client.front.external.engines[0], client.engines[0]

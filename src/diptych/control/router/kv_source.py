@@ -11,8 +11,9 @@ believed.
     A restart, a lost connection: STARTING, and nothing is known.
 
 EXACT: all that the engine holds is known. DEGRADED: what is known is held, but there may be more. A gap is asked for
-once; when it cannot be filled, everything is forgotten, because what was removed meanwhile is not known either. A
-number that falls means that the engine was started again. No sockets here: kv_events.py has them.
+once; when it cannot be filled, everything is forgotten, because what was removed meanwhile is not known either. A batch
+that cannot be read is such a gap, and is not asked for again. A number that falls means that the engine was started
+again. No sockets here: kv_events.py has them.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from enum import StrEnum
 from diptych.control.router.kv_bridge import CacheCleared, EngineCacheEvent, KVBridge
 
 MAX_HELD_BACK = 4096  # batches that wait for a replay
-Batch = Sequence[EngineCacheEvent]
+Batch = Sequence[EngineCacheEvent] | None  # None: it came, and cannot be read
 
 
 class SourceState(StrEnum):
@@ -111,13 +112,15 @@ class KVSource:
         return change
 
     def on_lost(self) -> SourceChange:
-        """The connection was lost, or a batch could not be read: anything may have been missed."""
+        """The connection was lost, or what came has no number: anything may have been missed."""
         self.num_gaps += 1
         return SourceChange(evicted=self._begin_again())
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _apply(self, number: int, events: Batch) -> SourceChange:
+        if events is None:
+            return self._skip_to(number, None)
         stored, evicted = self.bridge.apply(events)
         is_cleared = any(isinstance(event, CacheCleared) for event in events)
         if is_cleared or (number == 0 and self.state is SourceState.STARTING):
@@ -131,12 +134,12 @@ class KVSource:
         return SourceChange(stored, evicted)
 
     def _skip_to(self, number: int, events: Batch) -> SourceChange:
-        """Batches before this one are lost for good: start again with it."""
-        if self.state is not SourceState.STARTING or self._applied >= 0:
+        """Batches before this one are lost for good, or what it said is: start again with it."""
+        if events is None or self.state is not SourceState.STARTING or self._applied >= 0:
             self.num_gaps += 1
         evicted = self.bridge.clear()
         self.state = SourceState.DEGRADED
-        return self._with(evicted, self._apply(number, events))
+        return self._with(evicted, self._apply(number, events or ()))
 
     def _begin_again(self) -> tuple[bytes, ...]:
         self.state, self._applied, self._live = SourceState.STARTING, -1, -1
