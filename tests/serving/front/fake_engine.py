@@ -48,6 +48,7 @@ class FakeEngine:
     reasons: bool = False  # the first token of a chat is reasoning
     reports_cache: bool = True
     has_metrics: bool = True
+    started_s: float | None = None  # of its process, as its metrics say
     answer_tokens: int = 12  # before the model stops by itself (0: never)
     capacity: int = 4096
     faults: deque[Fault] = field(default_factory=deque)
@@ -160,7 +161,8 @@ class FakeEngine:
             "sglang": (f"sglang:num_running_reqs {self.num_running}", f"sglang:num_queue_reqs {self.num_waiting}"),
             "llamacpp": (f"llamacpp:requests_processing {self.num_running}",),
         }  # fmt: skip
-        return "\n".join(("# HELP x y", *names.get(self.kind, ()), "")).encode()
+        started = () if self.started_s is None else (f"process_start_time_seconds {self.started_s}",)
+        return "\n".join(("# HELP x y", *started, *names.get(self.kind, ()), "")).encode()
 
     @staticmethod
     def _render(body: dict[str, Any]) -> str:

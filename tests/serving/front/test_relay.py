@@ -168,13 +168,15 @@ async def test_a_diagnosis_that_cannot_be_made_here_says_where() -> None:
 
 async def test_pages_of_the_last_minute_are_kept_at_distances() -> None:
     pages = engine_pages.EnginePages()
-    assert pages.found() == []
+    assert pages.watched("e", "1") is None
     for second in range(200):
         pages.add(b"%d" % second, second * NS_PER_S)
-    assert pages.found() == [(float(second), b"%d" % second) for second in (144, 152, 160, 168, 176, 184, 192, 199)]
+    watched = pages.watched("e", "1")
+    assert watched is not None
+    assert watched.pages == [(float(second), b"%d" % second) for second in (144, 152, 160, 168, 176, 184, 192, 199)]
     pages.clear()
     pages.add(b"0", 0)
-    assert pages.found() == []
+    assert pages.watched("e", "1") is None
 
 
 async def test_events_that_come_at_once_are_the_events_that_come_one_by_one() -> None:

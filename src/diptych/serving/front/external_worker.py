@@ -31,6 +31,7 @@ from diptych.serving.front.engine_exchange import EngineExchange, RequestFields,
 from diptych.serving.front.engine_handoff import PrefillLeg
 from diptych.serving.front.engine_load import EngineLoad, LearnedPrices
 from diptych.serving.front.engine_pages import DIAGNOSED_KINDS, EnginePages
+from diptych.serving.front.engine_process import EngineProcess
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.handoff_port import HandoffPort
 from diptych.serving.front.relay_request import RelayRequest
@@ -103,6 +104,7 @@ class ExternalWorker:
         self.handoffs = HandoffPort(self)
         self._boundaries = TextBoundaries(self)
         self._pages = EnginePages()
+        self._process = EngineProcess()
 
     # -- WorkerPort ---------------------------------------------------------------------------------------------------
 
@@ -170,12 +172,7 @@ class ExternalWorker:
 
     def watched(self) -> WatchedEngine | None:
         """What its metrics said lately; None: nothing that could be diagnosed."""
-        pages, facts = self._pages.found(), self.facts
-        return (
-            None
-            if facts is None or not pages
-            else WatchedEngine(name=self.spec.url, version=facts.version, pages=pages)
-        )
+        return None if self.facts is None else self._pages.watched(self.spec.url, self.facts.version)
 
     # -- its life -----------------------------------------------------------------------------------------------------
 
@@ -223,6 +220,7 @@ class ExternalWorker:
         self.cache.begin(blocks, facts.num_blocks or MAX_ENGINE_BLOCKS, self.report)
         self.steps.begin()
         self._pages.clear()
+        self._process.begin()
 
     @property
     def num_blocks(self) -> int:
@@ -284,6 +282,8 @@ class ExternalWorker:
         except (ConnectionError, TimeoutError):
             self._check_soon()
             return
+        if status == 200 and self._process.is_another(page):
+            self._lose("another process answers at its address", crashed=True)
         if status == 200 and self.spec.kind in DIAGNOSED_KINDS:
             self._pages.add(page, self.clock())
         gauges = self._adapter.read_gauges(page) if status == 200 else None
