@@ -27,6 +27,7 @@ class Fault:
     kind: str
     at: int = -1
     status: int = 500
+    retry_after: str = ""
 
 
 @dataclass
@@ -45,6 +46,7 @@ class FakeEngine:
     merges: int = 1  # tokens of a chunk
     detokenizes: bool = True
     detokenize_s: float = 0.0
+    indents: bool = False  # its events, over several lines
     reasons: bool = False  # the first token of a chat is reasoning
     reports_cache: bool = True
     has_metrics: bool = True
@@ -248,7 +250,8 @@ class FakeEngine:
     async def _misbehave(self, fault: Fault, writer: asyncio.StreamWriter) -> bool:
         """Before the head of a reply. Returns whether that was all."""
         if fault.kind == "status":
-            await self._json(writer, {"error": {"message": "as told", "code": fault.status}}, fault.status)
+            more = f"Retry-After: {fault.retry_after}\r\n" if fault.retry_after else ""
+            await self._json(writer, {"error": {"message": "as told", "code": fault.status}}, fault.status, more)
         elif fault.kind == "reset":
             writer.transport.abort()
             raise ConnectionResetError
@@ -337,17 +340,20 @@ class FakeEngine:
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     async def _event(self, writer: asyncio.StreamWriter, content: Any) -> None:
-        data = b"data: " + (content if isinstance(content, str) else json.dumps(content)).encode() + b"\n\n"
+        text = content if isinstance(content, str) else json.dumps(content, indent=1 if self.indents else None)
+        data = b"data: " + text.replace("\n", "\ndata: ").encode() + b"\n\n"
         writer.write(b"%x\r\n%b\r\n" % (len(data), data))
         await writer.drain()
         if writer.transport.is_closing():
             raise ConnectionResetError
 
-    async def _json(self, writer: asyncio.StreamWriter, content: Any, status: int = 200) -> None:
-        await self._bytes(writer, json.dumps(content).encode(), "application/json", status)
+    async def _json(self, writer: asyncio.StreamWriter, content: Any, status: int = 200, more: str = "") -> None:
+        await self._bytes(writer, json.dumps(content).encode(), "application/json", status, more)
 
-    async def _bytes(self, writer: asyncio.StreamWriter, body: bytes, kind: str, status: int = 200) -> None:
-        head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+    async def _bytes(
+        self, writer: asyncio.StreamWriter, body: bytes, kind: str, status: int = 200, more: str = ""
+    ) -> None:
+        head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\n{more}Content-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await writer.drain()
 

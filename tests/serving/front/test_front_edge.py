@@ -150,6 +150,9 @@ def test_prompts_with_a_common_beginning_have_common_hashes_and_other_tools_have
     assert len(short) > 10 and long[: len(short) - 1] == short[: len(short) - 1]
     assert not set(short) & set(hashes(turn, ',"tools":[{"a":1}]'))
     assert not set(short) & set(hashes(turn, ',"cache_salt":"me"'))
+    more = [f',"{name}":[{{"a":1}}]' for name in ("tools", "documents", "chat_template_kwargs", "chat_template")]
+    found = [block for each in ["", *more, ',"chat_template":"x"', "".join(more)] for block in hashes(turn, each)]
+    assert len(set(found)) == len(found)
 
 
 @pytest.mark.asyncio

@@ -1,6 +1,7 @@
 """Requests through a front: what engines get, what clients get, whichever kind of engine it is."""
 
 import asyncio
+import json
 
 import pytest
 from fake_engine import FakeEngine, answer_to
@@ -29,6 +30,23 @@ async def test_a_whole_reply_is_that_of_the_engine(kind: str) -> None:
         answer = await client.chat("hi", 5, stream=False)
         assert answer.text == answer_to("<user>hi<assistant>", 5)
         assert answer.usage is not None and answer.usage["completion_tokens"] == 5
+        await client.idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_events_of_several_lines_are_events_of_several_lines(path: str) -> None:
+    async with fronted(FakeEngine(indents=True)) as client:
+        what = {"prompt": "abc"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "abc"}]}
+        reply = await client.http.post(path, json={**what, "max_tokens": 4, "stream": True})
+        *events, done, rest = reply.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        text, prompt = "", "abc" if path == "/v1/completions" else "<user>abc<assistant>"
+        for event in events:
+            lines = event.split("\n")
+            assert len(lines) > 1 and all(line.startswith("data: ") for line in lines)
+            choice = json.loads("\n".join(line[6:] for line in lines))["choices"][0]
+            text += choice["text"] if "text" in choice else choice["delta"]["content"]
+        assert text == answer_to(prompt, 4)
         await client.idle()
 
 
