@@ -1,4 +1,4 @@
-"""What an engine's prefix cache probably holds, where the engine does not say (all of) it: the prompts that it was sent.
+"""What an engine's prefix cache probably holds, where the engine does not say it, or not all: the prompts it was sent.
 
 The blocks that were used last, as many as its cache has, for as long as they are believed: engines evict the least
 recently used first, and so does this. It gives changes as a worker reports them, so that a router need not know how
