@@ -19,7 +19,7 @@ ENGINE_HELP = "KIND=URL[,NAME=VALUE ...]; kinds: vllm, sglang, llamacpp, openai.
 FILE_HELP = 'TOML file of engines: a table "engine" for each, with kind, url and the same names.'
 BLOCK_HELP = "Tokens per block of the prefix index. Default: 16 with KV events, else 128."
 BYTES_HELP = "Bytes of prompt per token, where prompts are not tokenised."
-ASSUMED_HELP = "Seconds for which an engine without KV events is believed to hold a prompt."
+ASSUMED_HELP = "Seconds for which an engine is believed to hold a prompt where no KV events say it."
 SILENCE_HELP = "Seconds without a byte from a busy engine, after which it is asked for a sign of life."
 RECOVERY_HELP = "Continue a stream at another engine when its own is lost."
 UNTOUCHED_HELP = "Requests per engine without a first token; more wait in the queue (0: none wait)."

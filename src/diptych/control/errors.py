@@ -55,10 +55,12 @@ class ConstraintError(DiptychError, ValueError):
 
 
 class RequestError(DiptychError):
-    """One request cannot be served; others are not affected."""
+    """One request cannot be served; others are not affected. retry_after: of Retry-After, as it is to be said ("": by
+    retry_after_s)."""
 
     type = "invalid_request_error"
     retry_after_s: float | None = None
+    retry_after: str = ""
 
 
 class InvalidRequestError(RequestError):

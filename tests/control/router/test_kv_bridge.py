@@ -1,6 +1,7 @@
 """An engine's blocks in our hashes: what is told is never more than what the engine holds."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -103,6 +104,31 @@ def test_a_source_that_begins_in_the_middle_is_degraded_without_a_replay_and_exa
         assert source.state is (SourceState.EXACT if can_replay else SourceState.DEGRADED)
 
 
+@pytest.mark.parametrize("can_replay", [True, False])
+def test_a_batch_that_cannot_be_read_is_a_gap_that_is_not_asked_for(can_replay: bool) -> None:
+    source = KVSource(KVBridge(16, 1000), can_replay=can_replay)
+    source.on_batch(0, [stored(TOKENS, 16)])
+    change = source.on_batch(1, None)
+    assert (set(change.evicted), change.replay_from) == (set(hash_blocks(TOKENS, 16)), None)
+    assert (source.state, source.num_gaps) == (SourceState.DEGRADED, 1)
+    assert source.on_batch(2, [stored(TOKENS[:16], 16, "f")]).stored == hash_blocks(TOKENS[:16], 16)
+    assert (source.num_gaps, source.on_connected().replay_from) == (1, 3 if can_replay else None)
+
+
+def test_a_batch_that_cannot_be_read_is_skipped_in_a_replay_and_behind_one() -> None:
+    source = KVSource(KVBridge(16, 1000), can_replay=True)
+    assert source.on_connected().replay_from == 0
+    source.on_replayed(0, None)
+    assert source.state is SourceState.DEGRADED  # also the first one: it may have stored what is not known
+    assert source.on_replayed(1, [stored(TOKENS, 16)]).stored == hash_blocks(TOKENS, 16)
+    source.on_replayed(1, None)  # it was there already
+    assert source.on_replay_end().evicted == () and source.num_gaps == 1
+    assert source.on_batch(3, None).replay_from == 2
+    source.on_replayed(2, [])
+    assert set(source.on_replay_end().evicted) == set(hash_blocks(TOKENS, 16))
+    assert (source.state, source.num_gaps, source.on_batch(4, []).replay_from) == (SourceState.DEGRADED, 2, None)
+
+
 def test_more_blocks_than_the_engine_has_are_not_believed() -> None:
     source = KVSource(KVBridge(16, 2), can_replay=False)
     source.on_batch(0, [stored(TOKENS[:32], 16)])
@@ -165,6 +191,10 @@ def test_through_gaps_restarts_and_replays_nothing_is_believed_that_the_engine_d
     source = KVSource(KVBridge(ours, 10_000), can_replay=can_replay)
     told: set[bytes] = set()
     kept = rng.choice([3, 10, 1000])  # batches that the engine repeats
+    unreadable: set[tuple[int, int]] = set()
+
+    def batch_of(number: int) -> Any:
+        return None if (engine.life, number) in unreadable else engine.batches[number]
 
     def take(change: object) -> None:
         told.difference_update(change.evicted)  # type: ignore[attr-defined]
@@ -173,7 +203,7 @@ def test_through_gaps_restarts_and_replays_nothing_is_believed_that_the_engine_d
             first = max(change.replay_from, len(engine.batches) - kept)  # type: ignore[attr-defined]
             if rng.random() < 0.9:
                 for number in range(first, len(engine.batches)):
-                    take(source.on_replayed(number, engine.batches[number]))  # type: ignore[arg-type]
+                    take(source.on_replayed(number, batch_of(number)))
             take(source.on_replay_end())
 
     take(source.on_connected())
@@ -186,7 +216,9 @@ def test_through_gaps_restarts_and_replays_nothing_is_believed_that_the_engine_d
         if rng.random() < 0.1:
             continue  # lost on its way
         number = len(engine.batches) - 1
-        take(source.on_batch(number, engine.batches[number]))  # type: ignore[arg-type]
+        if rng.random() < 0.02:
+            unreadable.add((engine.life, number))
+        take(source.on_batch(number, batch_of(number)))
         assert told == set(source.bridge.hashes)
         held = {block for tokens in engine.truth[number] for block in hash_blocks(tokens, ours)}
         if size >= ours:

@@ -27,6 +27,7 @@ class Fault:
     kind: str
     at: int = -1
     status: int = 500
+    retry_after: str = ""
 
 
 @dataclass
@@ -47,9 +48,11 @@ class FakeEngine:
     render_s: float = 0.0
     detokenizes: bool = True
     detokenize_s: float = 0.0
+    indents: bool = False  # its events, over several lines
     reasons: bool = False  # the first token of a chat is reasoning
     reports_cache: bool = True
     has_metrics: bool = True
+    started_s: float | None = None  # of its process, as its metrics say
     answer_tokens: int = 12  # before the model stops by itself (0: never)
     capacity: int = 4096
     faults: deque[Fault] = field(default_factory=deque)
@@ -167,7 +170,8 @@ class FakeEngine:
             "sglang": (f"sglang:num_running_reqs {self.num_running}", f"sglang:num_queue_reqs {self.num_waiting}"),
             "llamacpp": (f"llamacpp:requests_processing {self.num_running}",),
         }  # fmt: skip
-        return "\n".join(("# HELP x y", *names.get(self.kind, ()), "")).encode()
+        started = () if self.started_s is None else (f"process_start_time_seconds {self.started_s}",)
+        return "\n".join(("# HELP x y", *started, *names.get(self.kind, ()), "")).encode()
 
     @staticmethod
     def _render(body: dict[str, Any]) -> str:
@@ -269,7 +273,8 @@ class FakeEngine:
     async def _misbehave(self, fault: Fault, writer: asyncio.StreamWriter) -> bool:
         """Before the head of a reply. Returns whether that was all."""
         if fault.kind == "status":
-            await self._json(writer, {"error": {"message": "as told", "code": fault.status}}, fault.status)
+            more = f"Retry-After: {fault.retry_after}\r\n" if fault.retry_after else ""
+            await self._json(writer, {"error": {"message": "as told", "code": fault.status}}, fault.status, more)
         elif fault.kind == "reset":
             writer.transport.abort()
             raise ConnectionResetError
@@ -358,17 +363,20 @@ class FakeEngine:
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     async def _event(self, writer: asyncio.StreamWriter, content: Any) -> None:
-        data = b"data: " + (content if isinstance(content, str) else json.dumps(content)).encode() + b"\n\n"
+        text = content if isinstance(content, str) else json.dumps(content, indent=1 if self.indents else None)
+        data = b"data: " + text.replace("\n", "\ndata: ").encode() + b"\n\n"
         writer.write(b"%x\r\n%b\r\n" % (len(data), data))
         await writer.drain()
         if writer.transport.is_closing():
             raise ConnectionResetError
 
-    async def _json(self, writer: asyncio.StreamWriter, content: Any, status: int = 200) -> None:
-        await self._bytes(writer, json.dumps(content).encode(), "application/json", status)
+    async def _json(self, writer: asyncio.StreamWriter, content: Any, status: int = 200, more: str = "") -> None:
+        await self._bytes(writer, json.dumps(content).encode(), "application/json", status, more)
 
-    async def _bytes(self, writer: asyncio.StreamWriter, body: bytes, kind: str, status: int = 200) -> None:
-        head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+    async def _bytes(
+        self, writer: asyncio.StreamWriter, body: bytes, kind: str, status: int = 200, more: str = ""
+    ) -> None:
+        head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\n{more}Content-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await writer.drain()
 

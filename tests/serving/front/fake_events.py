@@ -17,6 +17,7 @@ class FakePublisher:
         self.form = form
         self.lose = 0
         self.number = 0
+        self.num_asked = 0  # times that it was to repeat something
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept)
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
@@ -35,7 +36,10 @@ class FakePublisher:
     async def publish(self, *events: dict[str, Any]) -> None:
         """One batch."""
         content = [dict(event) if self.form == "map" else list(event.values()) for event in events]
-        payload = msgspec.msgpack.encode([0.5, content, 0])
+        await self.publish_bytes(msgspec.msgpack.encode([0.5, content, 0]))
+
+    async def publish_bytes(self, payload: bytes) -> None:
+        """One batch, or what is none."""
         self._kept.append((self.number, payload))
         number, self.number = self.number, self.number + 1
         if self.lose:
@@ -46,6 +50,7 @@ class FakePublisher:
     async def _repeat(self) -> None:
         while True:
             client, _, start = await self._router.recv_multipart()
+            self.num_asked += 1
             for number, payload in list(self._kept):
                 if number >= int.from_bytes(start, "big"):
                     await self._router.send_multipart([client, b"", number.to_bytes(8, "big"), payload])

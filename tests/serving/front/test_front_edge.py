@@ -46,6 +46,33 @@ async def test_the_queue_is_bounded_and_classes_and_deadlines_count_in_it() -> N
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("has_keys", [True, False])
+async def test_a_key_that_floods_the_front_does_not_keep_another_waiting(has_keys: bool) -> None:
+    """And without keys, whose requests cannot be told apart, the same flood does."""
+    engine = FakeEngine(prefill_s=0.02)
+    cluster = cluster_config(max_untouched_per_worker=1)
+    app = {"api_keys": ["flood", "single"]} if has_keys else {}
+
+    async def ask(key: str, number: int) -> None:
+        body = {"prompt": f"{key} {number}", "max_tokens": 2, "temperature": 0}
+        answer = await client.post("/v1/completions", body, Authorization=f"Bearer {key}")
+        assert (answer.status, answer.text) == (200, answer_to(f"{key} {number}", 2))
+
+    async with fronted(engine, cluster=cluster, app=app) as client:
+        flood = [asyncio.create_task(ask("flood", number)) for number in range(40)]
+        while len(engine.requests) < 4:
+            await asyncio.sleep(0.005)
+        passed = []  # by requests of the flood, while one of the other key waited
+        for number in range(5):
+            before = len(engine.requests)
+            await ask("single", number)
+            passed.append([sent["prompt"] for sent in engine.requests].index(f"single {number}") - before)
+        await asyncio.gather(*flood)
+        assert max(passed) <= 2 if has_keys else passed[0] > 30
+        await client.idle()
+
+
+@pytest.mark.asyncio
 async def test_what_a_front_decided_is_recorded_and_replays_to_the_same(tmp_path: Path) -> None:
     engines = [FakeEngine(), FakeEngine()]
     async with fronted(*engines, record=tmp_path / "front.jsonl") as client:
@@ -181,6 +208,9 @@ def test_prompts_with_a_common_beginning_have_common_hashes_and_other_tools_have
     assert len(short) > 10 and long[: len(short) - 1] == short[: len(short) - 1]
     assert not set(short) & set(hashes(turn, ',"tools":[{"a":1}]'))
     assert not set(short) & set(hashes(turn, ',"cache_salt":"me"'))
+    more = [f',"{name}":[{{"a":1}}]' for name in ("tools", "documents", "chat_template_kwargs", "chat_template")]
+    found = [block for each in ["", *more, ',"chat_template":"x"', "".join(more)] for block in hashes(turn, each)]
+    assert len(set(found)) == len(found)
 
 
 @pytest.mark.asyncio

@@ -54,6 +54,22 @@ async def test_the_only_engine_refuses_and_its_client_gets_that() -> None:
         assert (answer.status, answer.error) == (429, {"message": "as told", "code": 429})
 
 
+DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
+PASSED_ON = [(429, "7", "7"), (503, "0", "0"), (503, "3600", "3600"), (429, DATE, DATE)]
+NOT_PASSED_ON = [(429, said, None) for said in ("3601", "-1", "1.5", "soon", "99999999", DATE + " " * 60 + "x")]
+
+
+@pytest.mark.parametrize(("status", "said", "passed"), [*PASSED_ON, *NOT_PASSED_ON, (500, "7", None)])
+async def test_when_an_engine_can_be_asked_again_its_client_is_told(status: int, said: str, passed: str | None) -> None:
+    engine = FakeEngine()
+    async with fronted(engine) as client:
+        for stream in (True, False):
+            engine.faults.append(Fault("status", status=status, retry_after=said))
+            answer = await client.complete("abc", stream=stream)
+            assert answer.headers is not None
+            assert (answer.status, answer.headers.get("retry-after")) == (status, passed)
+
+
 @pytest.mark.parametrize("kind", MIDDLE)
 @pytest.mark.parametrize("path", ["completions", "chat"])
 async def test_a_greedy_stream_goes_on_elsewhere_with_the_same_tokens(kind: str, path: str) -> None:

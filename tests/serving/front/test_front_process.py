@@ -121,6 +121,33 @@ def test_two_hundred_kills(front: RunningServer, engines: list[EngineProcess]) -
     asyncio.run(_under_load(front, engines, "kill", 200))
 
 
+def test_the_engines_of_a_file_are_served(engines: list[EngineProcess], tmp_path: Path) -> None:
+    urls = [f"http://127.0.0.1:{engine.port}" for engine in engines]
+    file = tmp_path / "engines.toml"
+    file.write_text("".join(f'[[engine]]\nkind = "vllm"\nurl = "{url}"\n\n' for url in urls))
+    with running((*CLI, "front", "--port", "0", *QUICK, "--engines", str(file))) as server:
+        found = httpx.get(f"{server.url}/engines").json()["engines"]
+        assert [engine["url"] for engine in found] == urls
+        body = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+        assert reply.json()["choices"][0]["text"] == answer_to("abc", 4)
+
+
+def test_a_file_of_engines_that_is_wrong_ends_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "engines.toml"
+    for content, words in (
+        (None, "No such file"),
+        ("[[engine]", "is no TOML"),
+        ("[other]\n", "only [[engine]] tables"),
+    ):
+        if content is not None:
+            file.write_text(content)
+        command = (*CLI, "front", "--engines", str(file))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        said = " ".join((done.stderr + done.stdout).split())
+        assert done.returncode != 0 and words in said and "Traceback" not in said, (content, said)
+
+
 def test_what_the_command_line_refuses() -> None:
     for given, words in (
         ((), "between 1 and"),

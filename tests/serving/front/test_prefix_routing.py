@@ -177,6 +177,49 @@ async def test_predicted_is_reported_after_gaps_restarts_and_resets(faults: int)
         await client.idle()
 
 
+async def test_a_prompt_that_the_engines_held_before_their_first_event_is_found_once_it_was_served() -> None:
+    async with publishing(2, replay=False) as client:
+        prompt = "a prompt from before " * 8
+        for fake in client.engines:
+            assert fake.publisher is not None
+            fake.publisher.lose = 1
+            await fake._compute([ord(letter) for letter in prompt])
+        async with asyncio.timeout(5):
+            while any(engine.cache.kind != "degraded" for engine in client.front.external.engines):
+                for fake in client.engines:  # until the sockets are connected
+                    await fake._compute([random.randrange(256) for _ in range(BLOCK)])
+                await asyncio.sleep(0.02)
+        recent = client.front.fleet.core.router.watch._recent  # type: ignore[attr-defined]
+        for turn in range(3):
+            await client.complete(f"{prompt}{turn}", 2)
+        found = [(expected, cached) for expected, cached, _ in recent][-3:]
+        assert found == [(0, found[0][1]), *[(len(prompt) // BLOCK * BLOCK,) * 2] * 2]
+        await client.idle()
+
+
+@pytest.mark.parametrize("payload", [b"\xc1", b"\xa1\xff", b"\x91" * 5000], ids=["no batch", "no text", "too deep"])
+async def test_after_a_batch_that_cannot_be_read_others_are_and_it_is_not_asked_for_again(payload: bytes) -> None:
+    async with publishing(1) as client:
+        engine, fake = client.front.external.engines[0], client.engines[0]
+        publisher = fake.publisher
+        assert publisher is not None
+        await client.complete("w" * 100, 2)
+        await settled(client)
+        asked = publisher.num_asked
+        await publisher.publish_bytes(payload)
+        for number in range(5):
+            await fake._compute([number] * BLOCK)
+        async with asyncio.timeout(5):
+            while engine.cache._source._applied < publisher.number - 1:  # type: ignore[union-attr]
+                await asyncio.sleep(0.01)
+        assert (engine.cache.kind, engine.cache.num_blocks, engine.cache.num_gaps) == ("degraded", 5, 1)
+        assert publisher.num_asked <= asked + 1  # in silence: whether there is more
+        fake.blocks.clear()
+        await publisher.publish({"type": "AllBlocksCleared"})
+        await settled(client)
+        assert engine.cache.kind == "exact"
+
+
 async def test_an_engine_that_starts_again_is_known_from_its_first_event() -> None:
     async with publishing(1) as client:
         engine, fake = client.front.external.engines[0], client.engines[0]

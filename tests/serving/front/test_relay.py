@@ -1,6 +1,7 @@
 """Requests through a front: what engines get, what clients get, whichever kind of engine it is."""
 
 import asyncio
+import json
 
 import pytest
 from fake_engine import FakeEngine, answer_to
@@ -29,6 +30,23 @@ async def test_a_whole_reply_is_that_of_the_engine(kind: str) -> None:
         answer = await client.chat("hi", 5, stream=False)
         assert answer.text == answer_to("<user>hi<assistant>", 5)
         assert answer.usage is not None and answer.usage["completion_tokens"] == 5
+        await client.idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_events_of_several_lines_are_events_of_several_lines(path: str) -> None:
+    async with fronted(FakeEngine(indents=True)) as client:
+        what = {"prompt": "abc"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "abc"}]}
+        reply = await client.http.post(path, json={**what, "max_tokens": 4, "stream": True})
+        *events, done, rest = reply.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        text, prompt = "", "abc" if path == "/v1/completions" else "<user>abc<assistant>"
+        for event in events:
+            lines = event.split("\n")
+            assert len(lines) > 1 and all(line.startswith("data: ") for line in lines)
+            choice = json.loads("\n".join(line[6:] for line in lines))["choices"][0]
+            text += choice["text"] if "text" in choice else choice["delta"]["content"]
+        assert text == answer_to(prompt, 4)
         await client.idle()
 
 
@@ -168,13 +186,15 @@ async def test_a_diagnosis_that_cannot_be_made_here_says_where() -> None:
 
 async def test_pages_of_the_last_minute_are_kept_at_distances() -> None:
     pages = engine_pages.EnginePages()
-    assert pages.found() == []
+    assert pages.watched("e", "1") is None
     for second in range(200):
         pages.add(b"%d" % second, second * NS_PER_S)
-    assert pages.found() == [(float(second), b"%d" % second) for second in (144, 152, 160, 168, 176, 184, 192, 199)]
+    watched = pages.watched("e", "1")
+    assert watched is not None
+    assert watched.pages == [(float(second), b"%d" % second) for second in (144, 152, 160, 168, 176, 184, 192, 199)]
     pages.clear()
     pages.add(b"0", 0)
-    assert pages.found() == []
+    assert pages.watched("e", "1") is None
 
 
 async def test_events_that_come_at_once_are_the_events_that_come_one_by_one() -> None:

@@ -1,11 +1,11 @@
-"""What an engine's prefix cache probably holds, where the engine does not say: the prompts that it was sent.
+"""What an engine's prefix cache probably holds, where the engine does not say it, or not all: the prompts it was sent.
 
 The blocks that were used last, as many as its cache has, for as long as they are believed: engines evict the least
 recently used first, and so does this. It gives changes as a worker reports them, so that a router need not know how
 they were found. Memory: one entry per block of the cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class AssumedCache:
@@ -39,6 +39,15 @@ class AssumedCache:
             used[block_hash] = now
         stored.reverse()
         return tuple(stored), self._evict(now)
+
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether a block is believed to be held."""
+        return block_hash in self._used
+
+    def drop(self, hashes: Iterable[bytes]) -> None:
+        """These are known to be gone."""
+        for block_hash in hashes:
+            self._used.pop(block_hash, None)
 
     def expire(self, now: int) -> tuple[bytes, ...]:
         """What is not believed any more for its age."""

@@ -76,6 +76,10 @@ class KVBridge:
     def __len__(self) -> int:
         return len(self._nodes)
 
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether a block of ours is held."""
+        return block_hash in self._held
+
     @property
     def hashes(self) -> tuple[bytes, ...]:
         """Our hashes of everything that is held."""

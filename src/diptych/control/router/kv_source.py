@@ -11,18 +11,19 @@ believed.
     A restart, a lost connection: STARTING, and nothing is known.
 
 EXACT: all that the engine holds is known. DEGRADED: what is known is held, but there may be more. A gap is asked for
-once; when it cannot be filled, everything is forgotten, because what was removed meanwhile is not known either. A
-number that falls means that the engine was started again. No sockets here: kv_events.py has them.
+once; when it cannot be filled, everything is forgotten, because what was removed meanwhile is not known either. A batch
+that cannot be read is such a gap, and is not asked for again. A number that falls means that the engine was started
+again. No sockets here: kv_events.py has them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from diptych.control.router.kv_bridge import CacheCleared, EngineCacheEvent, KVBridge
 
 MAX_HELD_BACK = 4096  # batches that wait for a replay
-Batch = Sequence[EngineCacheEvent]
+Batch = Sequence[EngineCacheEvent] | None  # None: it came, and cannot be read
 
 
 class SourceState(StrEnum):
@@ -36,11 +37,14 @@ class SourceState(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SourceChange:
     """What follows from a batch. stored, evicted: in our hashes (evicted first). replay_from: the number from which the
-    engine is to repeat its batches (None: nothing is missing)."""
+    engine is to repeat its batches (None: nothing is missing). is_empty: the engine's cache was, before what is stored.
+    is_gap: what is evicted is not known any more, and may still be held."""
 
     stored: tuple[bytes, ...] = ()
     evicted: tuple[bytes, ...] = ()
     replay_from: int | None = None
+    is_empty: bool = False
+    is_gap: bool = False
 
 
 class KVSource:
@@ -66,25 +70,25 @@ class KVSource:
 
     def on_batch(self, number: int, events: Batch) -> SourceChange:
         """The engine has published this."""
-        evicted: tuple[bytes, ...] = ()
+        change = SourceChange()
         if number <= self._live:  # it was started again
             self.num_restarts += 1
-            evicted = self._begin_again()
+            change = SourceChange(evicted=self._begin_again(), is_empty=True)
         self._live = number
         if self._is_replaying:
             if len(self._held_back) >= MAX_HELD_BACK:
                 self._held_back.clear()
             self._held_back[number] = events
-            return SourceChange(evicted=evicted)
+            return change
         if number <= self._applied:
-            return SourceChange(evicted=evicted)
+            return change
         if number == self._applied + 1:
-            return self._with(evicted, self._apply(number, events))
+            return self._joined(change, self._apply(number, events))
         if self._can_replay:
             self._is_replaying = True
             self._held_back = {number: events}
-            return SourceChange(evicted=evicted, replay_from=self._applied + 1)
-        return self._with(evicted, self._skip_to(number, events))
+            return replace(change, replay_from=self._applied + 1)
+        return self._joined(change, self._skip_to(number, events))
 
     def on_replayed(self, number: int, events: Batch) -> SourceChange:
         """The engine repeats this. (What lies before the number that was asked for does not count.)"""
@@ -111,32 +115,36 @@ class KVSource:
         return change
 
     def on_lost(self) -> SourceChange:
-        """The connection was lost, or a batch could not be read: anything may have been missed."""
+        """The connection was lost, or what came has no number: anything may have been missed."""
         self.num_gaps += 1
-        return SourceChange(evicted=self._begin_again())
+        return SourceChange(evicted=self._begin_again(), is_gap=True)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _apply(self, number: int, events: Batch) -> SourceChange:
+        if events is None:
+            return self._skip_to(number, None)
         stored, evicted = self.bridge.apply(events)
         is_cleared = any(isinstance(event, CacheCleared) for event in events)
-        if is_cleared or (number == 0 and self.state is SourceState.STARTING):
+        is_empty = is_cleared or (number == 0 and self.state is SourceState.STARTING)
+        if is_empty:
             self.state = SourceState.EXACT
         self._applied = number
         if self.bridge.is_full:
             self.state = SourceState.DEGRADED
             lost = self.bridge.clear()
             stored_now = frozenset(stored)
-            return SourceChange(evicted=(*evicted, *(block for block in lost if block not in stored_now)))
-        return SourceChange(stored, evicted)
+            gone = (*evicted, *(block for block in lost if block not in stored_now))
+            return SourceChange(evicted=gone, is_empty=is_empty, is_gap=True)
+        return SourceChange(stored, evicted, is_empty=is_empty)
 
     def _skip_to(self, number: int, events: Batch) -> SourceChange:
-        """Batches before this one are lost for good: start again with it."""
-        if self.state is not SourceState.STARTING or self._applied >= 0:
+        """Batches before this one are lost for good, or what it said is: start again with it."""
+        if events is None or self.state is not SourceState.STARTING or self._applied >= 0:
             self.num_gaps += 1
         evicted = self.bridge.clear()
         self.state = SourceState.DEGRADED
-        return self._with(evicted, self._apply(number, events))
+        return self._joined(SourceChange(evicted=evicted, is_gap=True), self._apply(number, events or ()))
 
     def _begin_again(self) -> tuple[bytes, ...]:
         self.state, self._applied, self._live = SourceState.STARTING, -1, -1
@@ -144,14 +152,12 @@ class KVSource:
         self._held_back.clear()
         return self.bridge.clear()
 
-    def _with(self, evicted: tuple[bytes, ...], change: SourceChange) -> SourceChange:
-        return self._joined(SourceChange(evicted=evicted), change)
-
     @staticmethod
     def _joined(first: SourceChange, second: SourceChange) -> SourceChange:
         """Both, one after the other, as one change: evictions count before what is stored."""
+        is_empty, is_gap = first.is_empty or second.is_empty, first.is_gap or second.is_gap
         if not (first.stored or first.evicted):
-            return second
+            return replace(second, is_empty=is_empty, is_gap=is_gap)
         held = dict.fromkeys(first.stored)
         evicted = dict.fromkeys(first.evicted)
         for block in second.evicted:
@@ -164,4 +170,4 @@ class KVSource:
         both = [block for block in held if block in evicted and block not in first.stored]
         for block in both:  # evicted and stored again: nothing has changed
             del evicted[block], held[block]
-        return SourceChange(tuple(held), tuple(evicted), second.replay_from)
+        return SourceChange(tuple(held), tuple(evicted), second.replay_from, is_empty, is_gap)

@@ -1,5 +1,8 @@
 """What the prefix cache of one engine holds, as the router is told: from the engine's own events, or assumed from the
 prompts that it was sent. Either way it is told by numbered KVEvents, as by workers of ours.
+
+As long as events do not say everything (see SourceState), both count: a block is held when the events say so, or when
+it is assumed. No event comes for a block that was cached before the first one that was read.
 """
 
 import asyncio
@@ -10,7 +13,7 @@ from collections.abc import Callable, Sequence
 from diptych.control.events import Event, KVEvents, KVSnapshot
 from diptych.control.router.assumed_cache import AssumedCache
 from diptych.control.router.kv_bridge import KVBridge
-from diptych.control.router.kv_source import KVSource, SourceChange
+from diptych.control.router.kv_source import KVSource, SourceChange, SourceState
 from diptych.control.slo import NS_PER_S
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.kv_events import KVEventReader
@@ -51,14 +54,17 @@ class EngineCache:
 
     @property
     def kind(self) -> str:
-        """How it is known what the engine holds: "assumed" from what it was sent, or how far its events are to be
-        believed (see SourceState)."""
+        """How it is known what the engine holds: "assumed" from what it was sent, or how far its events say it (see
+        SourceState)."""
         return "assumed" if self._source is None else self._source.state.value
 
     @property
     def num_blocks(self) -> int:
         """That are known or assumed."""
-        return len(self._assumed) if self._source is None else len(self._source.bridge)
+        if self._source is None:
+            return len(self._assumed)
+        bridge = self._source.bridge
+        return len(bridge) + sum(not bridge.holds(block) for block in self._assumed.hashes)
 
     async def close(self) -> None:
         """The engine is gone."""
@@ -69,19 +75,27 @@ class EngineCache:
                 await reading
 
     def on_computed(self, hashes: Sequence[bytes], now: int) -> None:
-        """The engine has computed a prompt with these blocks."""
-        if hashes and self._source is None:
-            self._changed(*self._assumed.on_computed(hashes, now))
+        """The engine has computed a prompt with these blocks, or found them in its cache."""
+        if hashes and not (self._source is not None and self._source.state is SourceState.EXACT):
+            stored, evicted = self._assumed.on_computed(hashes, now)
+            self._changed(self._unknown(stored), self._unknown(evicted))
 
     def tick(self, now: int) -> None:
         """Time has passed."""
-        if self._source is None:
-            self._changed((), self._assumed.expire(now))
+        self._changed((), self._unknown(self._assumed.expire(now)))
 
     def snapshot(self) -> None:
         """The router has missed something: tell it everything."""
-        hashes = self._assumed.hashes if self._source is None else self._source.bridge.hashes
+        known = () if self._source is None else self._source.bridge.hashes
+        hashes = (*known, *self._unknown(self._assumed.hashes))
         self._report([KVSnapshot(self._clock(), self._sequence, hashes)])
+
+    def _unknown(self, hashes: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """Those that the engine's events do not speak of as held."""
+        if self._source is None or not hashes:
+            return hashes
+        bridge = self._source.bridge
+        return tuple(block for block in hashes if not bridge.holds(block))
 
     async def _read(self, reader: KVEventReader) -> None:
         try:
@@ -98,7 +112,18 @@ class EngineCache:
             self.num_gaps += source.num_gaps - self._seen_gaps
             self._seen_gaps = source.num_gaps
             logger.warning("%s: KV events were lost; its prefix index is %s", self._spec.name, self.kind)
-        self._changed(change.stored, change.evicted)
+        self._changed(*self._merged(change))
+
+    def _merged(self, change: SourceChange) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """What the events say, with what was assumed before and still is: what is stored, and what is evicted."""
+        assumed = self._assumed
+        if not len(assumed):
+            return change.stored, change.evicted
+        stored = tuple(block for block in change.stored if not assumed.holds(block))
+        gone = assumed.hashes if change.is_empty else () if change.is_gap else change.evicted
+        assumed.drop(gone)
+        evicted = tuple(block for block in change.evicted if not assumed.holds(block))
+        return stored, tuple(dict.fromkeys((*evicted, *self._unknown(gone))))
 
     def _changed(self, stored: tuple[bytes, ...], evicted: tuple[bytes, ...]) -> None:
         if stored or evicted:

@@ -22,7 +22,7 @@ from diptych.serving.api.error_format import error_body
 from diptych.serving.front.engine_connection import ConnectionPool, EngineCall
 from diptych.serving.front.engine_question import EngineQuestion, id_header
 from diptych.serving.front.relay_request import WHOLE_PATHS
-from diptych.serving.front.relay_stream import NO_TOKEN, EngineRefusal, RelayStream
+from diptych.serving.front.relay_stream import NO_TOKEN, EngineRefusal, RelayStream, retry_after_of
 from diptych.serving.front.reply_chunks import (
     DONE,
     EngineChunk,
@@ -116,6 +116,7 @@ class EngineExchange:
         self._most_tokens = (stream.request.most_tokens + SPARE_TOKENS) * stream.request.num_choices
         self._call: EngineCall | None = None
         self._status = 0
+        self._retry_after = ""
         self._is_events = False
         self._splitter = EventSplitter()
         self._body = bytearray()
@@ -151,6 +152,8 @@ class EngineExchange:
         self._status, self.has_bytes = status, True
         is_events = headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
         self._is_events = status == 200 and is_events
+        if status != 200:
+            self._retry_after = retry_after_of(status, headers)
 
     def on_data(self, data: bytes) -> None:
         """See ReplyListener."""
@@ -226,6 +229,8 @@ class EngineExchange:
                 stream.first_chunk = (chunk.id, chunk.created, chunk.model)
             if self._question.adds_ids and b"token_ids" in payload:
                 payload = without_token_ids(payload)
+            if b"\n" in payload:  # it came in several lines
+                payload = payload.replace(b"\n", b"\ndata: ")
             stream.add(b"data: %b\n\n" % payload)
         return None
 
@@ -370,7 +375,7 @@ class EngineExchange:
         refused = WorkerError(message, code="engine_refused")
         if not self.stream.num_tokens:  # also where it is tried elsewhere, and nobody takes it
             status, body = (status, body) if status >= 400 else (502, b"")
-            self.stream.refusal = EngineRefusal(status, body or error_body(refused), message)
+            self.stream.refusal = EngineRefusal(status, body or error_body(refused), message, self._retry_after)
         if (status in ELSEWHERE or status >= 500) and self._owner.on_refused(self, status):
             return
         self._owner.report([self._end(FinishReason.ERROR, refused)])

@@ -3,6 +3,7 @@
 from collections import deque
 
 from diptych.control.slo import NS_PER_S
+from diptych.timeline.watched_server import WatchedEngine
 
 DIAGNOSED_KINDS = ("vllm", "sglang")  # whose metrics have histograms
 NUM_PAGES = 8
@@ -28,9 +29,10 @@ class EnginePages:
         if not self._kept or now - self._kept[-1][0] >= PAUSE_NS:
             self._kept.append(self._newest)
 
-    def found(self) -> list[tuple[float, bytes]]:
-        """The pages, with seconds; none, where they say too little."""
+    def watched(self, name: str, version: str) -> WatchedEngine | None:
+        """The pages, with seconds; None, where they say too little."""
         if self._newest is None or self._newest[0] - self._kept[0][0] < FEWEST_NS:
-            return []
+            return None
         pages = [*self._kept] if self._kept[-1] is self._newest else [*self._kept, self._newest]
-        return [(time_ns / NS_PER_S, page) for time_ns, page in pages]
+        timed = [(time_ns / NS_PER_S, page) for time_ns, page in pages]
+        return WatchedEngine(name=name, version=version, pages=timed)

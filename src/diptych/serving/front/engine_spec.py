@@ -117,8 +117,8 @@ class EngineSpec:
 @dataclass(frozen=True, slots=True)
 class FrontOptions:
     """engines: in the order of roles prefill, decode, both. block_size: tokens per block of the prefix index.
-    bytes_per_token: by which prompts are counted where they are not tokenised. assumed_s: how long an engine that
-    publishes no events is believed to hold a prompt. probe_s: between two looks at an engine's gauges. silence_s:
+    bytes_per_token: by which prompts are counted where they are not tokenised. assumed_s: how long an engine is
+    believed to hold a prompt where no events say it. probe_s: between two looks at an engine's gauges. silence_s:
     without a byte from an engine that has requests, after which it is asked for a sign of life. first_byte_s: that an
     engine may take for a prompt. idle_s: between two tokens of a stream. recovery: whether a stream that an engine lost
     goes on at another."""

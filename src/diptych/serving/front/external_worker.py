@@ -29,6 +29,7 @@ from diptych.serving.front.engine_exchange import EngineExchange
 from diptych.serving.front.engine_handoff import PrefillLeg
 from diptych.serving.front.engine_load import EngineLoad, LearnedPrices
 from diptych.serving.front.engine_pages import DIAGNOSED_KINDS, EnginePages
+from diptych.serving.front.engine_process import EngineProcess
 from diptych.serving.front.engine_question import RequestFields, fields_of, token_fields_of
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.handoff_port import HandoffPort
@@ -103,6 +104,7 @@ class ExternalWorker:
         self.handoffs = HandoffPort(self)
         self._boundaries = TextBoundaries(self)
         self._pages = EnginePages()
+        self._process = EngineProcess()
 
     # -- WorkerPort ---------------------------------------------------------------------------------------------------
 
@@ -166,12 +168,7 @@ class ExternalWorker:
 
     def watched(self) -> WatchedEngine | None:
         """What its metrics said lately; None: nothing that could be diagnosed."""
-        pages, facts = self._pages.found(), self.facts
-        return (
-            None
-            if facts is None or not pages
-            else WatchedEngine(name=self.spec.url, version=facts.version, pages=pages)
-        )
+        return None if self.facts is None else self._pages.watched(self.spec.url, self.facts.version)
 
     # -- its life -----------------------------------------------------------------------------------------------------
 
@@ -219,6 +216,7 @@ class ExternalWorker:
         self.cache.begin(blocks, facts.num_blocks or MAX_ENGINE_BLOCKS, self.report)
         self.steps.begin()
         self._pages.clear()
+        self._process.begin()
 
     @property
     def num_blocks(self) -> int:
@@ -280,6 +278,8 @@ class ExternalWorker:
         except (ConnectionError, TimeoutError):
             self._check_soon()
             return
+        if status == 200 and self._process.is_another(page):
+            self._lose("another process answers at its address", crashed=True)
         if status == 200 and self.spec.kind in DIAGNOSED_KINDS:
             self._pages.add(page, self.clock())
         gauges = self._adapter.read_gauges(page) if status == 200 else None

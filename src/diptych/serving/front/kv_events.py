@@ -16,7 +16,7 @@ import msgspec
 
 from diptych.control.errors import ConfigError
 from diptych.control.router.kv_bridge import BlocksRemoved, CacheCleared, EngineBlocksStored, EngineCacheEvent
-from diptych.control.router.kv_source import KVSource, SourceChange
+from diptych.control.router.kv_source import Batch, KVSource, SourceChange
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def read_batch(payload: bytes, other_groups: set[int] | None = None) -> list[Eng
     still hold. Raises UnreadableBatchError."""
     try:
         content = msgspec.msgpack.decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableBatchError(str(error)) from None
     if isinstance(content, Mapping):
         events = content.get("events")
@@ -149,19 +149,22 @@ class KVEventReader:
             socket.close()
             context.destroy(linger=0)
 
-    def _on_frames(
-        self, frames: Sequence[bytes], take: Callable[[int, Sequence[EngineCacheEvent]], SourceChange]
-    ) -> SourceChange:
-        number, payload = frames[-2], frames[-1]
-        try:
-            if len(number) != 8:
-                raise UnreadableBatchError(f"a batch number of {len(number)} bytes")
-            return take(int.from_bytes(number, "big", signed=True), read_batch(payload, self._other_groups))
-        except UnreadableBatchError as error:
-            if not self._has_warned:
-                logger.warning("KV events of %s cannot be read: %s", self._address, error)
-                self._has_warned = True
+    def _on_frames(self, frames: Sequence[bytes], take: Callable[[int, Batch], SourceChange]) -> SourceChange:
+        """A batch that cannot be read counts as one that is lost for good; only without a number is nothing known."""
+        if len(frames[-2]) != 8:
+            self._warn(f"a batch number of {len(frames[-2])} bytes")
             return self.source.on_lost()
+        events: Batch = None
+        try:
+            events = read_batch(frames[-1], self._other_groups)
+        except UnreadableBatchError as error:
+            self._warn(str(error))
+        return take(int.from_bytes(frames[-2], "big", signed=True), events)
+
+    def _warn(self, words: str) -> None:
+        if not self._has_warned:
+            logger.warning("KV events of %s cannot be read: %s", self._address, words)
+            self._has_warned = True
 
     async def _take(self, change: SourceChange, context: Any) -> bool:
         """Returns whether the engine has repeated what it was asked for."""

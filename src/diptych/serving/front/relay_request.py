@@ -37,6 +37,7 @@ PROMPT_FIELDS = frozenset(
         "add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs", "documents",
     )
 )  # fmt: skip
+SHAPE_FIELDS = ("tools", "chat_template_kwargs", "chat_template", "documents")  # of prompts, besides their messages
 NEUTRAL = (b"null", b"[]", b"{}", b"false", b"0", b"0.0", b'""', b'"text"', b'{"type":"text"}')
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "ignore_eos", "stop_token_ids", "user",
@@ -199,7 +200,8 @@ class RelayRequest:
             return ()
         width, data = max(1, int(block_size * bytes_per_token)), memoryview(self.prompt)
         before = (self.path, self.body.cache_salt or "", self.body.model or "")
-        seed = "\0".join(before).encode() + bytes(self.body.tools) + bytes(self.body.chat_template_kwargs)
+        shapes = [f"{name}:".encode() + bytes(self.fields[name]) for name in SHAPE_FIELDS if name in self.fields]
+        seed = b"\0".join(("\0".join(before).encode(), *shapes))
         chain = blake2b(blake2b(seed, digest_size=HASH_BYTES).digest(), digest_size=HASH_BYTES)
         found = []
         for end in range(width, len(data) + 1, width):

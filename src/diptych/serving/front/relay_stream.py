@@ -4,6 +4,7 @@ Tokens are counted (and kept, where the engine names them, to continue the answe
 here. Bounded: an exchange stops reading while its client has not taken UNREAD_BYTES.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from diptych.serving.front.relay_request import CHAT_PATH, RelayRequest
 UNREAD_BYTES = 1 << 20
 TEXT_HERE = "\u241f text"  # stands for the text of a chunk
 _QUOTED_HERE = msgspec.json.encode(TEXT_HERE)
+MAX_RETRY_S = 3600
+_HTTP_DATE = re.compile(rb"[A-Z][a-z]{2}, \d{2} [A-Z][a-z]{2} \d{4} \d{2}:\d{2}:\d{2} GMT")
 NO_TOKEN = 0  # stands for a token that the engine did not name
 
 
@@ -56,12 +59,23 @@ class RelayDelta(Delta, gc=False):
 
 
 class EngineRefusal(RequestError):
-    """An engine refused the request: its client gets the engine's own reply."""
+    """An engine refused the request: its client gets the engine's own reply. retry_after: see ``retry_after_of``."""
 
-    def __init__(self, status: int, body: bytes, message: str) -> None:
+    def __init__(self, status: int, body: bytes, message: str, retry_after: str = "") -> None:
         super().__init__(message)
         self.status = status
         self.body = body
+        self.retry_after = retry_after
+
+
+def retry_after_of(status: int, headers: Mapping[bytes, bytes]) -> str:
+    """When an engine that is busy says that it can be asked again: whole seconds up to an hour, or a date of HTTP; all
+    else is not passed on ("")."""
+    said = headers.get(b"retry-after", b"")
+    is_seconds = said.isdigit() and len(said) <= 4 and int(said) <= MAX_RETRY_S
+    if status not in (429, 503) or not (is_seconds or _HTTP_DATE.fullmatch(said)):
+        return ""
+    return said.decode("ascii")
 
 
 class _NoTokenizer:

@@ -1,0 +1,93 @@
+"""The engines that a TOML file names (``diptych front --engines``), and what such a file is refused for."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from diptych.cli.front import front_options
+from diptych.control.errors import ConfigError
+from diptych.serving.front.engine_spec import EVENT_BLOCK, EngineSpec, read_engines
+
+WHOLE = """
+[[engine]]
+kind = "vllm"
+url = "http://10.0.0.1:8000"
+role = "decode"
+api_key_env = "ENGINE_KEY"
+kv_events = "tcp://10.0.0.1:5557"
+kv_replay = "tcp://10.0.0.1:5558"
+step_events = "tcp://10.0.0.1:5559"
+model = "one"
+
+[[engine]]
+kind = "sglang"
+url = "https://10.0.0.2"
+role = "prefill"
+bootstrap = "10.0.0.2:8998"
+"""
+PLAIN = '[[engine]]\nkind = "vllm"\nurl = "http://h:1"\n'
+
+
+def test_a_file_may_name_every_field_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_KEY", "secret")
+    file = tmp_path / "engines.toml"
+    file.write_text(WHOLE)
+    first, second = read_engines(file)
+    assert first == EngineSpec(
+        "vllm", "http://10.0.0.1:8000", "decode", "ENGINE_KEY", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558",
+        "tcp://10.0.0.1:5559", model="one",
+    )  # fmt: skip
+    assert second == EngineSpec("sglang", "https://10.0.0.2", "prefill", bootstrap="10.0.0.2:8998")
+    assert first.api_key == "secret" and second.address == ("10.0.0.2", 443)
+    assert all(f"{field.name} = " in WHOLE for field in fields(EngineSpec))
+
+
+def test_an_empty_file_names_no_engine(tmp_path: Path) -> None:
+    file = tmp_path / "engines.toml"
+    file.write_text("# nothing yet\n")
+    assert read_engines(file) == []
+
+
+REFUSED = [
+    (PLAIN + 'colour = "red"\n', "engine", "unknown field 'colour'"),
+    (PLAIN + "role = 3\n", "role", "role of engine http://h:1 is 3; it must be text"),
+    (PLAIN + "api_key_env = true\n", "api_key_env", "is True; it must be text"),
+    (PLAIN + 'role = "both"\nkv_events = ["tcp://h:1"]\n', "kv_events", "it must be text"),
+    (PLAIN + 'api_key_env = "NO_SUCH_VARIABLE_HERE"\n', "api_key_env", "there is no such environment variable"),
+    ('[[engine]]\nurl = "http://h:1"\n', "engine", "an engine has no kind"),
+    ('[[engine]]\nkind = "vllm"\n', "engine", "an engine has no url"),
+    ('engine = "vllm=http://h:1"\n', "engines", "engine must be tables"),
+    ("engine = [1]\n", "engines", "engine must be tables"),
+    (PLAIN + '[front]\nport = 1\n', "engines", "has 'front'; only"),
+    ("[[engine]\n", "engines", "is no TOML"),
+    (b"\xff\xfe\x00", "engines", "is no TOML"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "param", "words"), REFUSED, ids=[words for _, _, words in REFUSED])
+def test_a_file_is_refused_with_words_that_name_its_fault(
+    tmp_path: Path, content: str | bytes, param: str, words: str
+) -> None:
+    file = tmp_path / "engines.toml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as refused:
+        read_engines(file)
+    assert words in refused.value.message and refused.value.param == param
+
+
+@pytest.mark.parametrize("name", ["absent.toml", "."])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_engines(tmp_path / name)
+    assert str(tmp_path / name) in refused.value.message and refused.value.param == "engines"
+
+
+def test_engines_of_the_command_line_come_before_those_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "engines.toml"
+    file.write_text(PLAIN + 'kv_events = "tcp://h:5557"\n')
+    given = {"engine": ["openai=http://a:1"], "engines": file, "bytes_per_token": 4.0, "recovery": True}
+    times = {"assumed": 600.0, "probe_interval": 0.5, "silence": 5.0, "first_byte_timeout": 1.0, "idle_timeout": 1.0}
+    options = front_options({**given, **times, "block_size": None})
+    assert [engine.name for engine in options.engines] == ["openai a:1", "vllm h:1"]
+    assert options.block_size == EVENT_BLOCK
