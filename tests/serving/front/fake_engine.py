@@ -151,6 +151,12 @@ class FakeEngine:
             return {"data": [{"id": name, "max_model_len": 32768} for name in names]}
         if self.kind == "vllm" and path == "/version":
             return {"version": "0.32.0-fake"}
+        if self.kind == "vllm" and path == "/kv_event_sources" and self.publisher is not None:
+            events, replay = (
+                f"tcp://*:{url.rpartition(':')[2]}" for url in (self.publisher.address, self.publisher.replay)
+            )
+            return {"0": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events,
+                          "replay_endpoint": replay, "topic": ""}}  # fmt: skip
         if self.kind == "sglang" and path == "/server_info":
             return {"version": "0.5.23-fake", "page_size": BLOCK, "max_total_num_tokens": BLOCK * self.capacity,
                     "enable_cache_report": self.reports_cache}  # fmt: skip

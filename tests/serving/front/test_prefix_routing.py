@@ -13,6 +13,7 @@ from front_harness import FrontClient, fronted
 
 from diptych.control.errors import ConfigError
 from diptych.control.router.kv_bridge import BlocksRemoved, CacheCleared, EngineBlocksStored
+from diptych.serving.front.adapters.vllm_adapter import reachable
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.kv_events import UnreadableBatchError, read_batch
 
@@ -88,6 +89,51 @@ async def test_with_events_the_prompt_goes_where_it_is_held_also_when_another_se
         assert all(found >= len(prompt) // BLOCK * BLOCK for found, _ in client.engines[1].cached[2:])
         assert all(isinstance(sent["prompt"], list) for sent in client.engines[1].requests)  # tokenised once
         await client.idle()
+
+
+async def test_a_vllm_can_be_asked_where_it_publishes() -> None:
+    publisher = FakePublisher("array")
+    engines = [FakeEngine(publisher=publisher), FakeEngine()]
+    for each in engines:
+        await each.start()
+    specs = [EngineSpec("vllm", each.url, kv_events="auto") for each in engines]
+    try:
+        async with fronted(specs=specs) as client:
+            async with asyncio.timeout(10):
+                while len(client.front.fleet.core.members.up) < 2:
+                    await asyncio.sleep(0.01)
+            one, other = client.front.external.engines
+            for number in range(4):
+                await client.complete(f"{number} prompts " * 20, 2)
+            async with asyncio.timeout(5):
+                while one.cache.num_blocks != len(engines[0].blocks) or not one.cache.num_blocks:
+                    await asyncio.sleep(0.01)
+            assert one.cache.kind == "exact" and other.cache.kind == "assumed"
+            assert other.facts is not None and not other.facts.capabilities.kv_events
+            assert any(words.startswith("kv_events (it says") for words in other.facts.degraded)
+    finally:
+        for each in engines:
+            await each.stop()
+        await publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host", "found"),
+    [
+        ("tcp://*:5557", "10.0.0.1", "tcp://10.0.0.1:5557"),
+        ("tcp://0.0.0.0:5557", "fd00::1", "tcp://[fd00::1]:5557"),
+        ("tcp://127.0.0.1:5557", "127.0.0.1", "tcp://127.0.0.1:5557"),
+        ("tcp://127.0.0.1:5557", "10.0.0.1", ""),  # it listens where only its own host can ask
+        ("tcp://10.0.0.9:5557", "10.0.0.1", "tcp://10.0.0.9:5557"),
+        ("ipc:///tmp/events", "localhost", "ipc:///tmp/events"),
+        ("ipc:///tmp/events", "10.0.0.1", ""),
+        ("inproc://x", "127.0.0.1", ""),
+        ("tcp://*:port", "127.0.0.1", ""),
+        ("", "127.0.0.1", ""),
+    ],
+)
+async def test_an_endpoint_is_an_address_only_where_it_can_be_reached(endpoint: str, host: str, found: str) -> None:
+    assert reachable(endpoint, host) == found
 
 
 async def test_chats_are_tokenised_with_the_engines_template() -> None:

@@ -44,7 +44,8 @@ class Capabilities:
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """An engine that serves. version: "" where it does not say. max_model_len, num_blocks, block_size: 0 where it does
-    not say. degraded: capabilities that this kind of engine has and this one lacks, each with its reason."""
+    not say. degraded: capabilities that this kind of engine has and this one lacks, each with its reason. kv_sources:
+    where it said that it publishes what its cache holds, and repeats that ("": nowhere, or it was not asked)."""
 
     kind: EngineKind
     version: str
@@ -54,6 +55,7 @@ class EngineFacts:
     block_size: int = 0
     capabilities: Capabilities = Capabilities()
     degraded: tuple[str, ...] = ()
+    kv_sources: tuple[str, str] = ("", "")
 
     def num_blocks_of(self, block_size: int) -> int:
         """Of its KV cache, in blocks of so many tokens."""

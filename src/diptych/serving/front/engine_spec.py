@@ -26,6 +26,7 @@ EngineKind = Literal["vllm", "sglang", "llamacpp", "openai"]
 KINDS: tuple[EngineKind, ...] = get_args(EngineKind)
 MAX_ENGINES = 1024
 TEXT_BLOCK, EVENT_BLOCK = 128, 16  # tokens per block, where prompts are hashed as text, and where engines say theirs
+AUTO = "auto"
 _ZMQ_ADDRESS = re.compile(r"tcp://\S+:\d+|ipc://\S+")
 
 
@@ -33,9 +34,10 @@ _ZMQ_ADDRESS = re.compile(r"tcp://\S+:\d+|ipc://\S+")
 class EngineSpec:
     """One engine. url: of its HTTP server, without a path. role: what it is used for. api_key_env: the environment
     variable with the key that the engine asks for ("": none). kv_events, kv_replay: where it publishes what enters and
-    leaves its prefix cache, and where it repeats that ("": not used). step_events: where Diptych's plugin in vLLM
-    publishes its steps ("": nowhere). bootstrap: host:port of the bootstrap server of an SGLang prefill engine ("": the
-    host of the url, port 8998). model: of those that it serves ("": its first one)."""
+    leaves its prefix cache, and where it repeats that ("": not used; kv_events "auto": a vLLM is asked for both).
+    step_events: where it publishes its steps ("": nowhere): a vLLM with Diptych's plugin. bootstrap: host:port of the
+    bootstrap server of an SGLang prefill engine ("": the host of the url, port 8998). model: of those that it serves
+    ("": its first one)."""
 
     kind: EngineKind
     url: str
@@ -74,14 +76,16 @@ class EngineSpec:
     def _check_events(self) -> None:
         for name in ("kv_events", "kv_replay", "step_events"):
             address = getattr(self, name)
+            if name == "kv_events" and address == AUTO and self.kind == "vllm":
+                continue
             if name != "step_events" and address and self.kind not in ("vllm", "sglang"):
                 raise ConfigError(f"{name} of {self.url}: {self.kind} publishes no KV events", param=name)
             if address and not _ZMQ_ADDRESS.fullmatch(address):
                 raise ConfigError(f"{name} of {self.url} is {address!r}; such as tcp://HOST:5557", param=name)
         if self.step_events and self.kind != "vllm":
             raise ConfigError(f"step_events of {self.url}: {self.kind} has no plugin for it", param="step_events")
-        if self.kv_replay and not self.kv_events:
-            raise ConfigError(f"kv_replay of {self.url} has no effect without kv_events", param="kv_replay")
+        if self.kv_replay and self.kv_events in ("", AUTO):
+            raise ConfigError(f"kv_replay of {self.url} has no effect without kv_events=ADDRESS", param="kv_replay")
         if self.role != "both" and self.kind not in ("vllm", "sglang"):
             raise ConfigError(
                 f"role of {self.url} is {self.role}, and {self.kind} has no protocol to hand a prompt over; role=both",

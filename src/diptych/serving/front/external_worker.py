@@ -213,7 +213,7 @@ class ExternalWorker:
         blocks = self.num_blocks
         due_ns = int(due_s * NS_PER_S)
         self.load = EngineLoad(blocks, self._options.block_size, due_ns, self.clock(), self._prices)
-        self.cache.begin(blocks, facts.num_blocks or MAX_ENGINE_BLOCKS, self.report)
+        self.cache.begin(blocks, facts.num_blocks or MAX_ENGINE_BLOCKS, self.report, facts.kv_sources)
         self.steps.begin()
         self._pages.clear()
         self._process.begin()

@@ -24,7 +24,7 @@ from diptych.serving.front.adapters.openai_parts import (
 from diptych.serving.front.capabilities import Capabilities, EngineFacts, EngineNotReadyError, text_in, whole_number
 from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
 from diptych.serving.front.engine_load import EngineGauges
-from diptych.serving.front.engine_spec import EngineSpec
+from diptych.serving.front.engine_spec import AUTO, EngineSpec
 from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest, encode_json
 from diptych.serving.front.reply_chunks import UnreadableReplyError, read_chunk
 from diptych.serving.front.tokenized_prompt import GENERATE_PATH, RENDER_PATH, TokenizedPrompt
@@ -39,6 +39,9 @@ _GAUGES = GaugePage(
 )
 _CACHE_LINE = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
 _LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d+)"')
+NOT_SAID = "it says at /kv_event_sources that it publishes none, or this version has no such page"
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+ANY_HOST = ("*", "0.0.0.0", "[::]", "::")
 TEMPLATE_FIELDS = (
     "tools", "chat_template", "chat_template_kwargs", "continue_final_message", "add_generation_prompt",
     "add_special_tokens",
@@ -78,7 +81,9 @@ class VLLMAdapter:
         has_cached = says_cached(reply)
         if not has_cached:
             degraded.append("cached_tokens (start it with --enable-prompt-tokens-details)")
-        if spec.kv_events and (words := silent_publisher(await get_fields(pool, "/kv_event_sources"))):
+        sources = await get_fields(pool, "/kv_event_sources") if spec.kv_events else {}
+        events, replay = published(sources, spec.address[0]) if spec.kv_events == AUTO else (spec.kv_events, "")
+        if words := silent_publisher(sources) or ("" if events or not spec.kv_events else NOT_SAID):
             degraded.append(f"kv_events ({words})")
         return EngineFacts(
             "vllm",
@@ -93,11 +98,12 @@ class VLLMAdapter:
                 tokens_out=True,
                 cached_tokens=has_cached,
                 gauges=has_gauges,
-                kv_events=bool(spec.kv_events),
+                kv_events=bool(events),
                 handoff="nixl",
                 step_times=bool(spec.step_events),
             ),
             tuple(degraded),
+            (events, replay),
         )
 
     def changes(self, request: RelayRequest, facts: EngineFacts) -> dict[str, Any]:
@@ -163,6 +169,28 @@ def says_cached(reply: bytes) -> bool:
     except UnreadableReplyError:
         return False
     return usage is not None and usage.prompt_tokens_details is not None
+
+
+def published(sources: Mapping[str, Any], host: str) -> tuple[str, str]:
+    """Where vLLM publishes its KV events and where it repeats them, by what /kv_event_sources says of its first rank;
+    host: of the engine, as this side reaches it. Empty where it does not, or listens in no way that could be used."""
+    source = sources.get("0")
+    if not isinstance(source, Mapping) or source.get("enable_kv_cache_events") is not True:
+        return "", ""
+    events, replay = (reachable(text_in(source, name), host) for name in ("endpoint", "replay_endpoint"))
+    return (events, replay) if events else ("", "")
+
+
+def reachable(endpoint: str, host: str) -> str:
+    """An address on which an engine listens, for others ("": there is none)."""
+    name, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if endpoint.startswith("ipc://"):
+        return endpoint if host in LOOPBACK else ""
+    if not endpoint.startswith("tcp://") or not port.isascii() or not port.isdigit():
+        return ""
+    if name in ANY_HOST:
+        return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+    return endpoint if name not in LOOPBACK or host in LOOPBACK else ""
 
 
 def silent_publisher(sources: Mapping[str, Any]) -> str:
