@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,14 +160,25 @@ def test_a_whole_reply_counts_as_prompt_work_only_as_long_as_its_prompt_should_t
     assert load.report(due_ns).backlog_ns == int(2 * load._mean_prompt * load.token_ns)  # b and c are ours
 
 
-def test_what_whole_replies_take_is_divided_between_prompt_and_answer() -> None:
-    load = EngineLoad(1000, 16, 0, 0)
-    for number in range(400):  # 1000 prompt tokens of 25 us and 40 tokens of 5 ms: prices that have the ratio assumed
-        load.on_sent(f"{number}", 1000, number * S, is_whole=True)
-        load.on_over(f"{number}", number * S + S // 2)
-        load.on_whole(25_000_000 + 40 * 5_000_000, 1000, 40)
-        load.on_prompt(1000, 0)
-    assert 20_000 < load.token_ns < 30_000 and 4_000_000 < load._gap_ns < 6_000_000
+@pytest.mark.parametrize("gap_ms", [1, 5, 50])
+@pytest.mark.parametrize("is_varied", [True, False])
+def test_what_whole_replies_take_is_divided_between_prompt_and_answer(gap_ms: int, is_varied: bool) -> None:
+    load, rng = EngineLoad(1000, 16, 0, 0), random.Random(3)
+    now = 0
+    for number in range(200):  # 25 us a prompt token; two at a time, each of which waits for both prompts
+        sizes = [rng.randint(100, 3000) if is_varied else 1000 for _ in range(2)]
+        names = [f"{number} {place}" for place in range(2)]
+        for name, size in zip(names, sizes, strict=True):
+            load.on_sent(name, size, now, is_whole=True)
+        now += sum(sizes) * 25_000 + 40 * gap_ms * 1_000_000
+        for name, size in zip(names, sizes, strict=True):
+            load.on_whole(name, size, 40, now)
+            load.on_prompt(size, 0)
+            load.on_over(name, now)
+    if is_varied:  # both prices show
+        assert 15_000 < load.token_ns < 35_000 and 0.5 < load._gap_ns / (gap_ms * 1_000_000) < 2
+    spent_ns = 1500 * load.token_ns + 40 * load._gap_ns
+    assert 0.6 < spent_ns / (1500 * 25_000 + 40 * gap_ms * 1_000_000) < 1.4
 
 
 def test_reports_name_prompts_that_are_no_work_any_more() -> None:

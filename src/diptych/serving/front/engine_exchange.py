@@ -384,7 +384,6 @@ class EngineExchange:
 
     def _finish(self) -> None:
         """The answer is complete."""
-        self._over(is_whole=True)
         events: list[Event] = []
         num_cached = 0
         if self._usage is not None and not self._question.resumes:
@@ -392,6 +391,7 @@ class EngineExchange:
             is_known = self.stream.request.token_ids is not None and not self.awaits_admission
             if self._usage.cached_tokens is not None and not self.is_handoff and not is_known:
                 events.append(RequestAdmitted(self._owner.clock(), self.attempt_id, num_cached, is_first=True))
+        self._over(is_whole=True)
         self._owner.report([*events, self._end(self._reason, None, num_cached)])
 
     def _fail(self, error: DiptychError) -> None:

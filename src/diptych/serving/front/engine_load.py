@@ -2,8 +2,8 @@
 
 Where an engine reports its steps, the same model of their times is fitted to them as in workers of ours. Else a prompt
 token's price is learned from how long prompts took while any was waited for; a token's, from the gaps between tokens.
-A reply that comes whole shows neither: its time is divided as the prices of now say, and its prompt is taken to be
-computed after twice the time that it should take. Gauges that are due and do not come mean that the engine is busy: it
+A reply that comes whole shows neither: reply_times.py fits both, and its prompt is taken to be computed after twice the
+time that it should take. Gauges that are due and do not come mean that the engine is busy: it
 counts as saturated until they do. Asks nothing, waits for nothing.
 """
 
@@ -14,6 +14,7 @@ from diptych.control.engine.reports import EngineStats, LoadReport
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.control.step import StepFeatures
+from diptych.serving.front.reply_times import ReplyTimes
 from diptych.timeline.records import split_attempt_id
 
 FIRST_TOKEN_PRICE_NS = 100_000.0  # of a prompt token, before any was seen: 10,000 a second
@@ -40,6 +41,8 @@ class _Held:
     """A request of ours at the engine."""
 
     num_tokens: int  # of its prompt
+    begun_ns: int
+    num_computed: int  # prompt tokens of other whole replies, before it was sent
     due_ns: int = 0  # of a whole reply: when its prompt is taken to be computed
     first_ns: int = 0
     num_output_tokens: int = 0
@@ -73,6 +76,8 @@ class EngineLoad:
         self._gauges = EngineGauges()
         self._held: dict[str, _Held] = {}
         self._num_pending = 0  # streams without a first token
+        self._whole = ReplyTimes(FIRST_TOKEN_PRICE_NS, FIRST_GAP_NS)
+        self._num_computed = 0  # prompt tokens of whole replies
         self._whole_due_ns = 0  # when the prompts of all whole replies are taken to be computed
         self._busy_since_ns = 0
         self._busy_ns = FIRST_TOKEN_PRICE_NS * PRIOR_TOKENS
@@ -102,7 +107,7 @@ class EngineLoad:
 
     def on_sent(self, attempt_id: str, num_tokens: int, now: int, *, is_whole: bool = False) -> None:
         """The engine gets a request. is_whole: its reply comes at once, when all of it is there."""
-        held = self._held[attempt_id] = _Held(num_tokens)
+        held = self._held[attempt_id] = _Held(num_tokens, now, self._num_computed)
         if is_whole:
             found = self._hit / max(1, self._queried)
             work_ns = int(WHOLE_MARGIN * num_tokens * (1 - found) * self.token_ns)
@@ -133,17 +138,17 @@ class EngineLoad:
         if held is not None and not (held.first_ns or held.due_ns):
             self._done_waiting(now)
 
-    def on_whole(self, duration_ns: int, num_computed: int, num_tokens: int) -> None:
-        """A whole reply came after so long: prompt tokens that were computed, and tokens of the answer. It waited for
-        the prompts of all that were there, and for its own tokens; both prices change by the same factor."""
-        if self._num_pending or not num_computed:  # streams show what prompts take
+    def on_whole(self, attempt_id: str, num_computed: int, num_tokens: int, now: int) -> None:
+        """A whole reply came, before ``on_over``: prompt tokens that were computed, and tokens of the answer. It waited
+        for all prompts that were computed meanwhile, and for its own tokens."""
+        held = self._held.get(attempt_id)
+        if held is None:
             return
-        token_ns = self.token_ns
-        expected_ns = (len(self._held) + 1) * num_computed * token_ns + num_tokens * self._gap_ns
-        factor = duration_ns / expected_ns
-        weight = num_computed / (self._computed * MEMORY + num_computed)
-        self._busy_ns += int(factor * num_computed * token_ns)
-        self._gap_ns *= 1 + (factor - 1) * weight
+        self._num_computed += num_computed
+        self._whole.observe(self._num_computed - held.num_computed, num_tokens, now - held.begun_ns)
+        if not self._num_pending:  # else the streams' own wait is measured
+            self._busy_ns += int(num_computed * self._whole.token_ns)
+        self._gap_ns += (self._whole.gap_ns - self._gap_ns) * min(1.0, num_tokens / 64)
 
     def on_prompt(self, num_tokens: int, num_cached: int | None, num_said: int = 0) -> None:
         """A prompt of so many tokens was computed, but for those that were found (None: the engine does not say).

@@ -430,7 +430,7 @@ class ExternalWorker:
         cached = self.cached_of(exchange.stream, usage)
         if not exchange.stream.request.is_stream:
             computed = exchange.stream.num_estimated_tokens - cached
-            self.load.on_whole(self.clock() - exchange.begun_ns, computed, exchange.num_tokens)
+            self.load.on_whole(exchange.attempt_id, computed, exchange.num_tokens, self.clock())
         return cached
 
     def cached_of(self, stream: RelayStream, usage: EngineUsage) -> int:
