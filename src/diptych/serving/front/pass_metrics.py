@@ -45,7 +45,7 @@ class UnreadablePassError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardPass:
+class ReportedPass:
     """One step. duration_ns: on the device. prefill_context: tokens of its prompts that were there before it.
     decode_context: the sum of the tokens that its decoding requests attend to."""
 
@@ -64,7 +64,7 @@ class ForwardPass:
         return self.duration_ns > 0 and (self.prefill_tokens > 0 or self.num_decodes > 0)
 
 
-def decode_pass(payload: bytes) -> ForwardPass:
+def decode_pass(payload: bytes) -> ReportedPass:
     """The step of a message. Raises UnreadablePassError."""
     try:
         content = msgspec.msgpack.decode(payload)
@@ -78,7 +78,7 @@ def decode_pass(payload: bytes) -> ForwardPass:
         raise UnreadablePassError(f"wall_time is {wall_s!r}")
     num_prefills = _count(sums, "num_prefill_requests", MOST_PROMPTS)
     prefill_tokens = _count(sums, "sum_prefill_tokens", MOST_TOKENS)
-    return ForwardPass(
+    return ReportedPass(
         worker_id if isinstance(worker_id, str) else "",
         _count(fields, "dp_rank", MOST_REQUESTS),
         math.ceil(wall_s * NS_PER_S),
@@ -90,7 +90,7 @@ def decode_pass(payload: bytes) -> ForwardPass:
     )
 
 
-def prompts_of(step: ForwardPass) -> tuple[tuple[str, int, int], ...]:
+def prompts_of(step: ReportedPass) -> tuple[tuple[str, int, int], ...]:
     """The step's n prompts as (request, first token, tokens): T computed tokens and K tokens of context, shared out
     equally in whole tokens. Attention has K*T/n + T*(T/n + 1)/2 pairs then. That is exact for one prompt and for equal
     ones; where long chunks have long contexts, or chunks differ, it is too little."""
@@ -147,7 +147,7 @@ class PassMetricsFeed:
         """See StepSource."""
         return self._whose
 
-    def _tell(self, number: int, step: ForwardPass) -> None:
+    def _tell(self, number: int, step: ReportedPass) -> None:
         end_ns = max(self._end_ns, self._clock())
         start_ns = max(self._end_ns, end_ns - step.duration_ns)
         self._end_ns = end_ns
