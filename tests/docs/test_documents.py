@@ -27,6 +27,7 @@ FOREIGN = {
     *("--cpus", "--cpuset-cpus"),  # docker
     *("--metrics", "--enable-metrics", "--continuous-batching"),  # llama.cpp, SGLang, transformers
     *("--local-dir", "--no-deps", "--extra-index-url", "--scheduler-cls"),  # hf download, pip, pip, vLLM
+    *("--enable-forward-pass-metrics", "--forward-pass-metrics-ipc-name"),  # SGLang
 }
 FOREIGN_PAGES = ("docs/migrating.md", "benchmarks/README.md", "docs/testing.md")  # options of vLLM and of scripts
 BODIES = {

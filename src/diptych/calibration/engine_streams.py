@@ -33,6 +33,12 @@ class EngineStreams:
     """seconds: for which to go on, if that is enough for the single requests and one of each other kind."""
 
     def __init__(self, spec: EngineSpec, seconds: float, report: Callable[[str, float], None]) -> None:
+        if spec.kind != "vllm":
+            raise ConfigError(
+                f"engine {spec.url} is of the kind {spec.kind}: a calibration needs the requests of each step and the "
+                "rules of the scheduler, which only Diptych's plugin in vLLM reports",
+                param="engine",
+            )
         if not spec.step_events:
             raise ConfigError(
                 f"engine {spec.url} has no step_events: where its plugin publishes steps, such as "

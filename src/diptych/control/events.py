@@ -186,7 +186,7 @@ class StepFinished:
     step_id: int
     start_ns: int
     end_ns: int
-    prefills: tuple[tuple[str, int, int], ...]  # (request_id, start, num_tokens)
+    prefills: tuple[tuple[str, int, int], ...]  # (request_id, start, num_tokens); "": another's engine names none
     num_decodes: int
     decode_context: int
     predicted_ns: int

@@ -140,6 +140,8 @@ class PartsReader:
         if isinstance(record, StepRecord):
             steps[record.worker].append(record)
             for request_id, _, count in record.prefills:
+                if not request_id:  # an engine that does not name its prompts
+                    continue
                 self._lives[request_id].chunks.append((record.worker, record.end_ns, count))
             for request_id in record.joined:
                 self._lives[request_id].rejoined.append((record.worker, record.start_ns))

@@ -192,7 +192,7 @@ class Lane:
             "step": step.step_id,
             "steps": num_steps,
             "prefill_tokens": sum(num_tokens for _, _, num_tokens in step.prefills),
-            "prompts": ", ".join(request_id for request_id, _, _ in step.prefills[:8]),
+            "prompts": ", ".join(request_id for request_id, _, _ in step.prefills[:8] if request_id),
             "decodes": step.num_decodes,
             "decode_context": step.decode_context,
             "predicted_ms": step.predicted_ns / 1e6,

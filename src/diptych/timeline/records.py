@@ -68,7 +68,8 @@ _NAMES = {cls: name for name, cls in _CLASSES.items()}
 
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False, tag_field="kind", tag="step", omit_defaults=True):
-    """One step. prefills: (request, first token, tokens). joined, left: changes of the decode batch since the worker's
+    """One step. prefills: (request, first token, tokens); a request "" where an engine of others does not name its
+    prompts, which share the step's tokens equally then. joined, left: changes of the decode batch since the worker's
     step before (first take away, then add); in a step with num_decodes 0 the whole batch had to wait. extra: (request,
     tokens computed besides its newest one, of these right, of these forced), of those of the batch that had any."""
 

@@ -68,6 +68,7 @@ class FakeEngine:
     gives_parameters: bool = True
     publisher: FakePublisher | None = None
     cached: list[tuple[int, int]] = field(default_factory=list)  # (found, prompt) tokens of each answer
+    more_information: dict[str, Any] = field(default_factory=dict)  # of an SGLang's /server_info
     is_stopped: bool = False
     server: asyncio.Server | None = None
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -159,7 +160,7 @@ class FakeEngine:
                           "replay_endpoint": replay, "topic": ""}}  # fmt: skip
         if self.kind == "sglang" and path == "/server_info":
             return {"version": "0.5.23-fake", "page_size": BLOCK, "max_total_num_tokens": BLOCK * self.capacity,
-                    "enable_cache_report": self.reports_cache}  # fmt: skip
+                    "enable_cache_report": self.reports_cache, **self.more_information}  # fmt: skip
         if self.kind == "sglang" and path == "/health_generate" and self.is_ready:
             return {}
         if self.kind == "llamacpp" and path == "/props":

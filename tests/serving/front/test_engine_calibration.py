@@ -201,6 +201,8 @@ async def test_an_engine_is_given_single_requests_and_streams() -> None:
         await EngineStreams(spec, 0.01, lambda stage, share: None).run(found)
     with pytest.raises(ConfigError, match="has no step_events"):
         EngineStreams(EngineSpec("vllm", engine.url), 1, lambda stage, share: None)
+    with pytest.raises(ConfigError, match="only Diptych's plugin in vLLM"):
+        EngineStreams(EngineSpec("sglang", engine.url, step_events="ipc:///run/x.0"), 1, lambda stage, share: None)
 
 
 def test_the_front_end_is_what_the_steps_of_a_request_leave() -> None:

@@ -11,6 +11,7 @@ from diptych.serving.front.engine_spec import KINDS
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "front.md"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "openai": "other OpenAI servers"}
+REPORTERS = {"vllm": "with Diptych's plugin", "sglang": "forward-pass metrics"}
 ROWS = {
     "tokenizes": "its tokenizer can be asked",
     "takes": "renders a chat once, and takes it as these tokens",
@@ -41,5 +42,5 @@ async def test_the_table_of_engines_is_what_was_found() -> None:
             cells = {name: "yes" if value is True else value for name, value in asdict(facts.capabilities).items()}
             found[kind] = {**cells, "events": "yes" if kind in ("vllm", "sglang") else ""}
             found[kind]["takes"] = "with `--enable-scale-out`" if facts.capabilities.tokens_in else ""
-            found[kind]["steps"] = "with Diptych's plugin" if kind == "vllm" else ""
+            found[kind]["steps"] = REPORTERS.get(kind, "")
     assert table(found) in DOCUMENT.read_text(), f"docs/front.md should have:\n{table(found)}"

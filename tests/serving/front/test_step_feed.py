@@ -35,7 +35,8 @@ class Received:
         for line in lines:
             self.feed.take(encode_line(line))
 
-    def _on_step(self, step: StepFinished, features: StepFeatures) -> None:
+    def _on_step(self, step: StepFinished, features: StepFeatures, duration_ns: int) -> None:
+        assert duration_ns == step.end_ns - step.start_ns
         self.steps.append(step)
         self.features.append(features)
 
@@ -128,8 +129,10 @@ def test_an_engine_that_has_learned_nothing_is_taken_to_be_like_the_others() -> 
     assert new.report(6_000_000).token_ns != learned.token_ns
 
 
-@pytest.mark.parametrize(("kind", "address"), [("sglang", "tcp://h:1"), ("vllm", "h:1")])
-def test_step_events_are_for_vllm_and_have_an_address(kind: str, address: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "address"), [("llamacpp", "tcp://h:1"), ("openai", "tcp://h:1"), ("vllm", "h:1"), ("sglang", "h.0")]
+)
+def test_step_events_are_for_engines_that_report_them_and_have_an_address(kind: str, address: str) -> None:
     with pytest.raises(ConfigError, match="step_events of http://h"):
         EngineSpec(kind, "http://h", step_events=address)  # type: ignore[arg-type]
 

@@ -103,3 +103,11 @@ test("whatever is pointed at, something is said that can be read", () => {
     }
   });
 });
+
+test("prompts that an engine does not name are steps' and no requests", () => {
+  const model = new TimelineModel();
+  model.add([HEADER, step(1, 0, 50, 300, 2, { prefills: [["", 0, 512], ["", 0, 511]] })]);
+  assert.equal(model.requests.size, 0);
+  const lines = describe(model, { lane: model.lanes.get(0), index: 0 }, NAME);
+  assert.deepEqual(lines.filter((line) => line.startsWith("unnamed")), ["unnamed prompts: prompt tokens 0 to 512", "unnamed prompts: prompt tokens 0 to 511"]);
+});

@@ -14,8 +14,8 @@ _GAUGES = (
 )
 _COUNTERS = (
     ("diptych:engine_index_gaps", "Events that were lost and not repeated"),
-    ("diptych:engine_steps", "Steps that its plugin reported"),
-    ("diptych:engine_steps_missed", "Steps that its plugin reported and that did not come"),
+    ("diptych:engine_steps", "Steps that it reported"),
+    ("diptych:engine_steps_missed", "Reports of its steps that did not come"),
 )
 
 

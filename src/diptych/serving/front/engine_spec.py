@@ -35,9 +35,9 @@ class EngineSpec:
     """One engine. url: of its HTTP server, without a path. role: what it is used for. api_key_env: the environment
     variable with the key that the engine asks for ("": none). kv_events, kv_replay: where it publishes what enters and
     leaves its prefix cache, and where it repeats that ("": not used; kv_events "auto": a vLLM is asked for both).
-    step_events: where it publishes its steps ("": nowhere): a vLLM with Diptych's plugin. bootstrap: host:port of the
-    bootstrap server of an SGLang prefill engine ("": the host of the url, port 8998). model: of those that it serves
-    ("": its first one)."""
+    step_events: where Diptych's plugin in vLLM publishes its steps, or SGLang its forward-pass metrics ("": nowhere).
+    bootstrap: host:port of the bootstrap server of an SGLang prefill engine ("": the host of the url, port 8998).
+    model: of those that it serves ("": its first one)."""
 
     kind: EngineKind
     url: str
@@ -82,8 +82,8 @@ class EngineSpec:
                 raise ConfigError(f"{name} of {self.url}: {self.kind} publishes no KV events", param=name)
             if address and not _ZMQ_ADDRESS.fullmatch(address):
                 raise ConfigError(f"{name} of {self.url} is {address!r}; such as tcp://HOST:5557", param=name)
-        if self.step_events and self.kind != "vllm":
-            raise ConfigError(f"step_events of {self.url}: {self.kind} has no plugin for it", param="step_events")
+        if self.step_events and self.kind not in ("vllm", "sglang"):
+            raise ConfigError(f"step_events of {self.url}: {self.kind} reports no steps", param="step_events")
         if self.kv_replay and self.kv_events in ("", AUTO):
             raise ConfigError(f"kv_replay of {self.url} has no effect without kv_events=ADDRESS", param="kv_replay")
         if self.role != "both" and self.kind not in ("vllm", "sglang"):

@@ -36,7 +36,7 @@ from diptych.serving.front.handoff_port import HandoffPort
 from diptych.serving.front.relay_request import RelayRequest
 from diptych.serving.front.relay_stream import RelayStream
 from diptych.serving.front.reply_chunks import EngineUsage
-from diptych.serving.front.step_feed import StepWatch
+from diptych.serving.front.step_watch import StepWatch
 from diptych.serving.front.text_boundary import TextBoundaries
 from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 from diptych.serving.link.heartbeat import Pulse
@@ -100,7 +100,7 @@ class ExternalWorker:
         self.pool = pool_to(*spec.address, spec.api_key, is_tls=spec.is_tls)
         self.load = EngineLoad(UNKNOWN_BLOCKS, options.block_size, 0, clock(), prices)
         self.cache = EngineCache(options, spec, clock)
-        self.steps = StepWatch(spec.step_events, self._on_step, clock)
+        self.steps = StepWatch(spec, self._on_step, clock)
         self.handoffs = HandoffPort(self)
         self._boundaries = TextBoundaries(self)
         self._pages = EnginePages()
@@ -442,8 +442,8 @@ class ExternalWorker:
         self.load.on_prompt(estimated, None if said is None else cached, usage.prompt_tokens)
         return cached
 
-    def _on_step(self, step: StepFinished, features: StepFeatures) -> None:
-        self.load.on_step(features, step.end_ns - step.start_ns)
+    def _on_step(self, step: StepFinished, features: StepFeatures, duration_ns: int) -> None:
+        self.load.on_step(features, duration_ns)
         events: list[Event] = []
         for attempt_id, start, _ in step.prefills:
             exchange = self.exchanges.get(attempt_id)

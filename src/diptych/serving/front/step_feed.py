@@ -1,14 +1,12 @@
 """The steps of an engine with Diptych's plugin: read from its socket, and told as steps of a worker.
 
-Owns the socket, the engine's clock in ours, and the names of requests. Needs pyzmq (``diptych[front]``). Memory: what
-waits in the socket, at most RECEIVE_LIMIT lines.
+Owns the socket (of other feeds, too), the engine's clock in ours, and the names of requests. Needs pyzmq
+(``diptych[front]``). Memory: what waits in the socket, at most RECEIVE_LIMIT lines.
 """
 
-import asyncio
-import contextlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diptych.control.events import StepFinished
@@ -20,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 RECEIVE_LIMIT = 4096  # lines
 OFFSET_WINDOW_NS = 60 * NS_PER_S
+TOPIC = b"steps"
 SHOWN = ("version", "policy", "max_num_seqs", "max_batched_tokens", "async_scheduling", "lacks")
 _OWN_ID = re.compile(r"(?:chatcmpl|cmpl|req)-[0-9a-f]{32}(?:~\d+)?")
 
@@ -44,10 +43,13 @@ class ClockOffset:
 
 
 class StepFeed:
-    """One engine's lines, in the order in which they came. on_step: gets each step as a worker would report it, and
-    its features. num_seen: steps that came; num_missed: that were published and did not come."""
+    """A StepSource: one engine's lines, in the order in which they came. on_step: gets each step as a worker would
+    report it, its features, and how long it took. num_seen: steps that came; num_missed: that were published and did
+    not come."""
 
-    def __init__(self, on_step: Callable[[StepFinished, StepFeatures], None], clock: Callable[[], int]) -> None:
+    topic = TOPIC
+
+    def __init__(self, on_step: Callable[[StepFinished, StepFeatures, int], None], clock: Callable[[], int]) -> None:
         self.about: EngineAbout | None = None
         self.num_seen = self.num_missed = 0
         self._on_step = on_step
@@ -56,6 +58,15 @@ class StepFeed:
         self._last = 0
         self._end_ns = 0
         self._has_warned = False
+
+    def take_frames(self, frames: Sequence[bytes]) -> None:
+        """A message."""
+        self.take(frames[-1])
+
+    def described(self) -> dict[str, Any]:
+        """See StepSource."""
+        about = self.about
+        return {} if about is None else {name: getattr(about, name) for name in SHOWN}
 
     def take(self, data: bytes) -> None:
         """A line."""
@@ -77,7 +88,8 @@ class StepFeed:
             self.num_missed += line.number - self._last - 1
         self._last = line.number
         self.num_seen += 1
-        self._on_step(self._in_our_time(line), features_of(line))
+        step = self._in_our_time(line)
+        self._on_step(step, features_of(line), step.end_ns - step.start_ns)
 
     def _in_our_time(self, line: EngineStep) -> StepFinished:
         offset_ns = self._offset.seen(line.end_ns, self._clock())
@@ -89,6 +101,11 @@ class StepFeed:
 
 async def read_steps(address: str, take: Callable[[bytes], None]) -> None:
     """For ever; cancel it. take: gets each line."""
+    await read_frames(address, TOPIC, lambda frames: take(frames[-1]))
+
+
+async def read_frames(address: str, topic: bytes, take: Callable[[Sequence[bytes]], None]) -> None:
+    """For ever; cancel it. take: gets the frames of each message."""
     import zmq
     import zmq.asyncio
 
@@ -98,11 +115,10 @@ async def read_steps(address: str, take: Callable[[bytes], None]) -> None:
         socket.set_hwm(RECEIVE_LIMIT)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_LINE_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SUBSCRIBE, b"steps")
+        socket.setsockopt(zmq.SUBSCRIBE, topic)
         socket.connect(address)
         while True:
-            frames = await socket.recv_multipart()
-            take(frames[-1])
+            take(await socket.recv_multipart())
     finally:
         socket.close()
         context.destroy(linger=0)
@@ -123,60 +139,3 @@ def own_id(engine_id: str) -> str:
     X-Request-Id that they get. Any other id stays as it is."""
     found = _OWN_ID.search(engine_id)
     return found[0] if found else engine_id
-
-
-class StepWatch:
-    """Listens to one engine while it is up. address: "": it reports no steps."""
-
-    def __init__(
-        self, address: str, on_step: Callable[[StepFinished, StepFeatures], None], clock: Callable[[], int]
-    ) -> None:
-        self._address = address
-        self._on_step = on_step
-        self._clock = clock
-        self._reading: asyncio.Task[None] | None = None
-        self.feed: StepFeed | None = None
-        self._seen_before = self._missed_before = 0
-
-    @property
-    def num_seen(self) -> int:
-        """Steps that came, in all its lives."""
-        return self._seen_before + (self.feed.num_seen if self.feed else 0)
-
-    @property
-    def num_missed(self) -> int:
-        """Steps that were published and did not come, in all its lives."""
-        return self._missed_before + (self.feed.num_missed if self.feed else 0)
-
-    def begin(self) -> None:
-        """The engine has come up."""
-        if self._address:
-            self.feed = StepFeed(self._on_step, self._clock)
-            self._reading = asyncio.create_task(self._read(self.feed))
-
-    async def close(self) -> None:
-        """The engine is gone."""
-        if self.feed is not None:
-            self._seen_before += self.feed.num_seen
-            self._missed_before += self.feed.num_missed
-        reading, self._reading, self.feed = self._reading, None, None
-        if reading is not None:
-            reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reading
-
-    def described(self) -> dict[str, Any] | None:
-        """What the engine says of itself, and how many of its steps came; None where it reports none."""
-        if self.feed is None:
-            return None
-        about = self.feed.about
-        known = {} if about is None else {name: getattr(about, name) for name in SHOWN}
-        return {"num_seen": self.num_seen, "num_missed": self.num_missed, **known}
-
-    async def _read(self, feed: StepFeed) -> None:
-        try:
-            await read_steps(self._address, feed.take)
-        except asyncio.CancelledError:
-            raise
-        except Exception:
-            logger.exception("steps on %s are read no more", self._address)

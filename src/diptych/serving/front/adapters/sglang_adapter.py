@@ -2,11 +2,11 @@
 CPUs, so that only servers that speak its protocol were run here.
 
 ``/health_generate`` makes a token, also at engines that only prefill or only decode. Cached tokens are said with
-``--enable-cache-report``, gauges with ``--enable-metrics``. Answers' token ids are not on its OpenAI endpoints: a
-stream that it loses cannot be continued.
+``--enable-cache-report``, gauges with ``--enable-metrics``, steps with ``--enable-forward-pass-metrics``. Answers'
+token ids are not on its OpenAI endpoints: a stream that it loses cannot be continued.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diptych.serving.front.adapters.openai_parts import (
@@ -58,6 +58,9 @@ class SGLangAdapter:
             degraded.append("cached_tokens (start it with --enable-cache-report)")
         if not info:
             degraded.append("version (no /server_info)")
+        has_steps = bool(spec.step_events) and not _is_off(info, "enable_forward_pass_metrics")
+        if spec.step_events and not has_steps:
+            degraded.append("step_times (start it with --enable-forward-pass-metrics)")
         page_size = max(1, whole_number(info.get("page_size"), 1))
         return EngineFacts(
             "sglang",
@@ -72,6 +75,7 @@ class SGLangAdapter:
                 gauges=has_gauges,
                 kv_events=bool(spec.kv_events),
                 handoff="bootstrap",
+                step_times=has_steps,
             ),
             tuple(degraded),
         )
@@ -93,3 +97,13 @@ class SGLangAdapter:
     async def text_of(self, pool: ConnectionPool, token_ids: Sequence[int], model: str) -> str | None:
         """See EngineAdapter. It names none."""
         return None
+
+
+def _is_off(info: Mapping[str, Any], name: str) -> bool:
+    """Whether /server_info says that a setting is off, in itself or in a scheduler's state, and nowhere that it is on.
+    A version that does not know it says neither."""
+    states = info.get("internal_states")
+    said = [info.get(name)]
+    if isinstance(states, list):
+        said += [state.get(name) for state in states if isinstance(state, Mapping)]
+    return False in said and True not in said

@@ -249,7 +249,7 @@ export class TimelineModel {
     for (const id of record.left || []) lane.batch.delete(id);
     for (const id of record.joined || []) lane.batch.add(id);
     lane.push(record);
-    for (const [id, first, tokens] of record.prefills || []) this.request(id).chunk(record, first, tokens);
+    for (const [id, first, tokens] of record.prefills || []) if (id) this.request(id).chunk(record, first, tokens); // "": not named
     if (record.num_decodes) {
       const steps = record.num_steps || 1; // the simulator joins steps in which nothing is decided
       const limit = this.limitNs(record.worker);

@@ -28,17 +28,20 @@ export function reasonText(model, request, worker, t0, t1, name) {
   const why = model.reason(request, worker, t0, t1);
   if (!why || why.kind === "unknown") return request.reserved >= t0 && request.reserved < t1 ? "Memory for its KV cache was reserved on the decode worker first." : "";
   const where = model.lanes.get(why.worker)?.label ?? `worker ${why.worker}`;
-  if (why.kind === "prefill") return `${where} was computing ${plural(why.tokens, "prompt token")} of ${name(why.id)}${why.more}.`;
+  if (why.kind === "prefill") return `${where} was computing ${plural(why.tokens, "prompt token")} of ${ofPrompt(why.id, name)}${why.more}.`;
   if (why.kind === "state") return `${where} was ${why.state}.`;
   if (why.kind !== "busy") return "";
   return request.times.length && t0 >= request.times[0] ? `${where} was in a slow step.` : `${where} was writing answers of others.`;
 }
 
+/** Engines of others may report what they compute and not for whom. */
+const ofPrompt = (id, name) => (id ? name(id) : "unnamed prompts");
+
 const TITLES = { prefill: "Prefill step", decode: "Decode step", mixed: "Mixed step" };
 
 function promptLines(step, name) {
   const prefills = step.prefills || [];
-  const lines = prefills.slice(0, 4).map(([id, first, tokens]) => `${name(id)}: prompt tokens ${count(first)} to ${count(first + tokens)}`);
+  const lines = prefills.slice(0, 4).map(([id, first, tokens]) => `${ofPrompt(id, name)}: prompt tokens ${count(first)} to ${count(first + tokens)}`);
   return prefills.length > 4 ? [...lines, `and ${prefills.length - 4} more prompts`] : lines;
 }
 
