@@ -149,15 +149,30 @@ def test_the_price_of_a_prompt_token_is_learned_from_the_time_that_prompts_are_w
     assert 20_000 < load.token_ns < 30_000
 
 
-def test_a_whole_reply_counts_as_prompt_work_only_as_long_as_its_prompt_should_take() -> None:
+def test_prompts_of_whole_replies_are_computed_when_the_engine_has_counted_their_first_tokens() -> None:
     load = EngineLoad(1000, 16, 0, 0)
-    load.on_sent("a~1", 100, 0, is_whole=True)
-    due_ns = int(2 * 100 * load.token_ns)
-    load.on_sent("b", 100, 0, is_whole=True)
-    load.on_sent("c", 100, 0)
-    assert [load.report(now).computed for now in (due_ns - 1, due_ns, 2 * due_ns)] == [(), ("a",), ("a", "b")]
-    load.on_gauges(EngineGauges(num_waiting=4), 0)
-    assert load.report(due_ns).backlog_ns == int(2 * load._mean_prompt * load.token_ns)  # b and c are ours
+
+    def counts(num_first_tokens: int | None, now: int) -> tuple[str, ...]:
+        load.on_gauges(EngineGauges(num_waiting=4, num_first_tokens=num_first_tokens), now)
+        return load.report(now).computed
+
+    for name in ("a~1", "b", "c"):
+        load.on_sent(name, 100, 0, is_whole=True)
+    load.on_sent("stream", 100, 0)
+    assert counts(70, S) == ()  # of requests long ago
+    assert load.report(S).backlog_ns == 0  # those that wait are ours
+    assert counts(71, S) == ("a",)
+    assert load.report(S).backlog_ns == int(load._mean_prompt * load.token_ns)
+    load.on_first_token("stream", S)
+    assert counts(72, S) == ("a",)  # that was the stream's
+    load.on_first_token("stream", S)
+    load.on_over("b", S)  # between two looks
+    assert counts(73, S) == ("a",)
+    load.on_sent("d", 10_000_000, S, is_whole=True)
+    assert counts(76, S) == ("a", "c")  # others' requests do not make a long prompt short
+    assert counts(2, S) == ("a", "c")  # the count began again
+    assert counts(None, S) == ("a", "c")
+    assert counts(90, 3 * S) == ("a", "c")
 
 
 @pytest.mark.parametrize("gap_ms", [1, 5, 50])

@@ -2,8 +2,8 @@
 
 Where an engine reports its steps, the same model of their times is fitted to them as in workers of ours. Else a prompt
 token's price is learned from how long prompts took while any was waited for; a token's, from the gaps between tokens.
-A reply that comes whole shows neither: reply_times.py fits both, and its prompt is taken to be computed after twice the
-time that it should take. Gauges that are due and do not come mean that the engine is busy: it
+A reply that comes whole shows neither: reply_times.py fits both, and its prompt is taken to be computed when the engine
+has counted as many first tokens as there were requests before it. Gauges that are due and do not come mean that the engine is busy: it
 counts as saturated until they do. Asks nothing, waits for nothing.
 """
 
@@ -22,18 +22,20 @@ FIRST_GAP_NS = 20.0 * NS_PER_MS
 PRIOR_TOKENS = 2048.0  # that the first price counts as
 MEMORY = 0.98  # of what was learned before, at each request
 GROWING_SHARE = 0.2  # of a step's time is taken to grow with the batch: assumed, not measured
-WHOLE_MARGIN = 2  # a whole reply's prompt counts as work for so many times as long as it should take
+MOST_EARLY = 64  # first tokens that may have been seen here before the engine's count has them
 SATURATED_NS = 60 * NS_PER_S  # of work, at an engine that does not say how busy it is
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGauges:
-    """What an engine says of itself. kv_usage: 0 to 1 (None: it does not say)."""
+    """What an engine says of itself. kv_usage: 0 to 1 (None: it does not say). num_first_tokens: of all requests that it
+    has ever had (None: it does not say)."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float | None = None
     num_preemptions: int = 0
+    num_first_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -43,8 +45,9 @@ class _Held:
     num_tokens: int  # of its prompt
     begun_ns: int
     num_computed: int  # prompt tokens of other whole replies, before it was sent
-    due_ns: int = 0  # of a whole reply: when its prompt is taken to be computed
-    first_ns: int = 0
+    is_whole: bool  # its reply comes at once
+    least_ns: int  # when its prompt is computed at the earliest
+    is_computed: bool = False  # its prompt is
     num_output_tokens: int = 0
 
 
@@ -78,7 +81,8 @@ class EngineLoad:
         self._num_pending = 0  # streams without a first token
         self._whole = ReplyTimes(FIRST_TOKEN_PRICE_NS, FIRST_GAP_NS)
         self._num_computed = 0  # prompt tokens of whole replies
-        self._whole_due_ns = 0  # when the prompts of all whole replies are taken to be computed
+        self._num_first_tokens: int | None = None  # by the engine's count
+        self._num_seen = 0  # first tokens that were seen here, or must have been, since it was asked
         self._busy_since_ns = 0
         self._busy_ns = FIRST_TOKEN_PRICE_NS * PRIOR_TOKENS
         self._computed = PRIOR_TOKENS
@@ -107,12 +111,9 @@ class EngineLoad:
 
     def on_sent(self, attempt_id: str, num_tokens: int, now: int, *, is_whole: bool = False) -> None:
         """The engine gets a request. is_whole: its reply comes at once, when all of it is there."""
-        held = self._held[attempt_id] = _Held(num_tokens, now, self._num_computed)
-        if is_whole:
-            found = self._hit / max(1, self._queried)
-            work_ns = int(WHOLE_MARGIN * num_tokens * (1 - found) * self.token_ns)
-            held.due_ns = self._whole_due_ns = max(now, self._whole_due_ns) + work_ns
-        else:
+        work_ns = int(num_tokens * (1 - self._hit / max(1, self._queried)) * self.token_ns)
+        self._held[attempt_id] = _Held(num_tokens, now, self._num_computed, is_whole, now + work_ns)
+        if not is_whole:
             if not self._num_pending:
                 self._busy_since_ns = now
             self._num_pending += 1
@@ -121,9 +122,10 @@ class EngineLoad:
     def on_first_token(self, attempt_id: str, now: int) -> None:
         """Its prompt is computed."""
         held = self._held.get(attempt_id)
-        if held is not None and not (held.first_ns or held.due_ns):
-            held.first_ns = now
+        if held is not None and not (held.is_computed or held.is_whole):
+            held.is_computed = True
             self._done_waiting(now)
+            self._num_seen += 1
 
     def on_gap(self, attempt_id: str, gap_ns: int, num_tokens: int) -> None:
         """Tokens came, so long after those before."""
@@ -135,7 +137,11 @@ class EngineLoad:
     def on_over(self, attempt_id: str, now: int) -> None:
         """The engine has it no longer."""
         held = self._held.pop(attempt_id, None)
-        if held is not None and not (held.first_ns or held.due_ns):
+        if held is None or held.is_computed:
+            return
+        if held.is_whole:
+            self._num_seen += 1
+        else:
             self._done_waiting(now)
 
     def on_whole(self, attempt_id: str, num_computed: int, num_tokens: int, now: int) -> None:
@@ -171,6 +177,17 @@ class EngineLoad:
     def on_gauges(self, gauges: EngineGauges, now: int) -> None:
         """The engine's own figures came."""
         self._gauges, self._gauges_ns = gauges, now
+        count, before = gauges.num_first_tokens, self._num_first_tokens
+        self._num_first_tokens = count
+        if count is None or before is None or count < before:
+            self._num_seen = 0
+            return
+        unseen = count - before - self._num_seen
+        self._num_seen = min(MOST_EARLY, max(0, -unseen))
+        for held in self._held.values():  # in the order in which they were sent
+            if unseen > 0 and held.is_whole and not held.is_computed and held.least_ns <= now:
+                held.is_computed = True
+                unseen -= 1
 
     def on_refused(self, now: int) -> None:
         """It takes no more for the moment."""
@@ -184,11 +201,13 @@ class EngineLoad:
     def report(self, now: int) -> LoadReport:
         """For the router: what is there besides our own requests, which it counts itself."""
         held = list(self._held.values())
+        computed = [name for name, known in self._held.items() if known.is_whole and known.is_computed]
         own_blocks = sum(-(-(known.num_tokens + known.num_output_tokens) // self._block_size) for known in held)
         prices, gauges = self._prices(), self._gauges
         token_ns = prices.token_ns
         used = max(0, int((gauges.kv_usage or 0.0) * self._num_blocks) - own_blocks)
-        foreign = max(0, gauges.num_waiting - self._pending_at(now))
+        pending = self._num_pending + sum(known.is_whole and not known.is_computed for known in held)
+        foreign = max(0, gauges.num_waiting - pending)
         backlog_ns = int(foreign * self._mean_prompt * token_ns)
         if self.is_saturated(now):
             backlog_ns, used = backlog_ns + SATURATED_NS, self._num_blocks
@@ -203,7 +222,7 @@ class EngineLoad:
             sequence_ns=prices.sequence_ns,
             context_ns=prices.context_ns,
             output_tokens=sum(known.num_output_tokens for known in held),
-            computed=tuple(split_attempt_id(name)[0] for name, known in self._held.items() if 0 < known.due_ns <= now),
+            computed=tuple(split_attempt_id(name)[0] for name in computed),
         )
 
     def _prices(self) -> LearnedPrices:
@@ -237,10 +256,6 @@ class EngineLoad:
             step_time_coefficients=self._steps.coefficients if self._steps.is_trusted else (),
         )
 
-    def _pending_at(self, now: int) -> int:
-        """Requests of ours whose prompts are not computed yet, as far as that is known."""
-        return self._num_pending + sum(known.due_ns > now for known in self._held.values())
-
     def _done_waiting(self, now: int) -> None:
         """One that was pending is not any more."""
         self._busy_ns += now - self._busy_since_ns
@@ -256,4 +271,5 @@ def gauges_of(values: Mapping[str, float]) -> EngineGauges:
         num_waiting=int(values.get("num_waiting", 0)),
         kv_usage=None if usage is None else min(1.0, max(0.0, usage)),
         num_preemptions=int(values.get("num_preemptions", 0)),
+        num_first_tokens=None if "num_first_tokens" not in values else int(values["num_first_tokens"]),
     )

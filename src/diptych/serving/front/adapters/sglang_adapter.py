@@ -30,6 +30,7 @@ _GAUGES = GaugePage(
         "num_waiting": "sglang:num_queue_reqs",
         "kv_usage": "sglang:token_usage",
         "num_preemptions": "sglang:num_retracted_requests_total",
+        "num_first_tokens": "sglang:time_to_first_token_seconds_count",
     }
 )
 

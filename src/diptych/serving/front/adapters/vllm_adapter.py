@@ -35,6 +35,7 @@ _GAUGES = GaugePage(
         "num_waiting": "vllm:num_requests_waiting",
         "kv_usage": "vllm:kv_cache_usage_perc",
         "num_preemptions": "vllm:num_preemptions_total",
+        "num_first_tokens": "vllm:time_to_first_token_seconds_count",
     }
 )
 _CACHE_LINE = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
