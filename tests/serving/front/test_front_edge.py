@@ -16,6 +16,7 @@ from diptych.serving.api.manners import Manners
 from diptych.serving.front.engine_load import SATURATED_NS, EngineGauges, EngineLoad
 from diptych.serving.front.relay_request import read_request
 from diptych.serving.front.reply_chunks import EventSplitter, UnreadableReplyError, without_token_ids
+from diptych.serving.front.reply_times import ReplySums, ReplyTimes
 from diptych.simulation.cluster_replay import replay_cluster
 from diptych.workload.traces import load_trace
 
@@ -194,6 +195,23 @@ def test_what_whole_replies_take_is_divided_between_prompt_and_answer(gap_ms: in
         assert 15_000 < load.token_ns < 35_000 and 0.5 < load._gap_ns / (gap_ms * 1_000_000) < 2
     spent_ns = 1500 * load.token_ns + 40 * load._gap_ns
     assert 0.6 < spent_ns / (1500 * 25_000 + 40 * gap_ms * 1_000_000) < 1.4
+
+
+def test_equal_engines_do_not_differ_by_chance() -> None:
+    every, rng = ReplySums(), random.Random(7)
+    fits = [ReplyTimes(100_000.0, 20e6, every) for _ in range(2)]
+    apart = [ReplyTimes(100_000.0, 20e6, ReplySums()) for _ in range(2)]
+    for _ in range(20):
+        for at in range(2):
+            num_prompt = rng.randint(200, 2000)
+            time_ns = int((num_prompt * 1_000_000 + 16 * 20_000_000) * rng.uniform(0.5, 2))
+            fits[at].observe(num_prompt, 16, time_ns)
+            apart[at].observe(num_prompt, 16, time_ns)
+
+    def difference(found: list[ReplyTimes]) -> float:
+        return abs(found[0].token_ns / found[1].token_ns - 1)
+
+    assert difference(fits) < 0.6 * difference(apart)
 
 
 def test_reports_name_prompts_that_are_no_work_any_more() -> None:

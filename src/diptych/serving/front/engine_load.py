@@ -1,20 +1,20 @@
 """The load of an engine: the requests that it has of ours, its own gauges, and what its time costs, as learned.
 
 Where an engine reports its steps, the same model of their times is fitted to them as in workers of ours. Else a prompt
-token's price is learned from how long prompts took while any was waited for; a token's, from the gaps between tokens.
-A reply that comes whole shows neither: reply_times.py fits both, and its prompt is taken to be computed when the engine
-has counted as many first tokens as there were requests before it. Gauges that are due and do not come mean that the engine is busy: it
-counts as saturated until they do. Asks nothing, waits for nothing.
+token's price is learned from how long prompts took while any was waited for; a token's, from the gaps between tokens. A
+reply that comes whole shows neither: reply_times.py fits both, and its prompt is taken to be computed when the engine
+has counted as many first tokens as there were requests before it. Gauges that are due and do not come mean that the
+engine is busy: it counts as saturated until they do. Asks nothing, waits for nothing.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diptych.control.engine.reports import EngineStats, LoadReport
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.control.step import StepFeatures
-from diptych.serving.front.reply_times import ReplyTimes
+from diptych.serving.front.reply_times import ReplySums, ReplyTimes
 from diptych.timeline.records import split_attempt_id
 
 FIRST_TOKEN_PRICE_NS = 100_000.0  # of a prompt token, before any was seen: 10,000 a second
@@ -28,8 +28,8 @@ SATURATED_NS = 60 * NS_PER_S  # of work, at an engine that does not say how busy
 
 @dataclass(frozen=True, slots=True)
 class EngineGauges:
-    """What an engine says of itself. kv_usage: 0 to 1 (None: it does not say). num_first_tokens: of all requests that it
-    has ever had (None: it does not say)."""
+    """What an engine says of itself. kv_usage: 0 to 1 (None: it does not say). num_first_tokens: of all requests that
+    it has ever had (None: it does not say)."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -54,13 +54,14 @@ class _Held:
 @dataclass(slots=True)
 class LearnedPrices:
     """What the engine costs that has last reported what it has learned: assumed of an engine that has learned nothing,
-    so that a new one is neither shunned nor flooded. Names as in LoadReport."""
+    so that a new one is neither shunned nor flooded. Names as in LoadReport. replies: whole ones, of all engines."""
 
     token_ns: float = FIRST_TOKEN_PRICE_NS
     pair_ns: float = 0.0
     fixed_ns: float = FIRST_GAP_NS * (1 - GROWING_SHARE)
     sequence_ns: float = FIRST_GAP_NS * GROWING_SHARE
     context_ns: float = 0.0
+    replies: ReplySums = field(default_factory=ReplySums)
 
 
 class EngineLoad:
@@ -79,7 +80,7 @@ class EngineLoad:
         self._gauges = EngineGauges()
         self._held: dict[str, _Held] = {}
         self._num_pending = 0  # streams without a first token
-        self._whole = ReplyTimes(FIRST_TOKEN_PRICE_NS, FIRST_GAP_NS)
+        self._whole = ReplyTimes(FIRST_TOKEN_PRICE_NS, FIRST_GAP_NS, self._shared.replies)
         self._num_computed = 0  # prompt tokens of whole replies
         self._num_first_tokens: int | None = None  # by the engine's count
         self._num_seen = 0  # first tokens that were seen here, or must have been, since it was asked
