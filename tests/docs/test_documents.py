@@ -26,7 +26,8 @@ SERVES = ("scripts/serve",)  # what passes its arguments on to `diptych serve`
 FOREIGN = {
     *("--cpus", "--cpuset-cpus"),  # docker
     *("--metrics", "--enable-metrics", "--continuous-batching"),  # llama.cpp, SGLang, transformers
-    *("--local-dir", "--no-deps", "--extra-index-url", "--scheduler-cls"),  # hf download, pip, pip, vLLM
+    *("--local-dir", "--no-deps", "--extra-index-url"),  # hf download, pip, pip
+    *("--scheduler-cls", "--enable-scale-out"),  # vLLM
     *("--enable-forward-pass-metrics", "--forward-pass-metrics-ipc-name"),  # SGLang
 }
 FOREIGN_PAGES = ("docs/migrating.md", "benchmarks/README.md", "docs/testing.md")  # options of vLLM and of scripts
