@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,10 +141,15 @@ def front(command: list[str], model: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def prefix_part(options: argparse.Namespace, engines: Sequence[Engine]) -> list[dict[str, Any]]:
-    """A row for each way: all repetitions together."""
+def prefix_part(
+    options: argparse.Namespace, engines: Sequence[Engine], save: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """A row for each way: all repetitions together. save: gets the rows after each repetition."""
     oracle = Oracle(Tokenizer.from_file(str(options.model / "tokenizer.json")))
     runs: dict[str, list[dict[str, Any]]] = {}
+    few = argparse.Namespace(**{**vars(options), "conversations": 3, "pause": 0.2})
+    for number, engine in enumerate(engines):  # the first prompts of each length take seconds longer than the next
+        asyncio.run(converse(engine.url, options.model.name, options.seed * 1000 + 900 + number, few, oracle))
     for repetition in range(options.repetitions):
         for number, (name, command) in enumerate(ways(options, engines).items()):
             with front(command, options.model.name) as url:
@@ -152,7 +157,9 @@ def prefix_part(options: argparse.Namespace, engines: Sequence[Engine]) -> list[
                 found = asyncio.run(converse(url, options.model.name, seed, options, oracle))
             runs.setdefault(name, []).append(found)
             print(name, found, file=sys.stderr, flush=True)
-    return [prefix_row(name, found, options) for name, found in runs.items()]
+        rows = [prefix_row(name, found, options) for name, found in runs.items()]
+        save(rows)
+    return rows
 
 
 def prefix_row(name: str, runs: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
@@ -230,18 +237,22 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     parts, rows = options.parts.split(","), []
+    versions = {} if options.vllm is None else {"vllm": vllm_version(options.vllm)}
+
+    def save(found: list[dict[str, Any]]) -> None:
+        report("a front over engines of others", found, options.json, versions=versions)
+
     if options.vllm is not None and {"prefix", "goodput"} & set(parts):
         engines = [
             vllm_engine(options.vllm, options.model, core, dtype=options.dtype, max_len=options.max_len)
             for core in (0, 1)
         ]
         with running(engines):
-            rows += prefix_part(options, engines) if "prefix" in parts else []
+            rows += prefix_part(options, engines, save) if "prefix" in parts else []
             rows += goodput_part(options, engines) if "goodput" in parts else []
     if "faults" in parts:
         rows += faults(options)
-    versions = {} if options.vllm is None else {"vllm": vllm_version(options.vllm)}
-    report("a front over engines of others", rows, options.json, versions=versions)
+    save(rows)
 
 
 if __name__ == "__main__":
