@@ -255,8 +255,10 @@ async def test_after_a_batch_that_cannot_be_read_others_are_and_it_is_not_asked_
         await publisher.publish_bytes(payload)
         for number in range(5):
             await fake._compute([number] * BLOCK)
+        source = engine.cache._source
+        assert source is not None
         async with asyncio.timeout(5):
-            while engine.cache._source._applied < publisher.number - 1:  # type: ignore[union-attr]
+            while source._applied < publisher.number - 1:
                 await asyncio.sleep(0.01)
         assert (engine.cache.kind, engine.cache.num_blocks, engine.cache.num_gaps) == ("degraded", 5, 1)
         assert publisher.num_asked <= asked + 1  # in silence: whether there is more

@@ -81,12 +81,6 @@ class EngineFacts:
             share=ComputeShare(),
         )
 
-    def described(self, *, is_known: bool) -> dict[str, Any]:
-        """For people; nulls while it is not known yet."""
-        found = (self.version, self.model, self.max_model_len, asdict(self.capabilities)) if is_known else (None,) * 4
-        names = ("version", "model", "max_model_len", "capabilities")
-        return {**dict(zip(names, found, strict=True)), "degraded": list(self.degraded)}
-
     @property
     def description(self) -> str:
         """One line for people."""
@@ -94,6 +88,19 @@ class EngineFacts:
         if self.degraded:
             parts.append(f"degraded: {'; '.join(self.degraded)}")
         return ", ".join(parts)
+
+
+def described(facts: EngineFacts | None) -> dict[str, Any]:
+    """An engine for people; nulls while nothing is known of it."""
+    if facts is None:
+        return {"version": None, "model": None, "max_model_len": None, "capabilities": None, "degraded": []}
+    return {
+        "version": facts.version,
+        "model": facts.model,
+        "max_model_len": facts.max_model_len,
+        "capabilities": asdict(facts.capabilities),
+        "degraded": list(facts.degraded),
+    }
 
 
 class EngineAdapter(Protocol):

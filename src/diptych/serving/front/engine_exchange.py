@@ -347,21 +347,21 @@ class EngineExchange:
                 self.break_off("the reply has no whole answer")
                 return
             said = chunk.usage.completion_tokens if chunk.usage else None
-            stream.add(self._rewritten(chunk) if self._question.writes_as else body)
+            num_tokens = len(found) if said is None else said
+            stream.add(self._rewritten(chunk, num_tokens) if self._question.writes_as else body)
             self._usage = chunk.usage
-            self._count([NO_TOKEN] * max(1, min(len(found) if said is None else said, self._most_tokens)))
+            self._count([NO_TOKEN] * max(1, min(num_tokens, self._most_tokens)))
         else:
             self._usage = chunk.usage
             stream.served_by, stream.refusal = self._owner.name, None
             stream.add(body)
         self._finish()
 
-    def _rewritten(self, chunk: EngineChunk) -> bytes:
+    def _rewritten(self, chunk: EngineChunk, num_tokens: int) -> bytes:
         """A whole reply with text, as the answer to a chat."""
         choice, usage, stream = chunk.choices[0], chunk.usage or EngineUsage(), self.stream
         stream.begin_as(int(time.time()), self._question.writes_as)
         stream.num_said_tokens = usage.prompt_tokens
-        num_tokens = len(choice.token_ids or ()) if usage.completion_tokens is None else usage.completion_tokens
         return stream.whole_chat(choice.text or "", choice.finish_reason, num_tokens, usage.cached_tokens)
 
     def _on_refusal(self) -> None:

@@ -22,7 +22,7 @@ from diptych.control.step import StepFeatures, StepTokens
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState
 from diptych.serving.front.adapters import ADAPTERS
-from diptych.serving.front.capabilities import UNKNOWN_BLOCKS, EngineFacts, EngineNotReadyError, HandoffKind
+from diptych.serving.front.capabilities import UNKNOWN_BLOCKS, EngineFacts, EngineNotReadyError, HandoffKind, described
 from diptych.serving.front.engine_cache import EngineCache
 from diptych.serving.front.engine_connection import ReplyTooLongError, ask, pool_to
 from diptych.serving.front.engine_exchange import EngineExchange
@@ -159,9 +159,8 @@ class ExternalWorker:
 
     def described(self) -> dict[str, Any]:
         """What was found out about it, for people."""
-        facts = self.facts or EngineFacts(self.spec.kind, "", "")
         return {
-            **facts.described(is_known=self.facts is not None),
+            **described(self.facts),
             "prefix_index": self.cache.kind,
             "steps": self.steps.described(),
         }

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diptych.serving.api.manners import is_loopback
 from diptych.serving.front.adapters.openai_parts import (
     LOOK_S,
     GaugePage,
@@ -41,7 +42,6 @@ _GAUGES = GaugePage(
 _CACHE_LINE = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
 _LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d+)"')
 NOT_SAID = "it says at /kv_event_sources that it publishes none, or this version has no such page"
-LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 ANY_HOST = ("*", "0.0.0.0", "[::]", "::")
 TEMPLATE_FIELDS = (
     "tools", "chat_template", "chat_template_kwargs", "continue_final_message", "add_generation_prompt",
@@ -69,7 +69,7 @@ class VLLMAdapter:
         if not has_gauges:
             degraded.append("gauges (no vllm:num_requests_running; --disable-log-stats?)")
         labels = (
-            {key: int(value) for key, value in _LABEL.findall(found[1])} if (found := _CACHE_LINE.search(page)) else {}
+            {key: int(value) for key, value in _LABEL.findall(line[1])} if (line := _CACHE_LINE.search(page)) else {}
         )
         tokens = await self._tokens(pool, {"model": name, "prompt": "1"})
         if tokens is None:
@@ -83,8 +83,9 @@ class VLLMAdapter:
         if not has_cached:
             degraded.append("cached_tokens (start it with --enable-prompt-tokens-details)")
         sources = await get_fields(pool, "/kv_event_sources") if spec.kv_events else {}
-        events, replay = published(sources, spec.address[0]) if spec.kv_events == AUTO else (spec.kv_events, "")
-        if words := silent_publisher(sources) or ("" if events or not spec.kv_events else NOT_SAID):
+        found = published(sources, spec.address[0]) if spec.kv_events == AUTO else ("", "")
+        is_published = any(found) or spec.kv_events not in ("", AUTO)
+        if words := silent_publisher(sources) or ("" if is_published or not spec.kv_events else NOT_SAID):
             degraded.append(f"kv_events ({words})")
         return EngineFacts(
             "vllm",
@@ -99,12 +100,12 @@ class VLLMAdapter:
                 tokens_out=True,
                 cached_tokens=has_cached,
                 gauges=has_gauges,
-                kv_events=bool(events),
+                kv_events=is_published,
                 handoff="nixl",
                 step_times=bool(spec.step_events),
             ),
             tuple(degraded),
-            (events, replay),
+            found,
         )
 
     def changes(self, request: RelayRequest, facts: EngineFacts) -> dict[str, Any]:
@@ -186,12 +187,12 @@ def reachable(endpoint: str, host: str) -> str:
     """An address on which an engine listens, for others ("": there is none)."""
     name, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if endpoint.startswith("ipc://"):
-        return endpoint if host in LOOPBACK else ""
+        return endpoint if is_loopback(host) else ""
     if not endpoint.startswith("tcp://") or not port.isascii() or not port.isdigit():
         return ""
     if name in ANY_HOST:
         return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
-    return endpoint if name not in LOOPBACK or host in LOOPBACK else ""
+    return endpoint if is_loopback(host) or not is_loopback(name) else ""
 
 
 def silent_publisher(sources: Mapping[str, Any]) -> str:
