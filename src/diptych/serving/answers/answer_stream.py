@@ -186,11 +186,11 @@ class Generation:
     __slots__ = (
         "_dirty",
         "_error",
-        "_on_new",
         "_unread_since_ns",
         "_waiter",
         "count_unsent",
         "num_open",
+        "on_new",
         "request_id",
         "streams",
         "unread_ns",
@@ -206,7 +206,7 @@ class Generation:
         self.count_unsent: Callable[[], int] | None = None  # bytes that the client has not taken; set by a reply
         self._unread_since_ns = 0
         self._waiter: asyncio.Future[None] | None = None
-        self._on_new: Callable[[], bool] | None = None
+        self.on_new: Callable[[], bool] | None = None  # while its reader waits, see ``read``
         for stream in self.streams:
             stream.generation = self
 
@@ -229,7 +229,7 @@ class Generation:
     def deliver(self) -> None:
         """The step is over: new deltas go to the reader's ``on_new``; the last ones, and errors, go to ``read``."""
         try:
-            if self._dirty and (self._on_new is None or not self.num_open or not self._on_new()):
+            if self._dirty and (self.on_new is None or not self.num_open or not self.on_new()):
                 if not self._unread_since_ns:
                     self._unread_since_ns = time.monotonic_ns()
                 self.wake()
@@ -238,7 +238,7 @@ class Generation:
 
     def wake(self) -> None:
         """Let ``read`` return, if a reader waits in it."""
-        self._on_new = None
+        self.on_new = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -254,11 +254,11 @@ class Generation:
         of the reader's task, and return True, or return False and leave it to ``read``.
         """
         while not self._dirty and self._error is None:
-            self._waiter, self._on_new = asyncio.get_running_loop().create_future(), on_new
+            self._waiter, self.on_new = asyncio.get_running_loop().create_future(), on_new
             try:
                 await self._waiter
             finally:
-                self._waiter = self._on_new = None
+                self._waiter = self.on_new = None
         if self._error is not None:
             raise self._error
         return self.take()

@@ -164,22 +164,6 @@ class OutputStreams:
         self._metrics.on_gaps(gaps, num_tokens)
         return stopped
 
-    def on_relayed(self, worker: int, attempt_id: str, token_ids: list[int]) -> None:
-        """Later tokens of one answer whose text is not made here, delivered: as ``on_tokens`` of a step with nothing
-        else, by a shorter way. (Engines report each token of each answer by itself.)"""
-        stream = self._fed.get(attempt_id)
-        if stream is None or stream.worker != worker:
-            return
-        now, metrics = time.monotonic(), self._metrics
-        metrics.num_generated_tokens += len(token_ids)
-        metrics.inter_token_latency.observe(now - stream.last_token_s)
-        stream.last_token_s = now
-        stream.token_ids += token_ids
-        generation = stream.mark()
-        if self.on_news is not None:
-            self.on_news((generation,))
-        generation.deliver()
-
     def on_delivered(
         self, worker: int, attempt_id: str, first_token: int, logprobs: TokenLogprobs | None
     ) -> Takeover | None:

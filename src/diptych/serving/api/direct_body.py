@@ -35,6 +35,14 @@ class DirectBody:
 
         return write
 
+    def write_chunk(self, chunk: bytes) -> bool:
+        """Send a whole chunk of HTTP, unless the client is not there, does not read, or takes no chunks."""
+        cycle = self._cycle
+        if cycle.flow.write_paused or cycle.disconnected or cycle.chunked_encoding is not True:
+            return False
+        cycle.transport.write(chunk)
+        return True
+
     def count_unsent(self) -> int:
         """Bytes of this connection that its client has not taken: those that wait here, and those in the kernel that
         are not acknowledged (0 where the kernel does not say)."""

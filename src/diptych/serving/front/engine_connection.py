@@ -10,7 +10,7 @@ Memory: ``pause`` stops reading; a head has at most HEAD_LIMIT bytes.
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -70,6 +70,12 @@ class EngineCall:
             return
         self._connection.ignore()
         asyncio.get_running_loop().call_later(RELEASE_S, self.abort)
+
+    def take_chunks(self, on_chunk: Callable[[bytes], bool] | None) -> None:
+        """Give bytes to ``on_chunk`` first, as they came, where a chunk of HTTP begins with them. It returns whether
+        they were one whole chunk, which it has read; the listener gets all others."""
+        if self._connection is not None and not self.is_over:
+            self._connection.on_chunk = on_chunk
 
     def pause(self) -> None:
         """Read no more of the reply for now."""
@@ -193,7 +199,8 @@ class _Connection(asyncio.Protocol):
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
         self._has_head = self._is_whole = self._is_fresh = self._has_begun = self._is_paused = False
-        self._keeps = self._is_framed = False
+        self._keeps = self._is_framed = self._is_between_chunks = False
+        self.on_chunk: Callable[[bytes], bool] | None = None  # see EngineCall.take_chunks
         self.idle_since_s = 0.0
 
     @property
@@ -208,12 +215,14 @@ class _Connection(asyncio.Protocol):
         self._parser = HttpResponseParser(self)
         self._headers, self._head_bytes = {}, 0
         self._has_head = self._is_whole = self._has_begun = self._keeps = self._is_framed = False
+        self._is_between_chunks, self.on_chunk = False, None
         self._transport.write(request)
 
     def ignore(self) -> None:
         """See EngineCall.release."""
         self.resume()
         self._listener = _Ignored()
+        self.on_chunk = None
 
     def pause(self) -> None:
         """See EngineCall."""
@@ -229,7 +238,7 @@ class _Connection(asyncio.Protocol):
 
     def drop(self) -> None:
         """Close at once."""
-        self._call = self._listener = self._parser = None
+        self._call = self._listener = self._parser = self.on_chunk = None
         if self._transport is not None:
             self._transport.abort()
 
@@ -241,6 +250,8 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """More bytes of the reply."""
+        if self._is_between_chunks and self.on_chunk is not None and self.on_chunk(data):
+            return
         parser = self._parser
         if parser is None:  # nothing was asked for
             self.drop()
@@ -258,6 +269,8 @@ class _Connection(asyncio.Protocol):
             return
         if self._parser is not parser:  # aborted by its listener
             return
+        if self._is_between_chunks and not data.endswith(b"\r\n"):  # but for a part of a chunk's size
+            self._is_between_chunks = False
         if not self._has_head and self._head_bytes > HEAD_LIMIT:
             self._end_with(f"the head of the reply is longer than {HEAD_LIMIT} bytes")
         elif self._is_whole:
@@ -303,13 +316,21 @@ class _Connection(asyncio.Protocol):
         if self._listener is not None:
             self._listener.on_data(data)
 
+    def on_chunk_header(self) -> None:
+        """The size of a chunk is read."""
+        self._is_between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        """A chunk is read, with the end of its line."""
+        self._is_between_chunks = True
+
     def on_message_complete(self) -> None:
         """The reply is read."""
         self._is_whole = self._has_head
 
     def _finish(self) -> None:
         call, listener = self._call, self._listener
-        self._call = self._listener = self._parser = None
+        self._call = self._listener = self._parser = self.on_chunk = None
         assert call is not None and listener is not None
         call.is_over, call._connection = True, None
         if self._keeps and self._is_framed and self.is_usable:
@@ -321,7 +342,7 @@ class _Connection(asyncio.Protocol):
 
     def _end_with(self, words: str) -> None:
         call, listener = self._call, self._listener
-        self._call = self._listener = self._parser = None
+        self._call = self._listener = self._parser = self.on_chunk = None
         if self._transport is not None:
             self._transport.abort()
         if call is not None and listener is not None:

@@ -9,6 +9,7 @@ begun, its client has left) writes nothing any more. Ends exactly once.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from diptych.control.step import StepTokens
 from diptych.serving.api.error_format import error_body
 from diptych.serving.front.engine_connection import ConnectionPool, EngineCall
 from diptych.serving.front.engine_question import EngineQuestion, id_header
+from diptych.serving.front.plain_chunks import ChunkForm, ChunkForms
 from diptych.serving.front.relay_request import WHOLE_PATHS
 from diptych.serving.front.relay_stream import NO_TOKEN, EngineRefusal, RelayStream, retry_after_of
 from diptych.serving.front.reply_chunks import (
@@ -37,6 +39,7 @@ from diptych.serving.front.reply_chunks import (
 BODY_LIMIT = 64 << 20
 REFUSAL_LIMIT = 1 << 16
 ELSEWHERE = frozenset((408, 409, 425, 429))  # and all from 500 on: another engine may take it
+TOLD_S = 0.25  # how often the owner is told of tokens
 SPARE_TOKENS = 8  # by which an engine may miscount an answer
 
 
@@ -50,8 +53,8 @@ class ExchangeOwner(Protocol):
         """Tell the fleet."""
         ...
 
-    def feed(self, attempt_id: str, token_ids: list[int], gap_ns: int) -> None:
-        """Later tokens came, so long after those before, and nothing else has happened."""
+    def on_gaps(self, attempt_id: str, gaps: Mapping[float, int], num_tokens: int) -> None:
+        """Later tokens came, and are passed on. gaps: seconds since those before -> how often."""
         ...
 
     def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
@@ -119,6 +122,11 @@ class EngineExchange:
         self._retry_after = ""
         self._is_events = False
         self._splitter = EventSplitter()
+        self._forms = ChunkForms()
+        self._form: ChunkForm | None = None
+        self._gaps: list[float] = []  # seconds between tokens, since the owner was told
+        self._num_untold = 0  # tokens since then
+        self._told_s = 0.0
         self._body = bytearray()
         self._usage: EngineUsage | None = None
         self._finished: set[int] = set()
@@ -182,13 +190,18 @@ class EngineExchange:
         """See ReplyListener."""
         self.break_off(words)
 
+    @property
+    def _is_stale(self) -> bool:
+        """Whether its attempt is over."""
+        return self.stream.attempt_id != self.attempt_id or self.stream.worker != self._feeder
+
     # -- streams ------------------------------------------------------------------------------------------------------
 
     def _on_events(self, data: bytes) -> None:
         """The tokens of all events that came at once are told at once; what ends the answer comes after them."""
         stream = self.stream
-        if stream.attempt_id != self.attempt_id or stream.worker != self._feeder:
-            self.cancel()  # of an attempt that is over
+        if self._is_stale:
+            self.cancel()
             return
         token_ids: list[int] = []
         end: Callable[[], None] | None = None
@@ -227,12 +240,54 @@ class EngineExchange:
         elif chunk.choices or not self._question.adds_usage:
             if stream.first_chunk is None and chunk.id:
                 stream.first_chunk = (chunk.id, chunk.created, chunk.model)
-            if self._question.adds_ids and b"token_ids" in payload:
-                payload = without_token_ids(payload)
-            if b"\n" in payload:  # it came in several lines
-                payload = payload.replace(b"\n", b"\ndata: ")
-            stream.add(b"data: %b\n\n" % payload)
+            stream.add(self._relayed(payload))
+        if len(found) == 1 and not self._num_again and self._call is not None:
+            self._form = self._forms.learn(payload, chunk, self._written)
+            self._call.take_chunks(None if self._form is None else self._on_chunk)
         return None
+
+    def _on_chunk(self, data: bytes) -> bool:
+        """See EngineCall: what ``on_data`` does for a chunk of the usual form."""
+        stream = self.stream
+        if self._form is None or self._splitter.rest or (found := self._form.read(data)) is None:
+            return False
+        is_stale = stream.attempt_id != self.attempt_id or stream.worker != self._feeder
+        if is_stale or len(stream.token_ids) >= self._most_tokens:
+            return False
+        self._on_later(1)
+        if not stream.pass_on(found[0], found[1]) and stream.is_full and self._call is not None:
+            self._call.pause()
+        return True
+
+    def _on_later(self, num_tokens: int) -> None:
+        """Tokens after the first came now. The owner is told of some at once: it does not look more often."""
+        stream, now_s = self.stream, time.monotonic()
+        self._gaps.append(now_s - stream.last_token_s)
+        stream.last_token_s = now_s
+        self.last_ns = self._owner.clock()
+        self.num_tokens += num_tokens
+        self._num_untold += num_tokens
+        if now_s - self._told_s > TOLD_S:
+            self._tell_gaps(now_s)
+
+    def _tell_gaps(self, now_s: float) -> None:
+        if self._num_untold:
+            self._owner.on_gaps(self.attempt_id, Counter(self._gaps), self._num_untold)
+            self._gaps.clear()
+            self._num_untold = 0
+        self._told_s = now_s
+
+    def _written(self, payload: bytes, text: str) -> bytes:
+        """What the client gets of a payload with this text."""
+        return self.stream.chunk(text, None) if self._question.is_rewritten else self._relayed(payload)
+
+    def _relayed(self, payload: bytes) -> bytes:
+        """An event of the engine as the client gets it."""
+        if self._question.adds_ids and b"token_ids" in payload:
+            payload = without_token_ids(payload)
+        if b"\n" in payload:  # it came in several lines
+            payload = payload.replace(b"\n", b"\ndata: ")
+        return b"data: %b\n\n" % payload
 
     def _on_error(self, error: Any, message: str) -> None:
         """An error in the middle of a stream: the request's own fault, or the engine's."""
@@ -294,13 +349,12 @@ class EngineExchange:
     def _count(self, token_ids: list[int]) -> None:
         """Tell the fleet of tokens, at least one."""
         owner = self._owner
-        now = owner.clock()
-        before_ns, self.last_ns = self.last_ns, now
-        self.num_tokens += len(token_ids)
         if self.first_ns:
-            owner.feed(self.attempt_id, token_ids, now - before_ns)
+            self._on_later(len(token_ids))
+            self.stream.push_all(token_ids)
             return
-        self.first_ns = now
+        self.first_ns = self.last_ns = now = owner.clock()
+        self.num_tokens += len(token_ids)
         self.stream.served_by, self.stream.refusal = owner.name, None
         owner.on_first_token(self)
         self._begin_answer(token_ids, now)
@@ -333,7 +387,7 @@ class EngineExchange:
         if request.is_stream:
             self.break_off("a stream was asked for, and the reply is none")
             return
-        if stream.attempt_id != self.attempt_id or stream.worker != self._feeder:
+        if self._is_stale:
             self.cancel()
             return
         try:
@@ -416,6 +470,7 @@ class EngineExchange:
 
     def _over(self, *, is_whole: bool = False) -> None:
         self.is_over = True
+        self._tell_gaps(self._told_s)
         if self.stream.on_read == self._on_read:
             self.stream.on_read = None
         if self._call is not None:

@@ -128,12 +128,13 @@ class EngineLoad:
             self._done_waiting(now)
             self._num_seen += 1
 
-    def on_gap(self, attempt_id: str, gap_ns: int, num_tokens: int) -> None:
-        """Tokens came, so long after those before."""
+    def on_gaps(self, attempt_id: str, gaps: Mapping[float, int], num_tokens: int) -> None:
+        """Tokens came. gaps: seconds since those before -> how often."""
         held = self._held.get(attempt_id)
         if held is not None:
             held.num_output_tokens += num_tokens
-            self._gap_ns += (gap_ns / num_tokens - self._gap_ns) / 64
+            mean_ns = sum(gap_s * count for gap_s, count in gaps.items()) * NS_PER_S / num_tokens
+            self._gap_ns += (mean_ns - self._gap_ns) * min(1.0, sum(gaps.values()) / 64)
 
     def on_over(self, attempt_id: str, now: int) -> None:
         """The engine has it no longer."""

@@ -10,7 +10,7 @@ so every request ends, or goes on elsewhere.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diptych.control.commands import AskKVSnapshot, Drop, Prefill, Release, Reserve, Serve, WorkerCommand
@@ -60,8 +60,8 @@ STALE_PROBES = 4
 
 
 class ExternalWorker:
-    """See WorkerPort. relay_of: the open stream of a request. feed: takes tokens of one of its
-    attempts, where nothing else has happened. num_up: how many engines there are to try. prices: of all engines."""
+    """See WorkerPort. relay_of: the open stream of a request. on_gaps: see
+    ServingMetrics. num_up: how many engines there are to try. prices: of all engines."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ExternalWorker:
         spec: EngineSpec,
         options: FrontOptions,
         relay_of: Callable[[str], RelayStream | None],
-        feed: Callable[[int, str, list[int]], None],
+        on_gaps: Callable[[Mapping[float, int], int], None],
         num_up: Callable[[], int],
         clock: Callable[[], int],
         prices: LearnedPrices,
@@ -87,7 +87,7 @@ class ExternalWorker:
         self._adapter = ADAPTERS[spec.kind]
         self._options = options
         self._relay_of = relay_of
-        self._feed = feed
+        self._on_gaps = on_gaps
         self._num_up = num_up
         self._prices = prices
         self._listener: WorkerListener | None = None
@@ -404,11 +404,10 @@ class ExternalWorker:
         if self._listener is not None and self.state is WorkerState.READY:
             self._listener.on_message(self.number, StepReport(pack_events(events), tokens))
 
-    def feed(self, attempt_id: str, token_ids: list[int], gap_ns: int) -> None:
+    def on_gaps(self, attempt_id: str, gaps: Mapping[float, int], num_tokens: int) -> None:
         """See ExchangeOwner."""
-        if self.state is WorkerState.READY:
-            self.load.on_gap(attempt_id, gap_ns, len(token_ids))
-            self._feed(self.number, attempt_id, token_ids)
+        self.load.on_gaps(attempt_id, gaps, num_tokens)
+        self._on_gaps(gaps, num_tokens)
 
     def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
         """See ExchangeOwner."""

@@ -25,4 +25,5 @@ class RelayResponse(GenerationResponse):
         if body is None:
             return None
         generation.count_unsent = body.count_unsent
+        generation.relay.write_chunk = body.write_chunk
         return body.writes(generation.take_data)

@@ -117,6 +117,7 @@ class RelayStream(AnswerStream):
         "request",
         "served_by",
         "slot",
+        "write_chunk",
     )
 
     def __init__(
@@ -144,6 +145,7 @@ class RelayStream(AnswerStream):
         self.frame: tuple[bytes, bytes] | None = None  # around the text of a chunk that the front writes
         self.slot: HandoffSlot | None = None  # of its attempt that two engines share
         self.on_read: Callable[[], None] | None = None
+        self.write_chunk: Callable[[bytes], bool] | None = None  # of its reply, see DirectBody
         self._data: list[bytes] = []
         self._num_unread = 0
 
@@ -187,6 +189,27 @@ class RelayStream(AnswerStream):
         """What the client gets next. (The tokens in it come by ``push``.)"""
         self._data.append(data)
         self._num_unread += len(data)
+
+    def push_all(self, token_ids: list[int]) -> None:
+        """These tokens, in what was added, are delivered."""
+        self.token_ids += token_ids
+        self.mark().deliver()
+
+    def pass_on(self, token_id: int, chunk: bytes) -> bool:
+        """A token with text. chunk: of HTTP, with the event. Returns whether it was sent as it is: the client has had
+        all before it, and reads what it gets."""
+        self.token_ids.append(token_id)
+        self.num_textless = self.most_textless = 0
+        if self.write_chunk is not None and self.generation.on_new is not None and not self._data:
+            try:
+                if self.write_chunk(chunk):
+                    return True
+            except Exception as error:  # as if it had happened in the reader's own task
+                self.generation.fail(error)
+                return True
+        self.add(chunk[chunk.index(b"\r\n") + 2 : -2])
+        self.mark().deliver()
+        return False
 
     def take(self) -> RelayDelta:
         """What is new since the last call."""

@@ -20,35 +20,30 @@ class UnreadableReplyError(Exception):
 
 
 class EventSplitter:
-    """Server-sent events out of bytes that were cut anywhere."""
+    """Server-sent events out of bytes that were cut anywhere. rest: what has come of the next event."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self.rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """The payloads of the events that are whole now; comments and events without data give none. Raises
         UnreadableReplyError for an event that is too long."""
-        is_whole = data.startswith(b"data: ") and data.endswith(b"\n\n") and not self._rest
+        is_whole = data.startswith(b"data: ") and data.endswith(b"\n\n") and not self.rest
         if is_whole and data.count(b"\n") == 2 and b"\r" not in data:
             return [data[6:-2]]  # one event, as most are
         payloads: list[bytes] = []
-        searched = max(0, len(self._rest) - 3)  # a blank line may have been cut
-        self._rest = self._rest + data if self._rest else data
+        searched = max(0, len(self.rest) - 3)  # a blank line may have been cut
+        self.rest = self.rest + data if self.rest else data
         begin = 0
-        while found := _BLANK_LINE.search(self._rest, max(begin, searched)):
-            event, begin = self._rest[begin : found.start()], found.end()
+        while found := _BLANK_LINE.search(self.rest, max(begin, searched)):
+            event, begin = self.rest[begin : found.start()], found.end()
             payload = _payload(event)
             if payload is not None:
                 payloads.append(payload)
-        self._rest = self._rest[begin:]
-        if len(self._rest) > MAX_EVENT_BYTES:
+        self.rest = self.rest[begin:]
+        if len(self.rest) > MAX_EVENT_BYTES:
             raise UnreadableReplyError(f"an event of the stream is longer than {MAX_EVENT_BYTES} bytes")
         return payloads
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether a part of an event is left."""
-        return bool(self._rest.strip())
 
 
 def _payload(event: bytes) -> bytes | None:
