@@ -27,7 +27,7 @@ class DirectBody:
         cycle = self._cycle
 
         def write() -> bool:
-            if cycle.flow.write_paused or cycle.disconnected or cycle.chunked_encoding is not True:
+            if not self._takes_chunks:
                 return False
             if body := take():  # an empty chunk would end the body
                 cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
@@ -37,11 +37,15 @@ class DirectBody:
 
     def write_chunk(self, chunk: bytes) -> bool:
         """Send a whole chunk of HTTP, unless the client is not there, does not read, or takes no chunks."""
-        cycle = self._cycle
-        if cycle.flow.write_paused or cycle.disconnected or cycle.chunked_encoding is not True:
+        if not self._takes_chunks:
             return False
-        cycle.transport.write(chunk)
+        self._cycle.transport.write(chunk)
         return True
+
+    @property
+    def _takes_chunks(self) -> bool:
+        cycle = self._cycle
+        return not (cycle.flow.write_paused or cycle.disconnected) and cycle.chunked_encoding is True
 
     def count_unsent(self) -> int:
         """Bytes of this connection that its client has not taken: those that wait here, and those in the kernel that

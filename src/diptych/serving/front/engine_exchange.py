@@ -22,7 +22,7 @@ from diptych.control.step import StepTokens
 from diptych.serving.api.error_format import error_body
 from diptych.serving.front.engine_connection import ConnectionPool, EngineCall
 from diptych.serving.front.engine_question import EngineQuestion, id_header
-from diptych.serving.front.plain_chunks import ChunkForm, ChunkForms
+from diptych.serving.front.plain_chunks import ChunkForms
 from diptych.serving.front.relay_request import WHOLE_PATHS
 from diptych.serving.front.relay_stream import NO_TOKEN, EngineRefusal, RelayStream, retry_after_of
 from diptych.serving.front.reply_chunks import (
@@ -123,7 +123,6 @@ class EngineExchange:
         self._is_events = False
         self._splitter = EventSplitter()
         self._forms = ChunkForms()
-        self._form: ChunkForm | None = None
         self._gaps: list[float] = []  # seconds between tokens, since the owner was told
         self._num_untold = 0  # tokens since then
         self._told_s = 0.0
@@ -242,17 +241,16 @@ class EngineExchange:
                 stream.first_chunk = (chunk.id, chunk.created, chunk.model)
             stream.add(self._relayed(payload))
         if len(found) == 1 and not self._num_again and self._call is not None:
-            self._form = self._forms.learn(payload, chunk, self._written)
-            self._call.take_chunks(None if self._form is None else self._on_chunk)
+            form = self._forms.learn(payload, chunk, self._written)
+            self._call.take_chunks(None if form is None else self._on_chunk)
         return None
 
     def _on_chunk(self, data: bytes) -> bool:
         """See EngineCall: what ``on_data`` does for a chunk of the usual form."""
-        stream = self.stream
-        if self._form is None or self._splitter.rest or (found := self._form.read(data)) is None:
+        form, stream = self._forms.form, self.stream
+        if form is None or self._splitter.rest or (found := form.read(data)) is None:
             return False
-        is_stale = stream.attempt_id != self.attempt_id or stream.worker != self._feeder
-        if is_stale or len(stream.token_ids) >= self._most_tokens:
+        if self._is_stale or len(stream.token_ids) >= self._most_tokens:
             return False
         self._on_later(1)
         if not stream.pass_on(found[0], found[1]) and stream.is_full and self._call is not None:

@@ -7,6 +7,7 @@ nothing that would end its JSON string. A form is learned from a chunk that was 
 import re
 from collections.abc import Callable
 
+from diptych.serving.front.relay_stream import NO_TOKEN, TEXT_HERE
 from diptych.serving.front.reply_chunks import ChunkChoice, EngineChunk, UnreadableReplyError, read_chunk
 
 MIN_TRIES, READ_A_TRY = 4, 8  # a stream whose chunks are seldom alike is not tried for long
@@ -18,8 +19,7 @@ _TEXT = re.compile(
 )  # within a JSON string, in UTF-8 (without all of it: what is left out is decoded)
 _BEFORE_TEXT = re.compile(rb'"(?:text|content)"\s*:\s*"')
 _BEFORE_ID = re.compile(rb'"token_ids"\s*:\s*\[\s*')
-_OTHER_TEXT, _OTHER_ID = "\u241f text", 987_654_321
-NO_TOKEN = 0  # stands for a token that the engine did not name
+_TEXT_HERE, _ID_HERE = TEXT_HERE.encode(), 987_654_321
 
 
 class ChunkForm:
@@ -74,28 +74,28 @@ class ChunkForm:
 
 
 class ChunkForms:
-    """Of one stream: the form that its chunks have now."""
+    """Of one stream. form: that its chunks have now (None: none that is known)."""
 
-    __slots__ = ("_form", "_num_read", "_num_tries")
+    __slots__ = ("_num_read", "_num_tries", "form")
 
     def __init__(self) -> None:
-        self._form: ChunkForm | None = None
+        self.form: ChunkForm | None = None
         self._num_read = self._num_tries = 0
 
     def learn(self, payload: bytes, chunk: EngineChunk, written: Callable[[bytes, str], bytes]) -> ChunkForm | None:
         """The form of a chunk that brought one token; None: it is not usual, or chunks of this stream are seldom alike.
         written: what the client gets of such a payload with another text."""
-        form = self._form
+        form = self.form
         if form is not None and form.is_of(payload):
             return form
         if form is not None:
             self._num_read += form.num_read
-            self._form = None
+            self.form = None
         if self._num_tries >= MIN_TRIES + self._num_read // READ_A_TRY:
             return None
         self._num_tries += 1
-        self._form = _form_of(payload, chunk, written)
-        return self._form
+        self.form = _form_of(payload, chunk, written)
+        return self.form
 
 
 def _text_of(chunk: EngineChunk) -> tuple[ChunkChoice, str] | None:
@@ -128,15 +128,15 @@ def _form_of(payload: bytes, chunk: EngineChunk, written: Callable[[bytes, str],
         if name is None or not payload.startswith(digits, name.end()):
             return None
         middle, tail = payload[end : name.end()], payload[name.end() + len(digits) :]
-    other = b"%b%b%b%b" % (head, _OTHER_TEXT.encode(), middle and middle + b"%d" % _OTHER_ID, tail)
+    other = b"%b%b%b%b" % (head, _TEXT_HERE, middle and middle + b"%d" % _ID_HERE, tail)
     if not _differs_in_text_alone(other, chunk):
         return None
-    parts = written(other, _OTHER_TEXT).split(_OTHER_TEXT.encode())
+    parts = written(other, TEXT_HERE).split(_TEXT_HERE)
     return ChunkForm(head, middle, tail, parts[0], parts[1]) if len(parts) == 2 else None
 
 
 def _differs_in_text_alone(other: bytes, chunk: EngineChunk) -> bool:
-    """Whether a payload is read as this chunk but for the text, which is _OTHER_TEXT, and the id."""
+    """Whether a payload is read as this chunk but for the text, which is TEXT_HERE, and the id."""
     try:
         found = read_chunk(other)
     except UnreadableReplyError:
@@ -147,7 +147,7 @@ def _differs_in_text_alone(other: bytes, chunk: EngineChunk) -> bool:
     else:
         text, choice.delta.content = choice.delta.content, known.delta.content
     if known.token_ids is not None:
-        if choice.token_ids != [_OTHER_ID]:
+        if choice.token_ids != [_ID_HERE]:
             return False
         choice.token_ids = known.token_ids
-    return text == _OTHER_TEXT and found == chunk
+    return text == TEXT_HERE and found == chunk

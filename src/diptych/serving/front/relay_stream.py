@@ -199,7 +199,7 @@ class RelayStream(AnswerStream):
         """A token with text. chunk: of HTTP, with the event. Returns whether it was sent as it is: the client has had
         all before it, and reads what it gets."""
         self.token_ids.append(token_id)
-        self.num_textless = self.most_textless = 0
+        self.has_text_up_to(0)
         if self.write_chunk is not None and self.generation.on_new is not None and not self._data:
             try:
                 if self.write_chunk(chunk):
