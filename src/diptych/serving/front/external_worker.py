@@ -420,8 +420,8 @@ class ExternalWorker:
         self.load.on_first_token(exchange.attempt_id, exchange.first_ns)
 
     def on_prompt_computed(self, stream: RelayStream) -> None:
-        """See ExchangeOwner."""
-        self.cache.on_computed(stream.hashes, self.clock())
+        """See ExchangeOwner. The client gets its token first: the blocks of long prompts are many."""
+        asyncio.get_running_loop().call_soon(self.cache.on_computed, stream.hashes, self.clock())
 
     def on_usage(self, exchange: EngineExchange, usage: EngineUsage) -> int:
         """See ExchangeOwner."""

@@ -11,8 +11,9 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 import msgspec
+from xxhash import xxh3_128
 
-from diptych.control.engine.kvcache.prefix_cache import HASH_BYTES, hash_blocks
+from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import InvalidRequestError
 from diptych.control.request import SERVICE_CLASSES, RequestOptions
 from diptych.control.slo import NS_PER_MS, Slo
@@ -122,9 +123,14 @@ class RelayRequest:
         return bool(options and (options.include_usage or options.continuous_usage_stats))
 
     @property
-    def prompt(self) -> bytes:
-        """The JSON of what is to be read: messages, prompt or input."""
-        return bytes(self.body.messages or self.body.prompt or self.body.input)
+    def prompt(self) -> memoryview:
+        """The JSON of what is to be read: messages, prompt or input. Not a copy: some are long."""
+        return memoryview(self.body.messages or self.body.prompt or self.body.input)
+
+    @property
+    def prompt_head(self) -> bytes:
+        """Its first characters, which say what it is."""
+        return bytes(self.prompt[:64]).lstrip()
 
     @property
     def max_tokens(self) -> int:
@@ -146,11 +152,11 @@ class RelayRequest:
     @property
     def num_prompts(self) -> int:
         """Prompts of a completion, each with an answer of its own."""
-        data = self.prompt.lstrip()
-        if self.path != COMPLETION_PATH or not data.startswith(b"[") or data[1:64].lstrip()[:1] not in (b"[", b'"'):
+        head = self.prompt_head
+        if self.path != COMPLETION_PATH or not head.startswith(b"[") or head[1:].lstrip()[:1] not in (b"[", b'"'):
             return 1
         try:
-            return max(1, len(_prompts_decoder.decode(data)))
+            return max(1, len(_prompts_decoder.decode(self.prompt)))
         except msgspec.DecodeError:  # the engine refuses it
             return 1
 
@@ -198,11 +204,12 @@ class RelayRequest:
             return () if self.body.cache_salt else hash_blocks(self.token_ids[: self.tokenized.num_plain], block_size)
         if self.path in WHOLE_PATHS:
             return ()
-        width, data = max(1, int(block_size * bytes_per_token)), memoryview(self.prompt)
+        width, data = max(1, int(block_size * bytes_per_token)), self.prompt
         before = (self.path, self.body.cache_salt or "", self.body.model or "")
         shapes = [f"{name}:".encode() + bytes(self.fields[name]) for name in SHAPE_FIELDS if name in self.fields]
         seed = b"\0".join(("\0".join(before).encode(), *shapes))
-        chain = blake2b(blake2b(seed, digest_size=HASH_BYTES).digest(), digest_size=HASH_BYTES)
+        # Not cryptographic, for speed: two texts of one hash would cost hits, and no text is taken for another.
+        chain = xxh3_128(blake2b(seed).digest())
         found = []
         for end in range(width, len(data) + 1, width):
             chain.update(data[end - width : end])
@@ -302,11 +309,11 @@ def options_for(body: RelayBody, tenant: str) -> RequestOptions:
 
 def prompt_token_ids(request: RelayRequest) -> TokenizedPrompt | None:
     """Of a completion whose prompt is one list of token ids; None for all others."""
-    data = request.prompt.lstrip()
-    if request.path != COMPLETION_PATH or not data.startswith(b"[") or data.startswith((b"[[", b'["')):
+    head = request.prompt_head
+    if request.path != COMPLETION_PATH or not head.startswith(b"[") or head.startswith((b"[[", b'["')):
         return None
     try:
-        ids = tuple(_ids_decoder.decode(data))
+        ids = tuple(_ids_decoder.decode(request.prompt))
     except msgspec.DecodeError:
         return None
     return TokenizedPrompt.of_text(ids) if all(0 <= token_id < 1 << 32 for token_id in ids) else None

@@ -75,7 +75,7 @@ class LlamaCppAdapter:
 
     async def tokenize(self, pool: ConnectionPool, request: RelayRequest, facts: EngineFacts) -> TokenizedPrompt | None:
         """See EngineAdapter."""
-        if request.path == COMPLETION_PATH and request.prompt.startswith(b'"'):
+        if request.path == COMPLETION_PATH and request.prompt_head.startswith(b'"'):
             return await self._tokens(pool, request.body.prompt)
         if request.path != CHAT_PATH:
             return None

@@ -91,7 +91,7 @@ class SGLangAdapter:
 
     async def tokenize(self, pool: ConnectionPool, request: RelayRequest, facts: EngineFacts) -> TokenizedPrompt | None:
         """See EngineAdapter. Of text only: it has no endpoint for its chat template."""
-        if request.path == COMPLETION_PATH and request.prompt.startswith(b'"'):
+        if request.path == COMPLETION_PATH and request.prompt_head.startswith(b'"'):
             return await post_tokens(pool, "/tokenize", {"model": facts.model, "prompt": request.body.prompt})
         return None
 

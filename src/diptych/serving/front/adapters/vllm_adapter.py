@@ -130,7 +130,7 @@ class VLLMAdapter:
             fields: dict[str, Any] = {"model": model, "messages": request.body.messages, "add_generation_prompt": True}
             fields |= {name: request.fields[name] for name in TEMPLATE_FIELDS if name in request.fields}
             return await self._tokens(pool, fields)
-        if request.path == COMPLETION_PATH and request.prompt.startswith(b'"'):
+        if request.path == COMPLETION_PATH and request.prompt_head.startswith(b'"'):
             special = {name: request.fields[name] for name in ("add_special_tokens",) if name in request.fields}
             return await self._tokens(pool, {"model": model, "prompt": request.body.prompt, **special})
         return None
