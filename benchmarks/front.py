@@ -1,14 +1,14 @@
 """What a front costs: time to the first token that it adds with long prompts, and processor time per streamed token.
 
     python benchmarks/front.py [--rate 100] [--prompt-kb 220] [--streams 64 256] [--engines 2] [--seconds 8]
-                               [--vllm-router VENV] [--sglang-router VENV] [--json FILE]
+                               [--repetitions 3] [--vllm-router VENV] [--sglang-router VENV] [--json FILE]
 
 Engines are make-believe servers of known pace (fake_sse_server.py), processes of their own; the client is one, too.
-Each way in turn gets the same load: straight to one engine, through ``diptych front``, and through the routers of vLLM
-and SGLang where an environment with them is named (``python -m venv VENV; VENV/bin/pip install vllm-router``). Added
-time to first token: percentiles through a front less those straight to an engine, open loop. Processor time: of all
-threads of the front's process and its children, over a window in which every stream runs, per event that the client
-gets.
+Each way in turn gets the same load, in several rounds: straight to one engine, through ``diptych front``, and through
+the routers of vLLM and SGLang where an environment with them is named (``python -m venv VENV; VENV/bin/pip install
+vllm-router``). Added time to first token: percentiles through a front less those straight to an engine in the same
+round, open loop. Processor time: of all threads of the front's process and its children, over a window in which every
+stream runs, per event that the client gets. Reported are the median of the rounds, and their least and most.
 """
 
 import argparse
@@ -20,7 +20,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -184,20 +185,52 @@ def ways(options: argparse.Namespace, engines: list[int]) -> dict[str, list[str]
     return found
 
 
-def turn(name: str, port: int, pid: int | None, options: argparse.Namespace, straight: list[float]) -> dict[str, Any]:
-    """One row of the table."""
+def first_token_times(port: int, options: argparse.Namespace) -> tuple[float, float]:
+    """(p50, p99) of the time to the first token, milliseconds."""
     times = first_tokens(port, options)
-    row: dict[str, Any] = {"through": name, "requests": len(times)}
-    for share, label in ((0.5, "p50"), (0.99, "p99")):
-        at = int(share * (len(times) - 1))
-        row[f"TTFT {label} ms"] = round(times[at], 2)
-        row[f"added {label} ms"] = round(times[at] - straight[at], 2) if straight else None
-    for count in options.streams:
-        if pid is not None:
-            found = [per_token(port, pid, count, options.seconds) for _ in range(options.repetitions)]
-            row[f"us/token, {count} streams"] = round(statistics.median(cost for cost, _ in found), 1)
-            row[f"tokens/s, {count} streams"] = round(statistics.median(rate for _, rate in found))
+    return times[(len(times) - 1) // 2], times[int(0.99 * (len(times) - 1))]
+
+
+@dataclass
+class Found:
+    """What was measured of one way, a value for each round."""
+
+    first_tokens: list[tuple[float, float]] = field(default_factory=list)
+    per_token: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+
+
+def row_of(name: str, straight: list[tuple[float, float]], found: Found) -> dict[str, Any]:
+    """One row of the table: medians over the rounds, and in brackets the least and the most."""
+    row: dict[str, Any] = {"through": name}
+    for at, label in ((0, "p50"), (1, "p99")):
+        row[f"TTFT {label} ms"] = spread([times[at] for times in found.first_tokens], 2)
+        if name:
+            pairs = zip(found.first_tokens, straight, strict=True)
+            row[f"added {label} ms"] = spread([times[at] - without[at] for times, without in pairs], 2)
+    for count, costs in found.per_token.items():
+        row[f"us/token, {count} streams"] = spread([cost for cost, _ in costs], 1)
+        row[f"tokens/s, {count} streams"] = round(statistics.median(rate for _, rate in costs))
     return row
+
+
+def spread(values: list[float], digits: int) -> str:
+    """The median, and from where to where."""
+    least, middle, most = (round(value, digits) for value in (min(values), statistics.median(values), max(values)))
+    return f"{middle:g} ({least:g} .. {most:g})"
+
+
+def measure(fronts: dict[str, tuple[int, int]], port: int, options: argparse.Namespace) -> dict[str, Found]:
+    """By name, "" for without a front. fronts: (port, process) by name; port: of one engine. Every round measures all of them in turn."""
+    found = {name: Found() for name in ("", *fronts)}
+    for number in range(options.repetitions):
+        found[""].first_tokens.append(first_token_times(port, options))
+        for name, (front, _) in fronts.items():
+            found[name].first_tokens.append(first_token_times(front, options))
+        for count in options.streams:
+            for name, (front, pid) in fronts.items():
+                found[name].per_token.setdefault(count, []).append(per_token(front, pid, count, options.seconds))
+        print(f"round {number + 1} of {options.repetitions} is done", file=sys.stderr, flush=True)
+    return found
 
 
 def main() -> None:
@@ -219,18 +252,20 @@ def main() -> None:
     engines = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
     try:
         time.sleep(2.0)
-        rows = [turn("(no front)", ports[0], None, options, [])]
-        straight = first_tokens(ports[0], options)
-        for name, command in ways(options, ports).items():
-            port = free_port()
-            with process([*command, str(port)], port) as pid:
-                rows.append(turn(name, port, pid, options, straight))
+        with ExitStack() as running:
+            fronts = {}
+            for name, command in ways(options, ports).items():
+                port = free_port()
+                fronts[name] = (port, running.enter_context(process([*command, str(port)], port)))
+            found = measure(fronts, ports[0], options)
     finally:
         for engine in engines:
             engine.terminate()
             engine.wait()
+    rows = [row_of(name, found[""].first_tokens, each) for name, each in found.items()]
     settings = {"rate": options.rate, "prompt_kb": options.prompt_kb, "engines": options.engines}
-    report("what a front costs", rows, options.json, **settings, loadavg=os.getloadavg()[0])
+    rounds = {name: asdict(each) for name, each in found.items()}
+    report("what a front costs", rows, options.json, **settings, loadavg=os.getloadavg()[0], rounds=rounds)
 
 
 if __name__ == "__main__":
