@@ -180,8 +180,8 @@ def ways(options: argparse.Namespace, engines: list[int]) -> dict[str, list[str]
         ("sglang-router", options.sglang_router, "sglang_router.launch_router"),
     ):
         if venv is not None:
-            command = [str(venv / "bin" / "python"), "-m", module, "--worker-urls", *urls]
-            found[name] = [*command, "--policy", "cache_aware", "--host", "127.0.0.1", "--port"]
+            command = [str(venv / "bin" / "python"), "-m", module, "--worker-urls", *urls, "--policy", "cache_aware"]
+            found[name] = [*command, "--prometheus-port", str(free_port()), "--host", "127.0.0.1", "--port"]
     return found
 
 
