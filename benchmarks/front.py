@@ -220,7 +220,7 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def measure(fronts: dict[str, tuple[int, int]], port: int, options: argparse.Namespace) -> dict[str, Found]:
-    """By name, "" for without a front. fronts: (port, process) by name; port: of one engine. Every round measures all of them in turn."""
+    """By name ("": without a front); in every round all take turns. fronts: (port, process). port: of an engine."""
     found = {name: Found() for name in ("", *fronts)}
     for number in range(options.repetitions):
         found[""].first_tokens.append(first_token_times(port, options))

@@ -2,6 +2,7 @@
 is logged."""
 
 import asyncio
+import gc
 import itertools
 import json
 import logging
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
 from diptych.serving.api.connection import LINGER_S, MAX_HEAD_BYTES, SILENCE_S, Connection
+from diptych.serving.api.direct_body import DirectBody
 
 GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nabcde"
@@ -386,3 +388,24 @@ async def test_a_long_reply_is_not_silence(rest: bytes) -> None:
     await settle()
     assert client.wire.statuses == [200]
     await client.leave()
+
+
+@pytest.mark.asyncio
+async def test_what_a_reply_wrote_to_directly_is_freed_at_once() -> None:
+    """A cycle of HTTP holds its scope, and this the DirectBody that holds the cycle."""
+
+    def alive() -> int:
+        return sum(isinstance(found, DirectBody) for found in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before, client = alive(), await replies(POST + GET)
+        assert client.wire.statuses == [200, 200]
+        client.app.waits_for_disconnect = True
+        await client.say(POST)
+        assert alive() > before  # of the one that waits
+        await client.leave()
+        assert alive() == before
+    finally:
+        gc.enable()

@@ -1,6 +1,7 @@
 """A generation on its way to a client that reads, leaves, or gets an error, without a server."""
 
 import asyncio
+import gc
 import json
 import logging
 from collections.abc import Callable, Iterable
@@ -190,6 +191,24 @@ async def test_a_client_that_leaves_aborts_its_request(stream: bool, pause_after
     await running
     assert llm.submitted[0].is_aborted
     assert not client.is_complete
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_reply_that_is_over_is_freed_without_a_search_for_garbage(leaves: bool) -> None:
+    llm, client = FakeLLM(pause_after=2 if leaves else 0), Client()
+    gc.collect()
+    gc.disable()
+    try:
+        running = asyncio.create_task(run(response(llm, stream=True), client))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        client.leave()
+        await running
+        del running
+        await asyncio.sleep(0)
+        assert not [found for found in gc.get_objects() if isinstance(found, GenerationResponse)]
+    finally:
+        gc.enable()
 
 
 async def test_a_reply_that_cannot_be_sent_aborts_its_request() -> None:

@@ -1,6 +1,7 @@
 """Requests through a front: what engines get, what clients get, whichever kind of engine it is."""
 
 import asyncio
+import gc
 import json
 
 import pytest
@@ -10,6 +11,8 @@ from front_harness import fronted
 from diptych.control.slo import NS_PER_S
 from diptych.serving.front import engine_pages
 from diptych.serving.front.engine_spec import EngineSpec
+from diptych.serving.front.relay_request import RelayRequest
+from diptych.serving.front.relay_stream import RelayStream
 
 KINDS = ("vllm", "sglang", "llamacpp", "openai")
 pytestmark = pytest.mark.asyncio
@@ -232,3 +235,20 @@ async def test_of_several_models_the_named_one_is_served() -> None:
             assert client.front.engine_models == ["fake-model"]
     finally:
         await engine.stop()
+
+
+async def test_an_answer_is_freed_when_it_is_over_without_a_search_for_garbage() -> None:
+    """Long prompts that wait for a search fill the memory, and a search stops all streams."""
+    async with fronted(FakeEngine()) as client:
+        await client.complete("before", 4)
+        gc.collect()
+        gc.disable()
+        try:
+            for stream in (True, False):
+                await client.complete("hello", 4, stream=stream)
+            assert (await client.complete("hello", 4, service_class="none")).status == 400
+            await client.idle()
+            await asyncio.sleep(0.05)
+            assert not [found for found in gc.get_objects() if isinstance(found, (RelayStream, RelayRequest))]
+        finally:
+            gc.enable()

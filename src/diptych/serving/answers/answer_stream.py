@@ -247,6 +247,15 @@ class Generation:
         self._error = self._error or error
         self.wake()
 
+    def close(self) -> None:
+        """Nobody reads it any more: what still comes for its answers is dropped. (A request would otherwise hold itself
+        in a circle, with all of its prompt, until the garbage collector stops everything to look for it.)"""
+        self.count_unsent = None
+        if self._error is not None:
+            self._error.__traceback__ = None
+        for stream in self.streams:
+            stream.generation = _NOBODY
+
     async def read(self, on_new: Callable[[], bool] | None = None) -> list[Delta]:
         """Everything new, at least one delta. Raises the request's error. One reader at a time.
 
@@ -270,3 +279,18 @@ class Generation:
             self._unread_since_ns = 0
         dirty, self._dirty = self._dirty, []
         return [stream.take() for stream in dirty]
+
+
+class _Nobody(Generation):
+    """Stands for the readers that have gone."""
+
+    __slots__ = ()
+
+    def mark(self, stream: AnswerStream) -> None:
+        """Nothing."""
+
+    def fail(self, error: Exception) -> None:
+        """Nothing."""
+
+
+_NOBODY = _Nobody("", ())

@@ -47,6 +47,7 @@ class Connection(HttpToolsProtocol):
         for cycle in self._cycles:
             cycle.disconnected = True
             cycle.message_event.set()
+            _let_go(cycle)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -67,6 +68,13 @@ class Connection(HttpToolsProtocol):
         if self._num_other_bytes > MAX_HEAD_BYTES:
             self._refuse(HEAD_TOO_LONG)
         self._watch_silence()
+
+    def on_response_complete(self) -> None:
+        """A reply is sent."""
+        for cycle in self._cycles:
+            if cycle.response_complete:
+                _let_go(cycle)
+        super().on_response_complete()
 
     # What the parser calls.
 
@@ -160,3 +168,8 @@ class Connection(HttpToolsProtocol):
             self._refuse(http_error(408, f"the rest of the request did not come within {SILENCE_S:.0f} s", "timeout"))
         else:
             self.transport.close()
+
+
+def _let_go(cycle: RequestResponseCycle) -> None:
+    """It is over: what its scope holds need not wait for the garbage collector."""
+    cycle.scope["extensions"].pop(DIRECT_BODY, None)

@@ -80,6 +80,7 @@ class WholeResponse(Response, ABC):
         finally:
             watch.cancel()
             self._llm.abort(self._generation)
+            self._generation.close()
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 
 from diptych.control.errors import DiptychError
+from diptych.garbage import leave_alone_what_is_loaded
 from diptych.runtime.thread_limits import switch_often
 from diptych.serving.api.listener import Listener, bind, raise_descriptor_limit
 from diptych.serving.api.manners import Manners
@@ -206,7 +207,9 @@ async def _report_start(
             last = llm.loading
             on_loading(last)
         await asyncio.wait((starting,), timeout=0.05)
-    on_ready(starting.result(), url)
+    ready = starting.result()
+    leave_alone_what_is_loaded()
+    on_ready(ready, url)
 
 
 async def _drain(llm: ServedFleet, timeout_s: float, stop_now: asyncio.Event) -> None:

@@ -293,6 +293,11 @@ class RelayGeneration(Generation):
         """See Generation."""
         super().fail(self.relay.refusal or error)
 
+    def close(self) -> None:
+        """See Generation."""
+        super().close()
+        self.relay.write_chunk = None
+
     def take_data(self) -> bytes:
         """What is new, as ``take`` for a reader that waits: nothing has waited for it."""
         self._dirty.clear()

@@ -81,6 +81,7 @@ class EngineFront(ServedFleet):
             self.fleet.submit([submission])
         except Exception:
             self.abort(generation)
+            generation.close()
             raise
         return generation
 

@@ -32,6 +32,7 @@ from diptych.control.events import StepBegun
 from diptych.control.request import DEFAULT_OPTIONS
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult, StepTokens
+from diptych.garbage import leave_alone_what_is_loaded
 from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
 from diptych.runtime.thread_limits import switch_often
 from diptych.runtime.tiers.tier_driver import TierDriver
@@ -355,6 +356,7 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
     ready = msgspec.structs.replace(
         loaded.ready, address=address, num_blocks=cache.num_blocks, block_size=cache.block_size
     )
+    leave_alone_what_is_loaded()
     channel.send(encode(ready))
     publishes_kv = options.explains_misses or (options.place is not None and options.place.publishes_blocks)
     worker = Worker(
