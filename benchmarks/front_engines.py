@@ -63,7 +63,7 @@ class Engine:
 
     def start(self) -> None:
         """Start it; it is not ready yet."""
-        environment = {**os.environ, **self.environment}
+        environment = {**os.environ, **self.environment, "PYTHONSAFEPATH": "1"}  # (or it would import files of ours)
         environment.pop("PYTHONPATH", None)
         self.process = subprocess.Popen(self.command, env=environment, start_new_session=True, **QUIET)
 

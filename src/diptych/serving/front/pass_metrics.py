@@ -25,6 +25,7 @@ import msgspec
 from diptych.control.events import StepFinished
 from diptych.control.slo import NS_PER_S
 from diptych.control.step import StepFeatures, chunk_attention
+from diptych.serving.front.step_feed import OnStep
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class PassMetricsFeed:
 
     topic = b""
 
-    def __init__(self, on_step: Callable[[StepFinished, StepFeatures, int], None], clock: Callable[[], int]) -> None:
+    def __init__(self, on_step: OnStep, clock: Callable[[], int]) -> None:
         self.num_seen = self.num_missed = 0
         self._on_step = on_step
         self._clock = clock

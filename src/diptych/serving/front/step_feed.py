@@ -16,6 +16,7 @@ from diptych.engine_steps import MAX_LINE_BYTES, EngineAbout, EngineStep, Unread
 
 logger = logging.getLogger(__name__)
 
+OnStep = Callable[[StepFinished, StepFeatures, int], None]  # the last is how long it took, in nanoseconds
 RECEIVE_LIMIT = 4096  # lines
 OFFSET_WINDOW_NS = 60 * NS_PER_S
 TOPIC = b"steps"
@@ -49,7 +50,7 @@ class StepFeed:
 
     topic = TOPIC
 
-    def __init__(self, on_step: Callable[[StepFinished, StepFeatures, int], None], clock: Callable[[], int]) -> None:
+    def __init__(self, on_step: OnStep, clock: Callable[[], int]) -> None:
         self.about: EngineAbout | None = None
         self.num_seen = self.num_missed = 0
         self._on_step = on_step

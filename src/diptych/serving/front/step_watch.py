@@ -6,15 +6,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from diptych.control.events import StepFinished
-from diptych.control.step import StepFeatures
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.pass_metrics import PassMetricsFeed
-from diptych.serving.front.step_feed import StepFeed, read_frames
+from diptych.serving.front.step_feed import OnStep, StepFeed, read_frames
 
 logger = logging.getLogger(__name__)
-
-OnStep = Callable[[StepFinished, StepFeatures, int], None]  # the last is how long it took, in nanoseconds
 
 
 class StepSource(Protocol):
