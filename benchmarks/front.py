@@ -201,7 +201,7 @@ class Found:
 
 def row_of(name: str, straight: list[tuple[float, float]], found: Found) -> dict[str, Any]:
     """One row of the table: medians over the rounds, and in brackets the least and the most."""
-    row: dict[str, Any] = {"through": name}
+    row: dict[str, Any] = {"through": name or "(no front)"}
     for at, label in ((0, "p50"), (1, "p99")):
         row[f"TTFT {label} ms"] = spread([times[at] for times in found.first_tokens], 2)
         if name:
