@@ -61,7 +61,7 @@ SERVING_WITH_TORCH = ("worker", "llm.py")
 # What the front end may read of runtime, without torch or numpy: sizes, formats, the configs of model families, and the
 # table of connectors.
 TORCH_FREE_RUNTIME = {
-    "checkpoint", "dtypes", "kv_geometry", "mapped_file", "model_config", "model_place", "models",
+    "checkpoint", "dtypes", "garbage", "kv_geometry", "mapped_file", "model_config", "model_place", "models",
     "required_packages", "safetensors_directory",
     "safetensors_file", "stored_tensor", "thread_limits", "thread_priority", "weight_bytes", "weight_format",
     "quantization", "quantization.packed_weight", "quantization.quantization_config",

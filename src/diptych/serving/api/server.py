@@ -17,7 +17,7 @@ import uvicorn
 import uvloop
 
 from diptych.control.errors import DiptychError
-from diptych.garbage import leave_alone_what_is_loaded
+from diptych.runtime.garbage import leave_alone_what_is_loaded
 from diptych.runtime.thread_limits import switch_often
 from diptych.serving.api.listener import Listener, bind, raise_descriptor_limit
 from diptych.serving.api.manners import Manners

@@ -32,8 +32,8 @@ from diptych.control.events import StepBegun
 from diptych.control.request import DEFAULT_OPTIONS
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult, StepTokens
-from diptych.garbage import leave_alone_what_is_loaded
 from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
+from diptych.runtime.garbage import leave_alone_what_is_loaded
 from diptych.runtime.thread_limits import switch_often
 from diptych.runtime.tiers.tier_driver import TierDriver
 from diptych.runtime.transfer.connector import KVConnector
