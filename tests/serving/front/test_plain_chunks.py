@@ -350,6 +350,8 @@ async def test_however_a_reply_is_cut_client_and_front_get_the_same(seed: int) -
         is_chat = style in STYLES[2:]
         path: RelayPath = "/v1/chat/completions" if is_chat else "/v1/completions"
         questions = [EngineQuestion(path, b"", adds_ids=style is with_ids)]
+        if style is with_ids:  # which its client asked for itself
+            questions.append(EngineQuestion(path, b""))
         if not is_chat:
             questions += [EngineQuestion(path, b"", resumes=True), EngineQuestion(path, b"", writes_as="m")]
         head, chunks = replies(style, rng)

@@ -24,14 +24,15 @@ _TEXT_HERE, _ID_HERE = TEXT_HERE.encode(), 987_654_321
 
 class ChunkForm:
     """head, tail: of the payload, around the text, where the engine does not name the token; where it does, ``middle``
-    stands between the text and the id. before, after: what the client gets around the text."""
+    stands between the text and the id. before, after: what the client gets around the text. is_same: it gets the chunk
+    as it is."""
 
     __slots__ = ("_after", "_before", "_head", "_heads", "_is_same", "_middle", "_tail", "num_read")
 
-    def __init__(self, head: bytes, middle: bytes, tail: bytes, before: bytes, after: bytes) -> None:
+    def __init__(self, head: bytes, middle: bytes, tail: bytes, before: bytes, after: bytes, *, is_same: bool) -> None:
         self._head, self._middle, self._tail = b"data: " + head, middle, tail + b"\n\n\r\n"
         self._before, self._after = before, after + b"\r\n"
-        self._is_same = not middle and self._before == self._head and self._after == self._tail
+        self._is_same = is_same
         self._heads: dict[int, bytes] = {}  # length of a chunk -> its size, and the head
         self.num_read = 0
 
@@ -131,8 +132,12 @@ def _form_of(payload: bytes, chunk: EngineChunk, written: Callable[[bytes, str],
     other = b"%b%b%b%b" % (head, _TEXT_HERE, middle and middle + b"%d" % _ID_HERE, tail)
     if not _differs_in_text_alone(other, chunk):
         return None
-    parts = written(other, TEXT_HERE).split(_TEXT_HERE)
-    return ChunkForm(head, middle, tail, parts[0], parts[1]) if len(parts) == 2 else None
+    event = written(other, TEXT_HERE)
+    is_same = event == b"data: %b\n\n" % other
+    parts = event.split(_TEXT_HERE)
+    if len(parts) != 2 or (not is_same and b"%d" % _ID_HERE in event):
+        return None
+    return ChunkForm(head, middle, tail, parts[0], parts[1], is_same=is_same)
 
 
 def _differs_in_text_alone(other: bytes, chunk: EngineChunk) -> bool:
