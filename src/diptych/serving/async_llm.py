@@ -223,6 +223,7 @@ class AsyncLLM(ServedFleet):
             self.fleet.submit([self._submission(stream) for stream in streams], streams[0].num_tokens)
         except Exception:
             self.abort(generation)
+            generation.close()
             raise
         return generation
 
