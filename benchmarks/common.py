@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from diptych import compiled_modules
@@ -39,6 +40,11 @@ def run_as(way: str, script: str, *arguments: str) -> Any:
     start = [script] if way == "compiled" else ["-c", AS_PYTHON, script]
     done = subprocess.run([sys.executable, *start, *arguments], check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median and range."""
+    return f"{median(values):.3g} ({min(values):.3g} - {max(values):.3g})"
 
 
 def machine() -> dict[str, Any]:

@@ -26,7 +26,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from common import report
+from common import report, spread
 from servers import free_port
 
 from diptych.child_process import end_process
@@ -203,20 +203,14 @@ def row_of(name: str, straight: list[tuple[float, float]], found: Found) -> dict
     """One row of the table: medians over the rounds, and in brackets the least and the most."""
     row: dict[str, Any] = {"through": name or "(no front)"}
     for at, label in ((0, "p50"), (1, "p99")):
-        row[f"TTFT {label} ms"] = spread([times[at] for times in found.first_tokens], 2)
+        row[f"TTFT {label} ms"] = spread([times[at] for times in found.first_tokens])
         if name:
             pairs = zip(found.first_tokens, straight, strict=True)
-            row[f"added {label} ms"] = spread([times[at] - without[at] for times, without in pairs], 2)
+            row[f"added {label} ms"] = spread([times[at] - without[at] for times, without in pairs])
     for count, costs in found.per_token.items():
-        row[f"us/token, {count} streams"] = spread([cost for cost, _ in costs], 1)
+        row[f"us/token, {count} streams"] = spread([cost for cost, _ in costs])
         row[f"tokens/s, {count} streams"] = round(statistics.median(rate for _, rate in costs))
     return row
-
-
-def spread(values: list[float], digits: int) -> str:
-    """The median, and from where to where."""
-    least, middle, most = (round(value, digits) for value in (min(values), statistics.median(values), max(values)))
-    return f"{middle:g} ({least:g} .. {most:g})"
 
 
 def measure(fronts: dict[str, tuple[int, int]], port: int, options: argparse.Namespace) -> dict[str, Found]:

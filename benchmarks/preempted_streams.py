@@ -16,10 +16,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from common import report
+from common import report, spread
 
 ALWAYS = "--disaggregate always"
 ONE_AND_ONE, TWO_AND_TWO = f"--prefill 1 --decode 1 {ALWAYS}", f"--prefill 2 --decode 2 {ALWAYS}"
@@ -87,11 +86,6 @@ def simulate(load: str, seed: int) -> dict[str, Any]:
         done = subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout)
     return result.get("summary", result)
-
-
-def spread(values: list[float]) -> str:
-    """Median and range."""
-    return f"{median(values):.3g} ({min(values):.3g} - {max(values):.3g})"
 
 
 def row(name: str, runs: list[dict[str, Any]]) -> dict[str, str]:
