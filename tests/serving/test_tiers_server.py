@@ -46,7 +46,11 @@ def complete(found: RunningServer, prompt: list[int], **fields: Any) -> tuple[st
 
 def stored(found: RunningServer, count: int) -> None:
     names = ('diptych:kv_disk_blocks{role="both",worker="0"}', 'diptych:kv_disk_blocks{worker="0",role="both"}')
-    wait_until(lambda: max(found.metrics().get(name, 0) for name in names) >= count)
+    try:
+        wait_until(lambda: max(found.metrics().get(name, 0) for name in names) >= count)
+    except AssertionError:
+        print({name: value for name, value in found.metrics().items() if "kv_" in name or "step_time" in name})
+        raise
 
 
 @pytest.mark.parametrize("options", [(), ("--prefill", "1", "--decode", "1", "--disaggregate", "always")])
