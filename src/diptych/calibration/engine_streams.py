@@ -52,7 +52,7 @@ class EngineStreams:
         self._begun_s = time.monotonic()
         self._longest = 0
         self._model = ""
-        self._headers = {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
+        self._headers = spec.headers
         self._tls = ssl.create_default_context() if spec.is_tls else None
 
     async def run(self, found: ReportedSteps) -> list[tuple[int, int]]:

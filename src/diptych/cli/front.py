@@ -11,7 +11,7 @@ from diptych.cli.http_options import HttpOptions, default_slo, manners
 from diptych.cli.options import SLO_HELP, Number, Strings, Text, Whole, option, picked, takes, with_objectives
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
 from diptych.control.router.routing import RoutingName
-from diptych.serving.front.engine_spec import EVENT_BLOCK, TEXT_BLOCK, FrontOptions, parse_engine, read_engines
+from diptych.serving.front.engine_spec import EVENT_BLOCK, TEXT_BLOCK, FrontOptions, parse_engines, read_engines
 from diptych.serving.link.engine_options import parse_bytes
 
 ENGINES, ROUTING, OBJECTIVES = "Engines", "Routing and queue", "Objectives"
@@ -66,7 +66,7 @@ def front(given: dict[str, Any]) -> None:
 
 def front_options(given: dict[str, Any]) -> FrontOptions:
     """The engines, and how they are looked after. Raises ConfigError."""
-    engines = [parse_engine(text) for text in given["engine"] or ()]
+    engines = [engine for text in given["engine"] or () for engine in parse_engines(text)]
     if given["engines"] is not None:
         engines += read_engines(given["engines"])
     usual = EVENT_BLOCK if any(engine.kv_events for engine in engines) else TEXT_BLOCK

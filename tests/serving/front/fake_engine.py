@@ -68,6 +68,8 @@ class FakeEngine:
     gives_parameters: bool = True
     publisher: FakePublisher | None = None
     cached: list[tuple[int, int]] = field(default_factory=list)  # (found, prompt) tokens of each answer
+    ranks: list["FakeEngine"] = field(default_factory=list)  # of data parallelism behind this server
+    turn: int = 0  # of these, where a request names none
     more_information: dict[str, Any] = field(default_factory=dict)  # of an SGLang's /server_info
     is_stopped: bool = False
     server: asyncio.Server | None = None
@@ -107,12 +109,19 @@ class FakeEngine:
                 if self.api_key and fields.get("authorization") != f"Bearer {self.api_key}":
                     await self._json(writer, {"error": {"message": "no key"}}, 401)
                     continue
-                await self._route(method, path, json.loads(body) if body else {}, writer)
+                content = json.loads(body) if body else {}
+                await self._ranked(fields.get("x-data-parallel-rank"))._route(method, path, content, writer)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
             self.writers.discard(writer)
             writer.close()
+
+    def _ranked(self, rank: str | None) -> "FakeEngine":
+        if not self.ranks:
+            return self
+        self.turn += rank is None
+        return self.ranks[self.turn % len(self.ranks) if rank is None else int(rank)]
 
     # -- routes -------------------------------------------------------------------------------------------------------
 
@@ -153,11 +162,7 @@ class FakeEngine:
         if self.kind == "vllm" and path == "/version":
             return {"version": "0.32.0-fake"}
         if self.kind == "vllm" and path == "/kv_event_sources" and self.publisher is not None:
-            events, replay = (
-                f"tcp://*:{url.rpartition(':')[2]}" for url in (self.publisher.address, self.publisher.replay)
-            )
-            return {"0": {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events,
-                          "replay_endpoint": replay, "topic": ""}}  # fmt: skip
+            return {str(rank): engine._source() for rank, engine in enumerate(self.ranks or [self])}
         if self.kind == "sglang" and path == "/server_info":
             return {"version": "0.5.23-fake", "page_size": BLOCK, "max_total_num_tokens": BLOCK * self.capacity,
                     "enable_cache_report": self.reports_cache, **self.more_information}  # fmt: skip
@@ -167,13 +172,26 @@ class FakeEngine:
             return {"build_info": "b9000-fake", "total_slots": 4, "default_generation_settings": {"n_ctx": 8192}}
         return None
 
+    def _source(self) -> dict[str, Any]:
+        assert self.publisher is not None
+        events, replay = (
+            f"tcp://*:{url.rpartition(':')[2]}" for url in (self.publisher.address, self.publisher.replay)
+        )
+        return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events, "replay_endpoint": replay,
+                "topic": ""}  # fmt: skip
+
+    def _samples(self, rank: int) -> tuple[str, ...]:
+        labels, usage = f'engine="{rank}",model_name="m"', len(self.blocks) / self.capacity
+        return (
+            f"vllm:num_requests_running{{{labels}}} {self.num_running}",
+            f"vllm:num_requests_waiting{{{labels}}} {self.num_waiting}",
+            f"vllm:kv_cache_usage_perc{{{labels}}} {usage}",
+            f'vllm:cache_config_info{{block_size="{BLOCK}",engine="{rank}",num_gpu_blocks="{self.capacity}"}} 1.0',
+        )
+
     def _metrics(self) -> bytes:
-        usage = len(self.blocks) / self.capacity
         names = {
-            "vllm": (f'vllm:num_requests_running{{model_name="m"}} {self.num_running}',
-                     f'vllm:num_requests_waiting{{model_name="m"}} {self.num_waiting}',
-                     f'vllm:kv_cache_usage_perc{{model_name="m"}} {usage}',
-                     f'vllm:cache_config_info{{block_size="{BLOCK}",num_gpu_blocks="{self.capacity}"}} 1.0'),
+            "vllm": tuple(line for rank, each in enumerate(self.ranks or [self]) for line in each._samples(rank)),
             "sglang": (f"sglang:num_running_reqs {self.num_running}", f"sglang:num_queue_reqs {self.num_waiting}"),
             "llamacpp": (f"llamacpp:requests_processing {self.num_running}",),
         }  # fmt: skip

@@ -27,7 +27,7 @@ class Told:
         self.cache = EngineCache(FrontOptions((spec,), BLOCK, assumed_s=LIFE_S), spec, lambda: self.now)
         self.held: set[bytes] = set()
         self.snapshots: list[KVSnapshot] = []
-        self.cache.begin(capacity, capacity, self._report)
+        self.cache.begin(capacity, capacity, self._report, (spec.kv_events, spec.kv_replay))
         assert self.cache._source is not None
         self.source: KVSource = self.cache._source
 

@@ -7,7 +7,14 @@ import pytest
 
 from diptych.cli.front import front_options
 from diptych.control.errors import ConfigError
-from diptych.serving.front.engine_spec import EVENT_BLOCK, EngineSpec, read_engines
+from diptych.serving.front.engine_spec import (
+    EVENT_BLOCK,
+    EngineSpec,
+    FrontOptions,
+    parse_engine,
+    parse_engines,
+    read_engines,
+)
 
 WHOLE = """
 [[engine]]
@@ -19,6 +26,7 @@ kv_events = "tcp://10.0.0.1:5557"
 kv_replay = "tcp://10.0.0.1:5558"
 step_events = "tcp://10.0.0.1:5559"
 model = "one"
+rank = 3
 
 [[engine]]
 kind = "sglang"
@@ -36,11 +44,42 @@ def test_a_file_may_name_every_field_of_an_engine(tmp_path: Path, monkeypatch: p
     first, second = read_engines(file)
     assert first == EngineSpec(
         "vllm", "http://10.0.0.1:8000", "decode", "ENGINE_KEY", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558",
-        "tcp://10.0.0.1:5559", model="one",
+        "tcp://10.0.0.1:5559", model="one", rank=3,
     )  # fmt: skip
     assert second == EngineSpec("sglang", "https://10.0.0.2", "prefill", bootstrap="10.0.0.2:8998")
-    assert first.api_key == "secret" and second.address == ("10.0.0.2", 443)
+    assert first.headers["Authorization"] == "Bearer secret" and first.headers["X-data-parallel-rank"] == "3"
+    assert "Authorization" not in second.headers and second.address == ("10.0.0.2", 443)
     assert all(f"{field.name} = " in WHOLE for field in fields(EngineSpec))
+
+
+def test_the_ranks_of_one_server_are_engines_and_their_ports_count_up() -> None:
+    events = "kv_events=tcp://[fd00::1]:5557,kv_replay=tcp://h:5657"
+    first, second, third = parse_engines(f"vllm=http://h:1,rank=2-4,{events},step_events=ipc:///run/steps")
+    assert [engine.rank for engine in (first, second, third)] == [2, 3, 4]
+    assert first.kv_events == "tcp://[fd00::1]:5557" and third.kv_events == "tcp://[fd00::1]:5559"
+    assert third.kv_replay == "tcp://h:5659" and third.step_events == "ipc:///run/steps"
+    assert second.name == "vllm h:1 rank 3" and parse_engine("vllm=http://h:1,rank=0,kv_events=auto").rank == 0
+    with pytest.raises(ConfigError, match="has 2 ranks; one of them is wanted here"):
+        parse_engine("vllm=http://h:1,rank=0-1")
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ("vllm=http://h:1,rank=1", "engine vllm h:1 rank 1 is given twice"),
+        ("vllm=http://h:1/", "engine http://h:1/ is given with a rank and without one"),
+        ("vllm=http://h:1,rank=3", ""),
+        ("vllm=http://h:2", ""),
+    ],
+)
+def test_an_engine_is_given_once(others: str, words: str) -> None:
+    engines = [*parse_engines("vllm=http://h:1,rank=0-2"), *parse_engines(others)]
+    if not words:
+        assert len(FrontOptions(tuple(engines)).engines) == 4
+        return
+    with pytest.raises(ConfigError) as refused:
+        FrontOptions(tuple(engines))
+    assert refused.value.message == words
 
 
 def test_an_empty_file_names_no_engine(tmp_path: Path) -> None:
@@ -55,6 +94,11 @@ REFUSED = [
     (PLAIN + "api_key_env = true\n", "api_key_env", "is True; it must be text"),
     (PLAIN + 'role = "both"\nkv_events = ["tcp://h:1"]\n', "kv_events", "it must be text"),
     (PLAIN + 'api_key_env = "NO_SUCH_VARIABLE_HERE"\n', "api_key_env", "there is no such environment variable"),
+    (PLAIN + "rank = -1\n", "rank", "rank of engine http://h:1 is -1; a number, or several as 0-7"),
+    (PLAIN + "rank = true\n", "rank", "is True; a number, or several as 0-7"),
+    (PLAIN + 'rank = "3-2"\n', "rank", "is '3-2'; a number, or several as 0-7"),
+    (PLAIN + "rank = 1024\n", "rank", "rank of http://h:1 is 1024; it must be in [0, 1023]"),
+    (PLAIN.replace("vllm", "sglang") + "rank = 0\n", "rank", "and of a vllm"),
     ('[[engine]]\nurl = "http://h:1"\n', "engine", "an engine has no kind"),
     ('[[engine]]\nkind = "vllm"\n', "engine", "an engine has no url"),
     ('engine = "vllm=http://h:1"\n', "engines", "engine must be tables"),

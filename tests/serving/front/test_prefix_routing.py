@@ -13,7 +13,9 @@ from front_harness import FrontClient, fronted
 
 from diptych.control.errors import ConfigError
 from diptych.control.router.kv_bridge import BlocksRemoved, CacheCleared, EngineBlocksStored
-from diptych.serving.front.adapters.vllm_adapter import reachable
+from diptych.serving.front.adapters.vllm_adapter import VLLMAdapter, reachable
+from diptych.serving.front.capabilities import EngineNotReadyError
+from diptych.serving.front.engine_connection import pool_to
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.kv_events import UnreadableBatchError, read_batch
 
@@ -115,6 +117,93 @@ async def test_a_vllm_can_be_asked_where_it_publishes() -> None:
         for each in engines:
             await each.stop()
         await publisher.close()
+
+
+@asynccontextmanager
+async def ranked(count: int, *rank: int, events: str = "auto") -> AsyncIterator[FrontClient]:
+    """A front over one vLLM with so many ranks of data parallelism, of which these are engines (none: all are one)."""
+    publishers = [FakePublisher("array") for _ in range(count)]
+    ranks = [FakeEngine(publisher=publisher) for publisher in publishers]
+    for each in ranks:
+        each.ranks = ranks
+    await ranks[0].start()
+    specs = [EngineSpec("vllm", ranks[0].url, kv_events=events, rank=each) for each in rank or (None,)]
+    try:
+        async with fronted(specs=specs) as client:
+            client.engines = ranks
+            async with asyncio.timeout(10):
+                while len(client.front.fleet.core.members.up) < len(specs):
+                    await asyncio.sleep(0.01)
+            yield client
+    finally:
+        await ranks[0].stop()
+        for publisher in publishers:
+            await publisher.close()
+
+
+async def test_each_rank_of_a_vllm_is_an_engine_with_its_own_cache_and_its_own_load() -> None:
+    async with ranked(3, 0, 1, 2) as client:
+        prompt = "a prompt that another router has sent " * 8
+        await client.engines[2]._compute([ord(letter) for letter in prompt])
+        for engine in client.engines:  # a batch, from which on all is known
+            await engine._compute([ord(letter) for letter in f"{id(engine):20}"])
+        await settled(client)
+        engines = client.front.external.engines
+        assert [engine.cache.kind for engine in engines] == ["exact"] * 3
+        assert [engine.facts.num_blocks for engine in engines if engine.facts] == [4096] * 3
+        for number in range(3):
+            await client.complete(f"{prompt}{number}", 2)
+        assert [len(engine.requests) for engine in client.engines] == [0, 0, 3]
+        assert all(found >= len(prompt) // BLOCK * BLOCK for found, _ in client.engines[2].cached[-3:])
+        client.engines[1].num_running = 5
+        async with asyncio.timeout(5):
+            while engines[1].load._gauges.num_running != 5:
+                await asyncio.sleep(0.01)
+        assert engines[0].load._gauges.num_running == 0
+        await client.idle()
+
+
+@pytest.mark.parametrize("events", ["auto", "given"])
+async def test_nothing_is_believed_of_the_caches_of_ranks_that_are_one_engine(events: str) -> None:
+    """The events are those of one rank; which one a request goes to, only the server knows."""
+    address = "auto" if events == "auto" else "tcp://127.0.0.1:5557"
+    async with ranked(2, events=address) as client:
+        (engine,) = client.front.external.engines
+        for number in range(4):
+            await client.complete(f"{number} prompts " * 20, 2)
+        assert all(rank.requests for rank in client.engines)
+        assert engine.cache.kind == "assumed" and engine.facts is not None
+        assert not engine.facts.capabilities.kv_events
+        assert "prefix_index (it has 2 data-parallel ranks: rank=0-1)" in engine.facts.degraded
+        await client.idle()
+
+
+async def test_nothing_is_believed_of_the_caches_of_an_sglang_with_ranks() -> None:
+    publisher = FakePublisher("map")
+    server = FakeEngine("sglang", publisher=publisher, more_information={"dp_size": 4})
+    await server.start()
+    specs = [EngineSpec("sglang", server.url, kv_events=publisher.address)]
+    try:
+        async with fronted(specs=specs) as client:
+            async with asyncio.timeout(10):
+                while not client.front.fleet.core.members.up:
+                    await asyncio.sleep(0.01)
+            (engine,) = client.front.external.engines
+            assert engine.cache.kind == "assumed" and engine.facts is not None
+            assert "prefix_index (it has 4 data-parallel ranks)" in engine.facts.degraded
+    finally:
+        await server.stop()
+        await publisher.close()
+
+
+async def test_a_rank_that_the_server_does_not_have_is_never_ready() -> None:
+    server = await FakeEngine().start()
+    try:
+        spec = EngineSpec("vllm", server.url, rank=1)
+        with pytest.raises(EngineNotReadyError, match=r"it has no rank 1, but \[0\]"):
+            await VLLMAdapter().look(pool_to(*spec.address, spec.headers, is_tls=False), spec)
+    finally:
+        await server.stop()
 
 
 @pytest.mark.parametrize(

@@ -188,16 +188,16 @@ async def test_a_diagnosis_that_cannot_be_made_here_says_where() -> None:
 
 
 async def test_pages_of_the_last_minute_are_kept_at_distances() -> None:
-    pages = engine_pages.EnginePages()
-    assert pages.watched("e", "1") is None
+    pages, spec = engine_pages.EnginePages(), EngineSpec("vllm", "http://h:1")
+    assert pages.watched(spec, "1") is None
     for second in range(200):
         pages.add(b"%d" % second, second * NS_PER_S)
-    watched = pages.watched("e", "1")
+    watched = pages.watched(spec, "1")
     assert watched is not None
     assert watched.pages == [(float(second), b"%d" % second) for second in (144, 152, 160, 168, 176, 184, 192, 199)]
     pages.clear()
     pages.add(b"0", 0)
-    assert pages.watched("e", "1") is None
+    assert pages.watched(spec, "1") is None
 
 
 async def test_events_that_come_at_once_are_the_events_that_come_one_by_one() -> None:

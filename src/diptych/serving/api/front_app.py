@@ -89,6 +89,7 @@ class FrontService:
                 "worker": engine.number,
                 "kind": engine.spec.kind,
                 "url": engine.spec.url,
+                "rank": engine.spec.rank,
                 "role": engine.spec.role,
                 "state": engine.state.value,
                 "is_up": engine.number in fleet.core.members.up,

@@ -45,7 +45,7 @@ class Capabilities:
 class EngineFacts:
     """An engine that serves. version: "" where it does not say. max_model_len, num_blocks, block_size: 0 where it does
     not say. degraded: capabilities that this kind of engine has and this one lacks, each with its reason. kv_sources:
-    where it said that it publishes what its cache holds, and repeats that ("": nowhere, or it was not asked)."""
+    where it publishes what its cache holds, and repeats that ("": nowhere)."""
 
     kind: EngineKind
     version: str

@@ -15,7 +15,7 @@ from diptych.control.router.assumed_cache import AssumedCache
 from diptych.control.router.kv_bridge import KVBridge
 from diptych.control.router.kv_source import KVSource, SourceChange, SourceState
 from diptych.control.slo import NS_PER_S
-from diptych.serving.front.engine_spec import AUTO, EngineSpec, FrontOptions
+from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.kv_events import KVEventReader
 
 logger = logging.getLogger(__name__)
@@ -40,14 +40,13 @@ class EngineCache:
         self.num_gaps = 0  # of events, that were not filled, in all its lives
         self._seen_gaps = 0  # of these, in this one
 
-    def begin(self, num_blocks: int, num_engine_blocks: int, report: Report, found: tuple[str, str] = ("", "")) -> None:
-        """The engine has come up. num_blocks: of ours; num_engine_blocks: as the engine counts them. found: where it
-        said that it publishes its events, and repeats them; for a spec that leaves that to the engine."""
+    def begin(self, num_blocks: int, num_engine_blocks: int, report: Report, sources: tuple[str, str]) -> None:
+        """The engine has come up. num_blocks: of ours; num_engine_blocks: as the engine counts them. sources: where it
+        publishes its events, and repeats them ("": nowhere)."""
         self._assumed = AssumedCache(num_blocks, self._lifetime_ns)
         self._sequence = self._seen_gaps = 0
         self._report = report
-        spec = self._spec
-        events, replay = found if spec.kv_events == AUTO else (spec.kv_events, spec.kv_replay)
+        events, replay = sources
         if events:
             bridge = KVBridge(self._options.block_size, num_engine_blocks + SPARE_BLOCKS)
             self._source = KVSource(bridge, can_replay=bool(replay))

@@ -178,11 +178,8 @@ class ConnectionPool:
             task.cancel()
 
 
-def pool_to(host: str, port: int, api_key: str, *, is_tls: bool) -> ConnectionPool:
-    """To the server of an engine. api_key: sent as a bearer token ("": none)."""
-    headers = {"User-Agent": "diptych"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
+def pool_to(host: str, port: int, headers: Mapping[str, str], *, is_tls: bool) -> ConnectionPool:
+    """To the server of an engine."""
     return ConnectionPool(host, port, headers, ssl.create_default_context() if is_tls else None)
 
 

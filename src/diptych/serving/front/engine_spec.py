@@ -14,7 +14,7 @@ import os
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -25,9 +25,12 @@ from diptych.control.router.topology import ROLES, Role
 EngineKind = Literal["vllm", "sglang", "llamacpp", "openai"]
 KINDS: tuple[EngineKind, ...] = get_args(EngineKind)
 MAX_ENGINES = 1024
+MAX_RANKS = 1024  # of data parallelism
 TEXT_BLOCK, EVENT_BLOCK = 128, 16  # tokens per block, where prompts are hashed as text, and where engines say theirs
 AUTO = "auto"
 _ZMQ_ADDRESS = re.compile(r"tcp://\S+:\d+|ipc://\S+")
+_RANKS = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
+_COUNTED = ("kv_events", "kv_replay", "step_events")  # addresses whose ports count up with the ranks of an engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,8 @@ class EngineSpec:
     leaves its prefix cache, and where it repeats that ("": not used; kv_events "auto": a vLLM is asked for both).
     step_events: where Diptych's plugin in vLLM publishes its steps, or SGLang its forward-pass metrics ("": nowhere).
     bootstrap: host:port of the bootstrap server of an SGLang prefill engine ("": the host of the url, port 8998).
-    model: of those that it serves ("": its first one)."""
+    model: of those that it serves ("": its first one). rank: of data parallelism, of a vLLM each of whose ranks is an
+    engine of its own here, with its own cache (None: the server chooses one for each request)."""
 
     kind: EngineKind
     url: str
@@ -48,6 +52,7 @@ class EngineSpec:
     step_events: str = ""
     bootstrap: str = ""
     model: str = ""
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -67,6 +72,10 @@ class EngineSpec:
         if self.role not in ROLES:
             raise ConfigError(f"role of {self.url} is {self.role!r}; one of {', '.join(ROLES)}", param="role")
         self._check_events()
+        if self.rank is not None and (self.kind != "vllm" or not 0 <= self.rank < MAX_RANKS):
+            raise ConfigError(
+                f"rank of {self.url} is {self.rank}; it must be in [0, {MAX_RANKS - 1}], and of a vllm", param="rank"
+            )
         if self.api_key_env and self.api_key_env not in os.environ:
             raise ConfigError(
                 f"api_key_env of {self.url} is {self.api_key_env}, and there is no such environment variable",
@@ -107,15 +116,20 @@ class EngineSpec:
         return self.url.startswith("https:")
 
     @property
-    def api_key(self) -> str:
-        """The key to send ("": none)."""
-        return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+    def headers(self) -> dict[str, str]:
+        """Sent with every request."""
+        headers = {"User-Agent": "diptych"}
+        if key := os.environ.get(self.api_key_env, "") if self.api_key_env else "":
+            headers["Authorization"] = f"Bearer {key}"
+        if self.rank is not None:
+            headers["X-data-parallel-rank"] = str(self.rank)
+        return headers
 
     @property
     def name(self) -> str:
         """For people."""
         host, port = self.address
-        return f"{self.kind} {host}:{port}"
+        return f"{self.kind} {host}:{port}" + ("" if self.rank is None else f" rank {self.rank}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +156,14 @@ class FrontOptions:
             raise ConfigError(
                 f"{len(self.engines)} engines; between 1 and {MAX_ENGINES} (--engine kind=URL)", param="engine"
             )
-        urls = [engine.url.rstrip("/") for engine in self.engines]
-        if twice := {url for url in urls if urls.count(url) > 1}:
-            raise ConfigError(f"engine {sorted(twice)[0]} is given twice", param="engine")
+        ranks: dict[str, list[int | None]] = {}
+        for engine in self.engines:
+            of_server = ranks.setdefault(engine.url.rstrip("/"), [])
+            if engine.rank in of_server:
+                raise ConfigError(f"engine {engine.name} is given twice", param="engine")
+            of_server.append(engine.rank)
+            if len(of_server) > 1 and None in of_server:
+                raise ConfigError(f"engine {engine.url} is given with a rank and without one", param="rank")
         if not 1 <= self.block_size <= 4096:
             raise ConfigError(f"block_size is {self.block_size}; it must be in [1, 4096]", param="block_size")
         for name, least, most in (
@@ -178,7 +197,15 @@ class FrontOptions:
 
 
 def parse_engine(text: str) -> EngineSpec:
-    """The engine of ``kind=URL[,name=value ...]``. Raises ConfigError."""
+    """The one engine of ``kind=URL[,name=value ...]``. Raises ConfigError."""
+    first, *others = parse_engines(text)
+    if others:
+        raise ConfigError(f"engine {first.url} has {len(others) + 1} ranks; one of them is wanted here", param="rank")
+    return first
+
+
+def parse_engines(text: str) -> list[EngineSpec]:
+    """The engines of ``kind=URL[,name=value ...]``: one, or the ranks of one server. Raises ConfigError."""
     head, *rest = text.split(",")
     kind, separator, url = head.partition("=")
     if not separator:
@@ -189,11 +216,12 @@ def parse_engine(text: str) -> EngineSpec:
         if not separator or not value:
             raise ConfigError(f"engine {url} has {part!r}; expected name=value", param="engine")
         given[name.strip()] = value.strip()
-    return engine_of(given)
+    return engines_of(given)
 
 
-def engine_of(given: dict[str, Any]) -> EngineSpec:
-    """The engine of a table. Raises ConfigError for unknown names and wrong types."""
+def engines_of(given: dict[str, Any]) -> list[EngineSpec]:
+    """The engines of a table: one, or one for each of its ranks ("0-7"; the ports of its addresses are those of the
+    first, and count up, as vLLM's do). Raises ConfigError for unknown names and wrong types."""
     known = {found.name for found in fields(EngineSpec)}
     if unknown := sorted(set(given) - known):
         raise ConfigError(
@@ -203,10 +231,26 @@ def engine_of(given: dict[str, Any]) -> EngineSpec:
     for name in ("kind", "url"):
         if name not in given:
             raise ConfigError(f"an engine has no {name}", param="engine")
+    rank = given.pop("rank", None)
     for name, value in given.items():
         if not isinstance(value, str):
             raise ConfigError(f"{name} of engine {given['url']} is {value!r}; it must be text", param=name)
-    return EngineSpec(**given)
+    spec = EngineSpec(**given)
+    if rank is None:
+        return [spec]
+    found = _RANKS.fullmatch(str(rank)) if isinstance(rank, str | int) and not isinstance(rank, bool) else None
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if first > last:
+        raise ConfigError(f"rank of engine {spec.url} is {rank!r}; a number, or several as 0-7", param="rank")
+    return [_ranked(spec, first, rank) for rank in range(first, last + 1)]
+
+
+def _ranked(spec: EngineSpec, first: int, rank: int) -> EngineSpec:
+    changed = {name: address for name in _COUNTED if (address := getattr(spec, name)).startswith("tcp://")}
+    for name, address in changed.items():
+        host, _, port = address.rpartition(":")
+        changed[name] = f"{host}:{int(port) + rank - first}"
+    return replace(spec, rank=rank, **changed)
 
 
 def read_engines(path: Path) -> list[EngineSpec]:
@@ -222,7 +266,7 @@ def read_engines(path: Path) -> list[EngineSpec]:
         raise ConfigError(f"{path} has {sorted(content)[0]!r}; only [[engine]] tables", param="engines")
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{path}: engine must be tables, [[engine]]", param="engines")
-    return [engine_of(table) for table in tables]
+    return [engine for table in tables for engine in engines_of(table)]
 
 
 def in_order(engines: Sequence[EngineSpec]) -> tuple[EngineSpec, ...]:

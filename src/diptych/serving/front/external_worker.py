@@ -28,7 +28,7 @@ from diptych.serving.front.engine_connection import ReplyTooLongError, ask, pool
 from diptych.serving.front.engine_exchange import EngineExchange
 from diptych.serving.front.engine_handoff import PrefillLeg
 from diptych.serving.front.engine_load import EngineLoad, LearnedPrices
-from diptych.serving.front.engine_pages import DIAGNOSED_KINDS, EnginePages
+from diptych.serving.front.engine_pages import DIAGNOSED_KINDS, EnginePages, page_of_rank
 from diptych.serving.front.engine_process import EngineProcess
 from diptych.serving.front.engine_question import RequestFields, fields_of, token_fields_of
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
@@ -97,7 +97,7 @@ class ExternalWorker:
         self._suspects: dict[str, str] = {}  # attempts that broke off, until it is known whether the engine lives
         self._check: asyncio.Task[None] | None = None
         self._scraping: asyncio.Task[None] | None = None
-        self.pool = pool_to(*spec.address, spec.api_key, is_tls=spec.is_tls)
+        self.pool = pool_to(*spec.address, spec.headers, is_tls=spec.is_tls)
         self.load = EngineLoad(UNKNOWN_BLOCKS, options.block_size, 0, clock(), prices)
         self.cache = EngineCache(options, spec, clock)
         self.steps = StepWatch(spec, self._on_step, clock)
@@ -167,7 +167,7 @@ class ExternalWorker:
 
     def watched(self) -> WatchedEngine | None:
         """What its metrics said lately; None: nothing that could be diagnosed."""
-        return None if self.facts is None else self._pages.watched(self.spec.url, self.facts.version)
+        return None if self.facts is None else self._pages.watched(self.spec, self.facts.version)
 
     # -- its life -----------------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class ExternalWorker:
         self.num_restarts += 1
         self._drop_exchanges()
         self.pool.close()
-        self.pool = pool_to(*self.spec.address, self.spec.api_key, is_tls=self.spec.is_tls)
+        self.pool = pool_to(*self.spec.address, self.spec.headers, is_tls=self.spec.is_tls)
         await self.cache.close()
         await self.steps.close()
         self._listener.on_lost(self.number, Loss(WorkerError(f"{self.name}: {words}"), self._has_crashed))
@@ -279,6 +279,7 @@ class ExternalWorker:
             return
         if status == 200 and self._process.is_another(page):
             self._lose("another process answers at its address", crashed=True)
+        page = page_of_rank(page, self.spec.rank)
         if status == 200 and self.spec.kind in DIAGNOSED_KINDS:
             self._pages.add(page, self.clock())
         gauges = self._adapter.read_gauges(page) if status == 200 else None

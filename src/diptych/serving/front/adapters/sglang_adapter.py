@@ -62,6 +62,10 @@ class SGLangAdapter:
         has_steps = bool(spec.step_events) and not _is_off(info, "enable_forward_pass_metrics")
         if spec.step_events and not has_steps:
             degraded.append("step_times (start it with --enable-forward-pass-metrics)")
+        num_ranks = whole_number(info.get("dp_size"), 1)
+        if num_ranks > 1:  # each has its own cache, and nobody says which one a request goes to
+            degraded.append(f"prefix_index (it has {num_ranks} data-parallel ranks)")
+        sources = (spec.kv_events, spec.kv_replay) if num_ranks <= 1 else ("", "")
         page_size = max(1, whole_number(info.get("page_size"), 1))
         return EngineFacts(
             "sglang",
@@ -74,11 +78,12 @@ class SGLangAdapter:
                 tokenizes=True,
                 cached_tokens=has_report,
                 gauges=has_gauges,
-                kv_events=bool(spec.kv_events),
+                kv_events=any(sources),
                 handoff="bootstrap",
                 step_times=has_steps,
             ),
             tuple(degraded),
+            sources,
         )
 
     def changes(self, request: RelayRequest, facts: EngineFacts) -> dict[str, Any]:

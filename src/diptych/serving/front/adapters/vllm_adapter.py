@@ -25,6 +25,7 @@ from diptych.serving.front.adapters.openai_parts import (
 from diptych.serving.front.capabilities import Capabilities, EngineFacts, EngineNotReadyError, text_in, whole_number
 from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
 from diptych.serving.front.engine_load import EngineGauges
+from diptych.serving.front.engine_pages import page_of_rank
 from diptych.serving.front.engine_spec import AUTO, EngineSpec
 from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest, encode_json
 from diptych.serving.front.reply_chunks import UnreadableReplyError, read_chunk
@@ -40,6 +41,7 @@ _GAUGES = GaugePage(
     }
 )
 _CACHE_LINE = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
+_RANK = re.compile(rb'^vllm:cache_config_info\{[^}\n]*\bengine="(\d{1,4})"', re.MULTILINE)
 _LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d+)"')
 NOT_SAID = "it says at /kv_event_sources that it publishes none, or this version has no such page"
 ANY_HOST = ("*", "0.0.0.0", "[::]", "::")
@@ -65,6 +67,9 @@ class VLLMAdapter:
             _, page = await ask(pool, "GET", self.gauge_path, timeout_s=LOOK_S)
         except (ConnectionError, TimeoutError, ReplyTooLongError) as error:
             raise EngineNotReadyError(f"{self.gauge_path}: {error or 'no reply'}") from None
+        ranks, page = ranks_on(page), page_of_rank(page, spec.rank)
+        if spec.rank is not None and ranks and spec.rank not in ranks:
+            raise EngineNotReadyError(f"it has no rank {spec.rank}, but {sorted(ranks)}")
         has_gauges = _GAUGES.read(page) is not None
         if not has_gauges:
             degraded.append("gauges (no vllm:num_requests_running; --disable-log-stats?)")
@@ -83,10 +88,14 @@ class VLLMAdapter:
         if not has_cached:
             degraded.append("cached_tokens (start it with --enable-prompt-tokens-details)")
         sources = await get_fields(pool, "/kv_event_sources") if spec.kv_events else {}
-        found = published(sources, spec.address[0]) if spec.kv_events == AUTO else ("", "")
-        is_published = any(found) or spec.kv_events not in ("", AUTO)
-        if words := silent_publisher(sources) or ("" if is_published or not spec.kv_events else NOT_SAID):
+        found = spec.kv_events, spec.kv_replay
+        if spec.kv_events == AUTO:
+            found = published(sources, spec.address[0], spec.rank or 0)
+        if words := silent_publisher(sources) or ("" if any(found) or not spec.kv_events else NOT_SAID):
             degraded.append(f"kv_events ({words})")
+        if spec.rank is None and len(ranks) > 1:  # each has its own cache, and nobody says which one a request goes to
+            found = "", ""
+            degraded.append(f"prefix_index (it has {len(ranks)} data-parallel ranks: rank=0-{len(ranks) - 1})")
         return EngineFacts(
             "vllm",
             version,
@@ -100,7 +109,7 @@ class VLLMAdapter:
                 tokens_out=True,
                 cached_tokens=has_cached,
                 gauges=has_gauges,
-                kv_events=is_published,
+                kv_events=any(found),
                 handoff="nixl",
                 step_times=bool(spec.step_events),
             ),
@@ -173,10 +182,15 @@ def says_cached(reply: bytes) -> bool:
     return usage is not None and usage.prompt_tokens_details is not None
 
 
-def published(sources: Mapping[str, Any], host: str) -> tuple[str, str]:
-    """Where vLLM publishes its KV events and where it repeats them, by what /kv_event_sources says of its first rank;
-    host: of the engine, as this side reaches it. Empty where it does not, or listens in no way that could be used."""
-    source = sources.get("0")
+def ranks_on(page: bytes) -> frozenset[int]:
+    """The ranks of data parallelism that speak on a page of metrics (one, without; none where it says nothing)."""
+    return frozenset(int(rank) for rank in _RANK.findall(page))
+
+
+def published(sources: Mapping[str, Any], host: str, rank: int = 0) -> tuple[str, str]:
+    """Where vLLM publishes its KV events and where it repeats them, by what /kv_event_sources says of this rank; host:
+    of the engine, as this side reaches it. Empty where it does not, or listens in no way that could be used."""
+    source = sources.get(str(rank))
     if not isinstance(source, Mapping) or source.get("enable_kv_cache_events") is not True:
         return "", ""
     events, replay = (reachable(text_in(source, name), host) for name in ("endpoint", "replay_endpoint"))
