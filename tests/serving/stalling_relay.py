@@ -14,6 +14,7 @@ class StallingRelay:
         self._target = target
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ends: set[asyncio.StreamWriter] = set()
 
     def heal(self) -> None:
         """Both directions deliver."""
@@ -36,13 +37,18 @@ class StallingRelay:
         self._server.close()
         self.cut()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for end in self._ends:  # what waits to be sent would keep it open
+            end.transport.abort()
+        await asyncio.sleep(0)
 
     async def _accept(self, near_in: asyncio.StreamReader, near_out: asyncio.StreamWriter) -> None:
+        self._ends.add(near_out)
         try:
             far_in, far_out = await asyncio.open_connection("127.0.0.1", self._target)
         except OSError:
             near_out.close()
             return
+        self._ends.add(far_out)
         ways = ((near_in, far_out, self.up), (far_in, near_out, self.down))
         for source, sink, is_open in ways:
             task = asyncio.create_task(self._forward(source, sink, is_open))
