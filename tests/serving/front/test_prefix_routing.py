@@ -13,7 +13,7 @@ from front_harness import FrontClient, fronted
 
 from diptych.control.errors import ConfigError
 from diptych.control.router.kv_bridge import BlocksRemoved, CacheCleared, EngineBlocksStored
-from diptych.serving.front.adapters.vllm_adapter import VLLMAdapter, reachable
+from diptych.serving.front.adapters.vllm_adapter import VLLMAdapter, published, reachable
 from diptych.serving.front.capabilities import EngineNotReadyError
 from diptych.serving.front.engine_connection import pool_to
 from diptych.serving.front.engine_spec import EngineSpec
@@ -194,6 +194,13 @@ async def test_nothing_is_believed_of_the_caches_of_an_sglang_with_ranks() -> No
     finally:
         await server.stop()
         await publisher.close()
+
+
+async def test_the_only_rank_of_a_server_is_found_whatever_its_number() -> None:
+    source = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5560", "replay_endpoint": "tcp://*:5660"}
+    found = "tcp://10.0.0.1:5560", "tcp://10.0.0.1:5660"
+    assert published({"3": source}, "10.0.0.1", None) == found == published({"3": source, "0": {}}, "10.0.0.1", 3)
+    assert published({"3": source, "0": source}, "10.0.0.1", None) == published({}, "10.0.0.1", None) == ("", "")
 
 
 async def test_a_rank_that_the_server_does_not_have_is_never_ready() -> None:

@@ -90,7 +90,7 @@ class VLLMAdapter:
         sources = await get_fields(pool, "/kv_event_sources") if spec.kv_events else {}
         found = spec.kv_events, spec.kv_replay
         if spec.kv_events == AUTO:
-            found = published(sources, spec.address[0], spec.rank or 0)
+            found = published(sources, spec.address[0], spec.rank)
         if words := silent_publisher(sources) or ("" if any(found) or not spec.kv_events else NOT_SAID):
             degraded.append(f"kv_events ({words})")
         if spec.rank is None and len(ranks) > 1:  # each has its own cache, and nobody says which one a request goes to
@@ -187,10 +187,12 @@ def ranks_on(page: bytes) -> frozenset[int]:
     return frozenset(int(rank) for rank in _RANK.findall(page))
 
 
-def published(sources: Mapping[str, Any], host: str, rank: int = 0) -> tuple[str, str]:
-    """Where vLLM publishes its KV events and where it repeats them, by what /kv_event_sources says of this rank; host:
-    of the engine, as this side reaches it. Empty where it does not, or listens in no way that could be used."""
-    source = sources.get(str(rank))
+def published(sources: Mapping[str, Any], host: str, rank: int | None) -> tuple[str, str]:
+    """Where vLLM publishes its KV events and where it repeats them, by what /kv_event_sources says of this rank (None:
+    of the only one, which may be any, where each rank has a server); host: of the engine, as this side reaches it.
+    Empty where it does not, or listens in no way that could be used."""
+    names = list(sources) if rank is None else [str(rank)]
+    source = sources.get(names[0]) if len(names) == 1 else None
     if not isinstance(source, Mapping) or source.get("enable_kv_cache_events") is not True:
         return "", ""
     events, replay = (reachable(text_in(source, name), host) for name in ("endpoint", "replay_endpoint"))
