@@ -12,6 +12,8 @@ import os
 import platform
 import runpy
 import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,8 @@ class OptionalBuild(build_ext):
         self.modules = runpy.run_path("src/diptych/compiled_modules.py")
         self.compiled_from = self.modules["record"](Path("src/diptych"))
         self.compiled = compiled_extensions(self.modules) if COMPILES else []
-        self.distribution.ext_modules = [*(self.distribution.ext_modules or []), *self.compiled]
+        kernels = [each for each in self.distribution.ext_modules or [] if not (self.inplace and is_built(each))]
+        self.distribution.ext_modules = [*kernels, *self.compiled]
         super().finalize_options()
 
     def run(self) -> None:
@@ -60,6 +63,21 @@ class OptionalBuild(build_ext):
         elif libraries:
             print("warning: the control code was not compiled; it runs as Python, slower", file=sys.stderr)
 
+    def build_extension(self, ext: Extension) -> None:
+        """As many sources at a time as there are cores."""
+        compile_in_turn = self.compiler.compile
+
+        def compile_at_once(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = list(pool.map(lambda source: compile_in_turn([source], **options), sources))
+            return [name for names in objects for name in names]
+
+        self.compiler.compile = compile_at_once
+        try:
+            super().build_extension(ext)
+        finally:
+            self.compiler.compile = compile_in_turn
+
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []
 
@@ -72,7 +90,9 @@ def compiled_extensions(modules: dict[str, Any]) -> list[Extension]:
     try:
         from mypyc.build import mypycify
 
-        extensions: list[Extension] = mypycify([*options, *paths], group_name="diptych", opt_level="2", debug_level="0")
+        extensions: list[Extension] = mypycify(
+            [*options, *paths], group_name="diptych", multi_file=True, opt_level="2", debug_level="0"
+        )
     except (ImportError, SystemExit) as error:
         print(f"warning: the control code was not compiled ({error}); it runs as Python, slower", file=sys.stderr)
         return []
@@ -80,6 +100,13 @@ def compiled_extensions(modules: dict[str, Any]) -> list[Extension]:
         extension.optional = True
         extension.extra_compile_args.append("-ffp-contract=off")  # a product and a sum round twice, as in Python
     return extensions
+
+
+def is_built(extension: Extension) -> bool:
+    """Whether its library is among the sources already, and no older than they are."""
+    library = Path("src", *extension.name.split(".")).with_suffix(sysconfig.get_config_var("EXT_SUFFIX"))
+    sources = [Path(name) for name in ("setup.py", *extension.sources, *extension.depends)]
+    return library.exists() and all(source.stat().st_mtime < library.stat().st_mtime for source in sources)
 
 
 def native_extensions(system: str, machine: str) -> list[Extension]:
