@@ -162,7 +162,8 @@ def address_of(config: Any) -> str:
     address = more.get(CONFIG_NAME, DEFAULT_ADDRESS) if isinstance(more, Mapping) else DEFAULT_ADDRESS
     if not isinstance(address, str) or not address.startswith(("tcp://", "ipc://")):
         raise ValueError(f"{CONFIG_NAME} is {address!r}; it must be tcp://HOST:PORT or ipc://PATH")
-    rank = _at(config, "parallel_config.data_parallel_rank") or 0
+    index = _at(config, "parallel_config.data_parallel_index")  # the rank, also where ranks know nothing of each other
+    rank = _at(config, "parallel_config.data_parallel_rank") or 0 if index is None else index
     head, _, port = address.rpartition(":")
     if rank and address.startswith("tcp://") and port.isdigit():
         return f"{head}:{int(port) + rank}"

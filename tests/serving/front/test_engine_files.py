@@ -54,10 +54,10 @@ def test_a_file_may_name_every_field_of_an_engine(tmp_path: Path, monkeypatch: p
 
 def test_the_ranks_of_one_server_are_engines_and_their_ports_count_up() -> None:
     events = "kv_events=tcp://[fd00::1]:5557,kv_replay=tcp://h:5657"
-    first, second, third = parse_engines(f"vllm=http://h:1,rank=2-4,{events},step_events=ipc:///run/steps")
+    first, second, third = parse_engines(f"vllm=http://h:1,rank=2-4,{events},step_events=ipc:///run/steps.2")
     assert [engine.rank for engine in (first, second, third)] == [2, 3, 4]
     assert first.kv_events == "tcp://[fd00::1]:5557" and third.kv_events == "tcp://[fd00::1]:5559"
-    assert third.kv_replay == "tcp://h:5659" and third.step_events == "ipc:///run/steps"
+    assert third.kv_replay == "tcp://h:5659" and third.step_events == "ipc:///run/steps.4"
     assert second.name == "vllm h:1 rank 3" and parse_engine("vllm=http://h:1,rank=0,kv_events=auto").rank == 0
     with pytest.raises(ConfigError, match="has 2 ranks; one of them is wanted here"):
         parse_engine("vllm=http://h:1,rank=0-1")

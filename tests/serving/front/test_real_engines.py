@@ -22,10 +22,10 @@ import httpx
 import pytest
 from front_harness import Answer, FrontClient, fronted, read_stream
 
-from diptych.serving.front.engine_spec import EngineSpec, parse_engine
+from diptych.serving.front.engine_spec import EngineSpec, parse_engines
 from diptych.timeline.records import StepRecord
 
-SPECS = [parse_engine(text) for text in os.environ.get("DIPTYCH_REAL_ENGINES", "").split()]
+SPECS = [spec for text in os.environ.get("DIPTYCH_REAL_ENGINES", "").split() for spec in parse_engines(text)]
 PID = int(os.environ.get("DIPTYCH_REAL_ENGINE_PID", "0"))
 LEFT_OUT = ("prompt_token_ids", "system_fingerprint")  # the latter is of vLLM's own chat events
 KINDS = list(dict.fromkeys(spec.kind for spec in SPECS))
@@ -58,7 +58,7 @@ async def over(specs: Sequence[EngineSpec]) -> AsyncIterator[FrontClient]:
 
 async def direct(spec: EngineSpec, path: str, body: dict[str, Any]) -> Answer:
     """The same of an engine itself."""
-    async with httpx.AsyncClient(base_url=spec.url, timeout=120) as http:
+    async with httpx.AsyncClient(base_url=spec.url, timeout=120, headers=spec.headers) as http:
         return read_stream(await http.post(path, json=body))
 
 

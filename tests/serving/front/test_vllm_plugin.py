@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +146,8 @@ def test_each_rank_has_an_address_of_its_own() -> None:
     assert address_of(fake_config()) == "tcp://127.0.0.1:5559"
     assert address_of(config) == "tcp://*:6000"
     config.parallel_config.data_parallel_rank = 2
+    assert address_of(config) == "tcp://*:6002"
+    config.parallel_config = SimpleNamespace(data_parallel_rank=0, data_parallel_index=2)  # no model with experts
     assert address_of(config) == "tcp://*:6002"
     config.additional_config = {"diptych_steps": "ipc:///run/steps"}
     assert address_of(config) == "ipc:///run/steps.2"

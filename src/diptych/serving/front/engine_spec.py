@@ -250,6 +250,9 @@ def _ranked(spec: EngineSpec, first: int, rank: int) -> EngineSpec:
     for name, address in changed.items():
         host, _, port = address.rpartition(":")
         changed[name] = f"{host}:{int(port) + rank - first}"
+    if (steps := spec.step_events).startswith("ipc://"):
+        head = steps.removesuffix(f".{first}")
+        changed["step_events"] = f"{head}.{rank}" if rank else head
     return replace(spec, rank=rank, **changed)
 
 
