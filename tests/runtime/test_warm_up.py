@@ -8,7 +8,7 @@ import pytest
 
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.step import SchedulerOutput, chunk_attention
-from diptych.runtime.warm_up import COUNTED, DECODES, MOST_ROUNDS, PREFILLS, warm_up
+from diptych.runtime.warm_up import COUNTED, DECODES, MOST_ROUNDS, PREFILLS, Measurement, warm_up
 
 CONSTANT, PER_TOKEN, PER_PAIR, PER_SEQUENCE = 4_000_000, 26_000, 70, 150_000  # nanoseconds, as of small models
 
@@ -49,16 +49,21 @@ class TimedRunner:
             self.now += self._rng.randrange(5_000_000, 60_000_000)
 
 
+def measure(runner: Any, budget_s: float = 1.2) -> list[Measurement]:
+    """What is measured of it, by its own clock."""
+    return warm_up(runner, budget_s=budget_s, clock=runner.clock)
+
+
 def fitted(runner: TimedRunner) -> StepTimeModel:
     model = StepTimeModel()
-    for features, duration_ns in warm_up(runner, clock=runner.clock):  # type: ignore[arg-type]
+    for features, duration_ns in measure(runner):
         model.observe(features, duration_ns)
     return model
 
 
 def test_a_quiet_machine_measures_each_shape_as_often_as_it_counts() -> None:
     runner = TimedRunner()
-    measured = warm_up(runner, clock=runner.clock)  # type: ignore[arg-type]
+    measured = measure(runner)
     assert len(measured) == COUNTED * (len(PREFILLS) + len(DECODES))
     assert runner.num_steps == COUNTED * (len(PREFILLS) + 2 * len(DECODES))  # a decode joins in a step of its own
     assert not runner.known
@@ -76,7 +81,7 @@ def test_the_price_of_a_prompt_is_right_when_every_third_step_is_stopped_in_betw
 def test_every_shape_is_measured_before_any_is_measured_again() -> None:
     """A slow machine, where the time is over after some of them: the model has seen dear shapes, too."""
     runner = TimedRunner(speed=0.1)
-    measured = warm_up(runner, clock=runner.clock)  # type: ignore[arg-type]
+    measured = measure(runner)
     shapes = {(features.prefill_tokens, features.decode_seqs) for features, _ in measured}
     assert len(measured) < COUNTED * (len(PREFILLS) + len(DECODES))
     assert max(tokens for tokens, _ in shapes) >= 128
@@ -84,8 +89,8 @@ def test_every_shape_is_measured_before_any_is_measured_again() -> None:
 
 def test_shapes_that_do_not_fit_are_left_out_and_a_restless_machine_ends() -> None:
     runner = TimedRunner(max_model_len=300)
-    measured = warm_up(runner, clock=runner.clock)  # type: ignore[arg-type]
+    measured = measure(runner)
     assert max(features.prefill_tokens for features, _ in measured) == 256
     restless = TimedRunner(stalls=1.0, speed=1e6)
-    warm_up(restless, budget_s=1e9, clock=restless.clock)  # type: ignore[arg-type]
+    measure(restless, budget_s=1e9)
     assert restless.num_steps <= MOST_ROUNDS * (len(PREFILLS) + 2 * len(DECODES))

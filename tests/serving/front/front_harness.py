@@ -66,6 +66,12 @@ class FrontClient:
         answer.events = [content]
         return answer
 
+    async def until_up(self, count: int) -> None:
+        """Until the front knows so many engines that serve."""
+        async with asyncio.timeout(10):
+            while len(self.front.fleet.core.members.up) < count:
+                await asyncio.sleep(0.01)
+
     async def idle(self) -> None:
         """Until nothing is left of any request, here and at the workers."""
         async with asyncio.timeout(10):

@@ -31,9 +31,7 @@ async def pools(
     try:
         async with fronted(specs=specs, cluster=ALWAYS, **(options or {})) as client:
             client.engines = engines
-            async with asyncio.timeout(10):
-                while len(client.front.fleet.core.members.up) < len(engines):
-                    await asyncio.sleep(0.01)
+            await client.until_up(len(engines))
             yield client
     finally:
         for engine in engines:

@@ -38,9 +38,7 @@ async def publishing(
     try:
         async with fronted(specs=specs) as client:
             client.engines = engines
-            async with asyncio.timeout(10):
-                while len(client.front.fleet.core.members.up) < count:
-                    await asyncio.sleep(0.01)
+            await client.until_up(count)
             yield client
     finally:
         for each in engines:
@@ -101,9 +99,7 @@ async def test_a_vllm_can_be_asked_where_it_publishes() -> None:
     specs = [EngineSpec("vllm", each.url, kv_events="auto") for each in engines]
     try:
         async with fronted(specs=specs) as client:
-            async with asyncio.timeout(10):
-                while len(client.front.fleet.core.members.up) < 2:
-                    await asyncio.sleep(0.01)
+            await client.until_up(2)
             one, other = client.front.external.engines
             for number in range(4):
                 await client.complete(f"{number} prompts " * 20, 2)
@@ -131,9 +127,7 @@ async def ranked(count: int, *rank: int, events: str = "auto") -> AsyncIterator[
     try:
         async with fronted(specs=specs) as client:
             client.engines = ranks
-            async with asyncio.timeout(10):
-                while len(client.front.fleet.core.members.up) < len(specs):
-                    await asyncio.sleep(0.01)
+            await client.until_up(len(specs))
             yield client
     finally:
         await ranks[0].stop()
@@ -185,9 +179,7 @@ async def test_nothing_is_believed_of_the_caches_of_an_sglang_with_ranks() -> No
     specs = [EngineSpec("sglang", server.url, kv_events=publisher.address)]
     try:
         async with fronted(specs=specs) as client:
-            async with asyncio.timeout(10):
-                while not client.front.fleet.core.members.up:
-                    await asyncio.sleep(0.01)
+            await client.until_up(1)
             (engine,) = client.front.external.engines
             assert engine.cache.kind == "assumed" and engine.facts is not None
             assert "prefix_index (it has 4 data-parallel ranks)" in engine.facts.degraded
