@@ -16,6 +16,7 @@ from typing import Any
 from fake_events import FakePublisher, removed, stored
 
 BLOCK = 16
+ANSWERS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 TRANSFERS: dict[str, list[int]] = {}  # what vLLMs hold for each other
 ROOMS: dict[int, dict[str, asyncio.Event]] = {}  # where SGLangs meet
 
@@ -110,18 +111,23 @@ class FakeEngine:
                     await self._json(writer, {"error": {"message": "no key"}}, 401)
                     continue
                 content = json.loads(body) if body else {}
-                await self._ranked(fields.get("x-data-parallel-rank"))._route(method, path, content, writer)
+                engine = self._ranked(fields.get("x-data-parallel-rank"), asks=path in ANSWERS and not is_probe(content))
+                await engine._route(method, path, content, writer)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
             self.writers.discard(writer)
             writer.close()
 
-    def _ranked(self, rank: str | None) -> "FakeEngine":
+    def _ranked(self, rank: str | None, *, asks: bool) -> "FakeEngine":
+        """The rank that takes a request. asks: it is for an answer: those without a rank go to each rank in turn; what
+        a front asks for by itself, whenever it does, turns nothing."""
         if not self.ranks:
             return self
-        self.turn += rank is None
-        return self.ranks[self.turn % len(self.ranks) if rank is None else int(rank)]
+        if rank is not None:
+            return self.ranks[int(rank)]
+        self.turn += asks
+        return self.ranks[self.turn % len(self.ranks) if asks else 0]
 
     # -- routes -------------------------------------------------------------------------------------------------------
 
@@ -226,8 +232,8 @@ class FakeEngine:
         prompt = body.get("prompt", "")
         text = self._render(body) if is_chat else prompt
         ids = [ord(letter) for letter in text] if isinstance(text, str) else list(text)
-        is_probe = body.get("max_tokens") == 1 and (prompt in ("1", [49]) or (is_chat and text == "<user>1<assistant>"))
-        if is_probe:
+        probes = is_probe(body)
+        if probes:
             if not self.is_ready:
                 await self._json(writer, {"error": {"message": "still loading"}}, 503)
                 return
@@ -239,10 +245,10 @@ class FakeEngine:
             return
         self.num_running += 1
         try:
-            cached = 0 if is_probe else await self._compute(ids)
+            cached = 0 if probes else await self._compute(ids)
             await asyncio.sleep(self.prefill_s)
             reply = _Reply(self, body, is_chat, ids, cached)
-            if not is_probe and not await self._meet(reply, writer):
+            if not probes and not await self._meet(reply, writer):
                 return
             if body.get("stream"):
                 await self._stream(reply, fault, writer)
@@ -485,6 +491,13 @@ class _Reply:
         if self.engine.reports_cache:
             found["prompt_tokens_details"] = {"cached_tokens": self.cached}
         return found
+
+
+def is_probe(body: dict[str, Any]) -> bool:
+    """Whether a request for an answer is the front's question whether the engine can answer at all."""
+    if body.get("max_tokens") != 1:
+        return False
+    return body.get("prompt") in ("1", [49]) or body.get("messages") == [{"role": "user", "content": "1"}]
 
 
 def next_token(ids: list[int]) -> int:
