@@ -111,7 +111,9 @@ class FakeEngine:
                     await self._json(writer, {"error": {"message": "no key"}}, 401)
                     continue
                 content = json.loads(body) if body else {}
-                engine = self._ranked(fields.get("x-data-parallel-rank"), asks=path in ANSWERS and not is_probe(content))
+                engine = self._ranked(
+                    fields.get("x-data-parallel-rank"), asks=path in ANSWERS and not is_probe(content)
+                )
                 await engine._route(method, path, content, writer)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
