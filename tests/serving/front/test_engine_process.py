@@ -7,6 +7,7 @@ from fake_engine import FakeEngine, answer_to
 from front_harness import FrontClient, fronted
 
 from diptych.serving.front.engine_process import EngineProcess, started_of
+from diptych.serving.front.external_worker import ExternalWorker
 
 
 def page(*started: object) -> bytes:
@@ -52,6 +53,22 @@ async def lost(client: FrontClient, number: int, times: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def pages_read(engine: ExternalWorker, started_s: float) -> None:
+    """Until two more pages of its metrics were read, of a process that was started at this time."""
+    process, count = engine._process, 0
+    really = process.is_another
+
+    def is_another(page: bytes) -> bool:
+        nonlocal count
+        count += started_of(page) == started_s
+        return really(page)
+
+    process.is_another = is_another  # type: ignore[method-assign]
+    async with asyncio.timeout(10):
+        while count < 2:
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.asyncio
 async def test_an_engine_that_was_replaced_behind_its_address_is_looked_at_again_and_its_streams_go_on() -> None:
     engines = [FakeEngine(delay_s=0.05, started_s=1000.0), FakeEngine(delay_s=0.05, started_s=1000.0)]
@@ -62,9 +79,9 @@ async def test_an_engine_that_was_replaced_behind_its_address_is_looked_at_again
             while not any(exchange.num_tokens for each in client.front.external.engines for exchange in
                           each.exchanges.values()):  # fmt: skip
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)  # for pages of its metrics
         number = next(each.number for each in client.front.external.engines if each.exchanges)
         engine = client.front.external.engines[number]
+        await pages_read(engine, 1000.0)
         assert engine.cache.num_blocks
         engines[number].started_s = 2000.0
         await lost(client, number, 1)
@@ -72,6 +89,6 @@ async def test_an_engine_that_was_replaced_behind_its_address_is_looked_at_again
         answer = await task
         assert (answer.text, answer.error) == (answer_to(prompt, 20), None)
         assert engines[1 - number].requests
-        await asyncio.sleep(0.3)
+        await pages_read(engine, 2000.0)
         assert engine.num_restarts == 1  # it is known now
         await client.idle()
