@@ -3,7 +3,6 @@
 Owns the JSON of blocks. Must never wait or submit.
 """
 
-import json
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.answers.response.call_readers import AnswerPart, PartKind
 from diptych.serving.api.answer_reader import AnswerReader
-from diptych.serving.api.reply import ReplyContext, encode_json, gather
+from diptych.serving.api.reply import ReplyContext, arguments_object, encode_json, gather
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
 _OPEN_BLOCKS: dict[PartKind, dict[str, Any]] = {
@@ -62,7 +61,9 @@ class MessagesWriter:
         if answer.content or not answer.calls:
             blocks.append({"type": "text", "text": answer.content or ""})
         for call in answer.calls:
-            blocks.append({"type": "tool_use", "id": _call_id(), "name": call.name, "input": _input(call.arguments)})
+            blocks.append(
+                {"type": "tool_use", "id": _call_id(), "name": call.name, "input": arguments_object(call.arguments)}
+            )
         usage = self._usage(is_final=True)
         return encode_json({**self._head(), "content": blocks, **self._ending(delta), "usage": usage})
 
@@ -121,12 +122,3 @@ def _event(name: str, fields: dict[str, Any]) -> bytes:
 
 def _call_id() -> str:
     return f"toolu_{uuid.uuid4().hex[:24]}"
-
-
-def _input(arguments: str) -> Any:
-    """The arguments as an object; what is no JSON object (an answer that was cut) comes as a text in one."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {"incomplete": arguments}
-    return value if isinstance(value, dict) else {"value": value}
