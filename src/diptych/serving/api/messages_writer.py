@@ -4,7 +4,7 @@ Owns the JSON of blocks. Must never wait or submit.
 """
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from diptych.serving.answers.answer_stream import Delta
@@ -20,9 +20,14 @@ _OPEN_BLOCKS: dict[PartKind, dict[str, Any]] = {
 
 
 class MessagesWriter:
-    """The Writer of /v1/messages."""
+    """The Writer of /v1/messages. applied_edits: of the context (None: the client has named none)."""
 
-    def __init__(self, context: ReplyContext, reader: AnswerReader) -> None:
+    def __init__(
+        self, context: ReplyContext, reader: AnswerReader, applied_edits: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        self._edits: dict[str, Any] = {}
+        if applied_edits is not None:
+            self._edits["context_management"] = {"applied_edits": applied_edits}
         self._context = context
         self._reader = reader
         self._has_started = False
@@ -43,7 +48,7 @@ class MessagesWriter:
                     events += self._part_events(AnswerPart(PartKind.CONTENT, ""))
                 events += self._close_block() + _event(
                     "message_delta",
-                    {"delta": self._ending(delta), "usage": self._usage(is_final=True)},
+                    {"delta": self._ending(delta), "usage": self._usage(is_final=True), **self._edits},
                 )
         return events
 
@@ -65,7 +70,7 @@ class MessagesWriter:
                 {"type": "tool_use", "id": _call_id(), "name": call.name, "input": arguments_object(call.arguments)}
             )
         usage = self._usage(is_final=True)
-        return encode_json({**self._head(), "content": blocks, **self._ending(delta), "usage": usage})
+        return encode_json({**self._head(), "content": blocks, **self._ending(delta), "usage": usage, **self._edits})
 
     def _head(self) -> dict[str, Any]:
         return {"id": self._context.id, "type": "message", "role": "assistant", "model": self._context.model}

@@ -6,16 +6,14 @@ servers run are left out and noted by their type, unless the request demands one
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final, Literal
 
-from pydantic import ValidationError
-
 from diptych.control.errors import InvalidRequestError
-from diptych.serving.api.error_responses import invalid_body
-from diptych.serving.api.protocol import FunctionBody, ToolBody
+from diptych.serving.api.function_tool import function_tool
+from diptych.serving.api.protocol import ToolBody
 
 Item = dict[str, Any]
 ToolKind = Literal["function", "custom", "tool_search"]
@@ -146,7 +144,8 @@ class ClientTools:
             self.note(f"tools.{tool.get('name')}.format")
             grammar: Item = form["grammar"] if isinstance(form.get("grammar"), dict) else form
             description += f"\n\nThe input follows this grammar ({grammar.get('syntax')}):\n{grammar.get('definition')}"
-        return {"description": description, "parameters": _CUSTOM_SCHEMA}
+        description += f"\n\nGive the whole input as the text of the argument `{CUSTOM_INPUT}`."
+        return {"description": description.strip(), "parameters": _CUSTOM_SCHEMA}
 
     def _offer(self, tool: ClientTool, described: Item, place: str, are_found: bool) -> None:
         if tool in self._callable_of:
@@ -162,15 +161,6 @@ class ClientTools:
         self.functions.append(function_tool({"name": name, **fields}, place))
         self._by_callable[name] = tool
         self._callable_of[tool] = name
-
-
-def function_tool(function: Mapping[str, Any], place: str) -> ToolBody:
-    """A tool of a chat request. Raises InvalidRequestError that names the field below ``place``."""
-    try:
-        return ToolBody(function=FunctionBody.model_validate(function))
-    except ValidationError as error:
-        found = invalid_body(error)
-        raise InvalidRequestError(f"{place}.{found.message}", param=f"{place}.{found.param}") from None
 
 
 def _name(tool: Item, place: str) -> str:
