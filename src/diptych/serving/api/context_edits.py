@@ -11,7 +11,7 @@ from diptych.control.errors import InvalidRequestError
 from diptych.serving.api.messages_blocks import Block, is_result
 
 CLEAR_TOOL_USES, CLEAR_THINKING = "clear_tool_uses_20250919", "clear_thinking_20251015"
-CLEARED = "[the result of this call was cleared from the conversation]"
+CLEARED = "[tool result cleared]"
 DEFAULT_TRIGGER_TOKENS, DEFAULT_KEPT_USES, DEFAULT_KEPT_TURNS = 100_000, 3, 1
 
 Turn = dict[str, Any]  # role and content
@@ -68,10 +68,10 @@ async def edited_context(management: dict[str, Any] | None, turns: Sequence[Turn
         original = before if original is None else original
         if before <= clear.trigger_tokens:
             continue
-        num_tokens = before - await count(cleared)
+        num_tokens = max(0, before - await count(cleared))
         if num_tokens >= least:
             turns = cleared
-            applied.append({"type": kind, clear.counted: num_cleared, "cleared_input_tokens": max(0, num_tokens)})
+            applied.append({"type": kind, clear.counted: num_cleared, "cleared_input_tokens": num_tokens})
     return EditedContext(turns, applied, left_out, original)
 
 

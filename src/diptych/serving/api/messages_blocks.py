@@ -66,7 +66,8 @@ def _assistant(blocks: list[Block], where: str) -> Iterator[dict[str, Any]]:
 
 
 def _ended(message: dict[str, Any]) -> dict[str, Any]:
-    fields = {"role": "assistant", "content": message.pop("content", ""), **message}
+    silence = None if "tool_calls" in message else ""
+    fields = {"role": "assistant", "content": message.pop("content", silence), **message}
     return {name: value for name, value in fields.items() if name != "reasoning_content" or value}
 
 

@@ -3,8 +3,10 @@
 Owns the JSON of blocks. Must never wait or submit.
 """
 
+import base64
 import uuid
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from diptych.serving.answers.answer_stream import Delta
@@ -33,6 +35,7 @@ class MessagesWriter:
         self._has_started = False
         self._num_blocks = 0
         self._open: PartKind | None = None  # of the block that the stream is in
+        self._thought = blake2b()  # of the reasoning in it
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
         """Events of what is new, the first time with the head of the message."""
@@ -62,7 +65,8 @@ class MessagesWriter:
         answer = self._reader.whole(delta)
         blocks: list[dict[str, Any]] = []
         if answer.reasoning is not None:
-            blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+            signature = _signature(blake2b(answer.reasoning.encode()))
+            blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": signature})
         if answer.content or not answer.calls:
             blocks.append({"type": "text", "text": answer.content or ""})
         for call in answer.calls:
@@ -104,6 +108,7 @@ class MessagesWriter:
             events = self._close_block() + self._open_block(part.kind, _OPEN_BLOCKS[part.kind])
         delta: dict[str, Any] = {"type": "text_delta", "text": part.text}
         if part.kind is PartKind.REASONING:
+            self._thought.update(part.text.encode())
             delta = {"type": "thinking_delta", "thinking": part.text}
         elif part.kind is PartKind.ARGUMENTS:
             delta = {"type": "input_json_delta", "partial_json": part.text}
@@ -117,12 +122,22 @@ class MessagesWriter:
     def _close_block(self) -> bytes:
         if self._open is None:
             return b""
-        self._open = None
-        return _event("content_block_stop", {"index": self._num_blocks - 1})
+        kind, self._open = self._open, None
+        place, events = {"index": self._num_blocks - 1}, b""
+        if kind is PartKind.REASONING:
+            delta = {"type": "signature_delta", "signature": _signature(self._thought)}
+            self._thought = blake2b()
+            events = _event("content_block_delta", {**place, "delta": delta})
+        return events + _event("content_block_stop", place)
 
 
 def _event(name: str, fields: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + encode_json({"type": name, **fields}) + b"\n\n"
+
+
+def _signature(thought: blake2b) -> str:
+    """For clients that do not send reasoning back without one. Nothing here asks for it."""
+    return base64.b64encode(thought.digest()).decode()
 
 
 def _call_id() -> str:

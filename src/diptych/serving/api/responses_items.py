@@ -121,7 +121,8 @@ class ItemReader:
         parts, self._assistant = self._assistant, {}
         if not parts:
             return
-        message = {"role": "assistant", "content": parts.get("content", "")}
+        silence = None if "calls" in parts else ""
+        message = {"role": "assistant", "content": parts.get("content", silence)}
         if parts.get("reasoning"):
             message["reasoning_content"] = parts["reasoning"]
         if "calls" in parts:
