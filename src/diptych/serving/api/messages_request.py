@@ -26,6 +26,7 @@ _WITHOUT_EFFECT = (
     *("betas", "billing_policy", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id"),
     *("diagnostics", "fallbacks", "fallback_credit_token"),
 )
+_OF_ANSWERS = ("max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k")  # nothing for a prompt
 
 
 class InputMessage(BaseModel):
@@ -53,7 +54,7 @@ class TokenCountBody(BaseModel):
     """POST /v1/messages/count_tokens."""
 
     model_config = Finite
-    without_effect: ClassVar = frozenset((*_LEFT_OUT, *_WITHOUT_EFFECT, *OWN_FIELDS))
+    without_effect: ClassVar = frozenset((*_LEFT_OUT, *_WITHOUT_EFFECT, *_OF_ANSWERS, *OWN_FIELDS))
 
     model: str | None = None
     messages: Annotated[Items[InputMessage], Field(min_length=1)]
