@@ -72,8 +72,9 @@ def _ended(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(block: Block) -> dict[str, Any]:
-    arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-    function = {"name": block.get("name"), "arguments": arguments}
+    given = block.get("input") or {}
+    arguments = given if isinstance(given, dict) else {"value": given}
+    function = {"name": block.get("name"), "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": block.get("id"), "type": "function", "function": function}
 
 
