@@ -2,22 +2,18 @@
 
 import json
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import httpx
 from fake_llm import FakeLLM
-from fastapi import FastAPI
 
 from diptych.serving.api.app import build_app
-
-_apps: WeakKeyDictionary[FakeLLM, FastAPI] = WeakKeyDictionary()
 
 
 async def ask(llm: FakeLLM, path: str, body: Any, *, key: str = "none", **options: Any) -> httpx.Response:
     """The reply of a server that is made for this llm, or with options (of build_app) for this call."""
-    app = _apps.get(llm)
-    if app is None or options:
-        app = _apps[llm] = build_app(llm, "fake", **options)  # type: ignore[arg-type]
+    app = None if options else llm.app
+    if app is None:
+        app = llm.app = build_app(llm, "fake", **options)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         return await client.post(path, json=body, headers={"authorization": f"Bearer {key}"})
