@@ -31,19 +31,21 @@ EFFORTS = ("low", "medium", "high", "xhigh", "max")
 MESSAGES_BODIES = (MessagesBody, TokenCountBody)
 
 
-def add_messages_routes(app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]]) -> None:
+def add_messages_routes(
+    app: FastAPI, llm: AsyncLLM, model_names: Sequence[str], errors: dict[int | str, dict[str, Any]]
+) -> None:
     """/v1/messages and /v1/messages/count_tokens. Every name of a model that the server does not have is refused."""
 
     @app.post("/v1/messages", responses=errors, openapi_extra=takes(MessagesBody))
     async def messages(request: Request) -> Response:
         """Answer a conversation, in Anthropic's format."""
         body = await read_body(request, MessagesBody)
-        check_model(body.model, model_name)
+        check_model(body.model, model_names)
         body = await with_known_effort(request, body)
         context = await edited(body)
         chat, left_out = as_chat(body, context.turns)
         note_ignored(request, [*left_out, *context.left_out])
-        started = await start_chat(llm, chat, model_name, tenant_in(request), "msg_", clamps=True)
+        started = await start_chat(llm, chat, model_names[0], tenant_in(request), "msg_", clamps=True)
         applied = None if body.context_management is None else context.applied
         writer = MessagesWriter(started.context, started.reader, applied)
         return GenerationResponse(llm, started.generation, writer, stream=bool(body.stream), dialect=MESSAGES)
@@ -52,7 +54,7 @@ def add_messages_routes(app: FastAPI, llm: AsyncLLM, model_name: str, errors: di
     async def count_tokens(request: Request) -> Response:
         """How many tokens the prompt of such a request has."""
         body = await read_body(request, TokenCountBody)
-        check_model(body.model, model_name)
+        check_model(body.model, model_names)
         body = await with_known_effort(request, body)
         context = await edited(body)
         note_ignored(request, [*as_chat(body, context.turns)[1], *context.left_out])

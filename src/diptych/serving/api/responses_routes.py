@@ -21,7 +21,11 @@ from diptych.serving.async_llm import AsyncLLM
 
 
 def add_responses_routes(
-    app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]], store: ResponseStore
+    app: FastAPI,
+    llm: AsyncLLM,
+    model_names: Sequence[str],
+    errors: dict[int | str, dict[str, Any]],
+    store: ResponseStore,
 ) -> None:
     """POST /v1/responses, and what was stored by GET and DELETE."""
 
@@ -29,13 +33,13 @@ def add_responses_routes(
     async def responses(request: Request) -> Response:
         """Answer a conversation, in the format of OpenAI's Responses."""
         body, tenant = await read_body(request, ResponsesBody), tenant_in(request)
-        check_model(body.model, model_name)
+        check_model(body.model, model_names)
         previous = body.previous_response_id
         earlier = await store.conversation(previous, tenant) if previous else []
         new = await resolved(input_items(body), earlier, store, tenant)
         chat, tools = as_chat(body, earlier, new)
         note_ignored(request, tools.left_out)
-        started = await start_chat(llm, chat, model_name, tenant, "resp_", clamps=True)
+        started = await start_chat(llm, chat, model_names[0], tenant, "resp_", clamps=True)
 
         def finished(reply: Reply) -> None:
             if body.store is not False:
