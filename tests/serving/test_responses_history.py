@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialect_calls import ask, last_prompt
+from dialect_calls import ask, events_of, last_prompt
 from fake_llm import FakeLLM
 from tool_model import tool_model
 
@@ -147,6 +147,48 @@ async def test_reasoning_comes_back_sealed_where_the_client_asks_for_that(tokeni
     assert (plain["type"], plain.get("encrypted_content")) == ("reasoning", None)
     [message] = ItemReader(ClientTools()).read([{**sealed, "content": []}])
     assert message["reasoning_content"] == "Bern."
+
+
+async def test_fields_that_change_nothing_are_taken_and_those_that_might_are_named() -> None:
+    silent: Any = {
+        "truncation": "disabled",
+        "max_tool_calls": 3,
+        "background": False,
+        "include": ["message.output_text.logprobs"],
+        "service_tier": "auto",
+        "prompt_cache_key": "k",
+        "client_metadata": {"a": "b"},
+        "text": {"verbosity": "low"},
+        "service_class": "batch",
+    }
+    llm = FakeLLM(answer="x")
+    reply = await ask(llm, "/v1/responses", {"input": "x", **silent})
+    assert (reply.status_code, reply.headers.get("x-ignored-fields")) == (200, None)
+    assert llm.submitted[0].options.service_class == "batch"
+    named = {"truncation": "auto", "context_management": [{"type": "compaction"}]}
+    reply = await ask(FakeLLM(answer="x"), "/v1/responses", {"input": "x", **named})
+    assert set(reply.headers["x-ignored-fields"].split(", ")) == set(named)
+    for refused in ({"conversation": "c"}, {"prompt": {"id": "p"}}, {"background": True}):
+        reply = await ask(FakeLLM(), "/v1/responses", {"input": "x", **refused})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, *refused)
+
+
+@pytest.mark.parametrize("wanted", [None, "auto", "detailed"])
+async def test_a_summary_that_the_client_wants_is_the_reasoning(wanted: str | None, tokenizer: Tokenizer) -> None:
+    llm = FakeLLM(answer=CALL, tokenizer=tokenizer)
+    body = {"input": "x", "reasoning": {"summary": wanted}}
+    item = (await ask(llm, "/v1/responses", body)).json()["output"][0]
+    events = events_of(await ask(llm, "/v1/responses", {**body, "stream": True}))
+    assert item["summary"] == events[-1]["response"]["output"][0]["summary"]
+    assert item["summary"] == ([{"type": "summary_text", "text": "Bern."}] if wanted else [])
+    kinds = [event["type"].removeprefix("response.reasoning_summary_") for event in events if "summary_index" in event]
+    deltas = [kind for kind in kinds if kind == "text.delta"]
+    assert kinds == (["part.added", *deltas, "text.done", "part.done"] if wanted else [])
+    assert "".join(event["delta"] for event in events if event["type"].endswith("summary_text.delta")) == (
+        "Bern." if wanted else ""
+    )
+    [message] = ItemReader(ClientTools()).read([item])
+    assert message["reasoning_content"] == "Bern."  # once
 
 
 async def test_several_texts_of_a_message_stay_parts_and_images_of_users_are_refused() -> None:

@@ -31,7 +31,7 @@ class ResponsesBody(BaseModel):
     """POST /v1/responses. null means: not given."""
 
     model_config = Finite
-    without_effect: ClassVar = frozenset((*_UNSUPPORTED, *OWN_FIELDS, "max_tool_calls"))
+    without_effect: ClassVar = frozenset((*_UNSUPPORTED, *OWN_FIELDS, "max_tool_calls", "truncation"))
 
     model: str | None = None
     input: str | Items[Item]
@@ -46,7 +46,9 @@ class ResponsesBody(BaseModel):
     tool_choice: str | Item | None = None
     parallel_tool_calls: bool | None = None
     text: Item | None = Field(None, description="format: text, json_object or json_schema.")
-    reasoning: Item | None = Field(None, description="effort: for the chat template.")
+    reasoning: Item | None = Field(
+        None, description="effort: for the chat template. summary: reasoning comes as one, too."
+    )
     metadata: Metadata | None = None
     include: Items[str] | None = Field(
         None, description=f"{SEALED_REASONING}: items of reasoning carry it; anything else has no effect."
@@ -61,6 +63,8 @@ def as_chat(body: ResponsesBody, earlier: Sequence[Item], new: Sequence[Item]) -
         if value is not None and value not in harmless:
             raise InvalidRequestError(f"{name} is not supported by this server", param=name, code="unsupported")
     tools = ClientTools()
+    if (body.model_extra or {}).get("truncation") not in (None, "disabled"):
+        tools.note("truncation")  # what does not fit is refused all the same
     tools.add(body.tools or [], "tools")
     items = [*earlier, *new]
     take_found_tools(items, tools, len(earlier))
@@ -96,6 +100,12 @@ def input_items(body: ResponsesBody) -> list[Item]:
 def wants_sealed_reasoning(body: ResponsesBody) -> bool:
     """Whether the client sends reasoning back by its encrypted_content only."""
     return SEALED_REASONING in (body.include or [])
+
+
+def wants_summary(body: ResponsesBody) -> bool:
+    """Whether the client wants to show the reasoning."""
+    wanted = body.reasoning or {}
+    return bool(wanted.get("summary") or wanted.get("generate_summary"))
 
 
 def _format(wanted: Any) -> dict[str, Any] | None:

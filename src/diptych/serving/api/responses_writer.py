@@ -13,7 +13,7 @@ from diptych.serving.api.answer_reader import AnswerReader
 from diptych.serving.api.chat import new_call_id
 from diptych.serving.api.reply import ReplyContext, arguments_object, encode_json
 from diptych.serving.api.responses_items import sealed_reasoning
-from diptych.serving.api.responses_request import ResponsesBody, wants_sealed_reasoning
+from diptych.serving.api.responses_request import ResponsesBody, wants_sealed_reasoning, wants_summary
 from diptych.serving.api.responses_tools import ClientTool, ClientTools
 from diptych.serving.api.text_argument import TextArgument
 
@@ -39,6 +39,7 @@ class ResponsesWriter:
         self._tools = tools
         self._argument = TextArgument()  # of the call that is open, where its tool is a custom one
         self._seals_reasoning = wants_sealed_reasoning(body)
+        self._has_summary = wants_summary(body)
         self._items: list[Reply] = []  # the last one is open while ``_open`` is not None
         self._open: PartKind | None = None
         self._number = 0  # of the next event
@@ -132,7 +133,19 @@ class ResponsesWriter:
         name = "output_text" if part.kind is PartKind.CONTENT else "reasoning_text"
         more: Reply = {"logprobs": []} if part.kind is PartKind.CONTENT else {}
         fields = {**self._place(), "content_index": 0, "delta": part.text, **more}
-        return events + self._event(f"{name}.delta", fields)
+        events += self._event(f"{name}.delta", fields)
+        return events + self._summary_events(item, part.text) if part.kind is PartKind.REASONING else events
+
+    def _summary_events(self, item: Reply, text: str) -> bytes:
+        """The reasoning once more, where the client wants a summary: many show nothing else of it."""
+        if not self._has_summary:
+            return b""
+        place, events = {**self._place(), "summary_index": 0}, b""
+        if not item["summary"]:
+            events = self._event("reasoning_summary_part.added", {**place, "part": _summary("")})
+            item["summary"] = [_summary("")]
+        item["summary"][0]["text"] += text
+        return events + self._event("reasoning_summary_text.delta", {**place, "delta": text})
 
     def _place(self) -> Reply:
         return {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"]}
@@ -183,7 +196,12 @@ class ResponsesWriter:
         more: Reply = {"logprobs": []} if kind is PartKind.CONTENT else {}
         place = {**self._place(), "content_index": 0}
         events = self._event(f"{name}.done", {**place, "text": part["text"], **more})
-        return events + self._event("content_part.done", {**place, "part": part})
+        events += self._event("content_part.done", {**place, "part": part})
+        if kind is PartKind.REASONING and item["summary"]:
+            place, [whole] = {**self._place(), "summary_index": 0}, item["summary"]
+            events += self._event("reasoning_summary_text.done", {**place, "text": whole["text"]})
+            events += self._event("reasoning_summary_part.done", {**place, "part": whole})
+        return events
 
     def _end_call(self, item: Reply) -> bytes:
         if item["type"] == "custom_tool_call":
@@ -200,6 +218,10 @@ class ResponsesWriter:
         data = encode_json({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def _summary(text: str) -> Reply:
+    return {"type": "summary_text", "text": text}
 
 
 def _item_status(delta: Delta) -> str:
