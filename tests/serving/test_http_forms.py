@@ -133,5 +133,7 @@ async def test_every_error_has_the_form_of_its_dialect(
         reply = await call(method, path, content, headers, **options)
         assert reply.status_code == status
         assert reply.json().get("type") == kind
+        if kind is not None and status in (405, 415):
+            assert reply.json()["error"]["type"] == "invalid_request_error"
         assert reply.json()["error"]["message"]
     assert (await call("POST", "/v1/messages/nothing", b"{}")).json()["error"]["type"] == "not_found_error"

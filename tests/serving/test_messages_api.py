@@ -131,6 +131,7 @@ async def test_a_choice_of_tools_is_a_grammar(tokenizer: Tokenizer) -> None:
             "messages.0.con",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages.0.content.0.name"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         ({"tools": [{"type": "web_search_20250305", "name": "web"}], "tool_choice": {"type": "any"}}, "tool_choice"),
         (

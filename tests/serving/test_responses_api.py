@@ -126,6 +126,7 @@ async def test_a_form_is_a_grammar_and_a_cut_answer_is_incomplete(tokenizer: Tok
         ({"input": [{"role": "user", "content": "x"}, {"type": "compaction_trigger"}]}, "input.1.type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
+        ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input.0.name"),
         ({"previous_response_id": "nothing"}, "previous_response_id"),
     ],
 )

@@ -14,6 +14,7 @@ from tool_model import tool_model
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.manners import Manners
+from diptych.serving.api.protocol import MAX_TOOLS
 from diptych.serving.api.responses_tools import ClientTool, ClientTools
 from diptych.serving.api.text_argument import TextArgument
 
@@ -126,6 +127,14 @@ def test_names_of_functions_are_unique_and_short_enough() -> None:
     assert len(set(names)) == len(names) == 5
     assert [tools.called(name).namespace for name in names] == [None, "a", "a__", long, long + "n"]
     assert tools.callable_name(ClientTool("function", "g", "a b")) == "a_b__g"  # not offered any more
+
+
+def test_a_request_has_only_so_many_tools() -> None:
+    inner = [{**FUNCTION, "name": f"f{number}"} for number in range(MAX_TOOLS)]
+    tools = ClientTools()
+    tools.add([{"type": "namespace", "name": "n", "tools": inner}], "tools")
+    with pytest.raises(InvalidRequestError, match=r"tools\.0 is one tool too many; at most 1024"):
+        tools.add([FUNCTION], "tools")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def _assistant(blocks: list[Block], where: str) -> Iterator[dict[str, Any]]:
             earlier = message.get("reasoning_content")
             message["reasoning_content"] = thought if earlier is None else f"{earlier}\n{thought}"
         elif kind in _CALLS:
-            message.setdefault("tool_calls", []).append(_call(block))
+            message.setdefault("tool_calls", []).append(_call(block, place))
         elif is_result(block):
             if message:
                 yield _ended(message)
@@ -71,10 +71,10 @@ def _ended(message: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != "reasoning_content" or value}
 
 
-def _call(block: Block) -> dict[str, Any]:
+def _call(block: Block, where: str) -> dict[str, Any]:
     given = block.get("input") or {}
     arguments = given if isinstance(given, dict) else {"value": given}
-    function = {"name": block.get("name"), "arguments": json.dumps(arguments, ensure_ascii=False)}
+    function = {"name": _field(block, "name", where), "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": block.get("id"), "type": "function", "function": function}
 
 

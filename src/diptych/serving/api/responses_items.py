@@ -163,7 +163,9 @@ class ItemReader:
 
     def _function_call(self, item: Item, where: str) -> None:
         name, namespace = item.get("name"), item.get("namespace")
-        if isinstance(name, str) and isinstance(namespace, str):
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"{where}.name is no text", param=f"{where}.name")
+        if isinstance(namespace, str):
             name = self._tools.callable_name(ClientTool("function", name, namespace))
         arguments = item.get("arguments")
         self._call(item, name, "{}" if arguments is None else arguments)
@@ -202,14 +204,14 @@ class ItemReader:
         self._result(item, _result_text(item.get(_OUTPUTS[kind_of(item)])))
 
     def _found(self, item: Item, where: str) -> None:
+        tools = [tool for tool in item.get("tools") or [] if isinstance(tool, dict)]
+        spaces = {tool.get("name"): tool.get("tools") or [] for tool in tools if tool.get("type") == "namespace"}
+        inner = [(part, name) for name, parts in spaces.items() for part in parts]
         found: list[str] = []
-        for tool in item.get("tools") or []:
-            inner = tool.get("tools") if isinstance(tool, dict) and tool.get("type") == "namespace" else [tool]
-            namespace = tool.get("name") if inner is not None and inner != [tool] else None
-            for part in inner or []:
-                if isinstance(part, dict) and isinstance(part.get("name"), str):
-                    kind: ToolKind = "custom" if part.get("type") == "custom" else "function"
-                    found.append(self._tools.callable_name(ClientTool(kind, part["name"], namespace)))
+        for part, namespace in [*((tool, None) for tool in tools if tool.get("type") != "namespace"), *inner]:
+            if isinstance(part.get("name"), str):
+                kind: ToolKind = "custom" if part.get("type") == "custom" else "function"
+                found.append(self._tools.callable_name(ClientTool(kind, part["name"], namespace)))
         self._result(item, f"Found tools: {', '.join(found)}" if found else "No tools were found.")
 
     def _image(self, item: Item, where: str) -> None:
