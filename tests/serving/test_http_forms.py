@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_llm import FakeLLM
+from fastapi import FastAPI
 
 from diptych.serving.api.app import build_app
 from diptych.serving.api.parameters import check_model
@@ -25,9 +26,13 @@ BODIES: dict[str, Any] = {
 PATHS = ("/health", "/ready", "/version", "/v1/models", "/v1/models/fake", "/metrics", "/openapi.json", "/ui", "/docs")
 
 
+apps: dict[str, FastAPI] = {}  # by their options
+
+
 async def call(method: str, path: str, content: Any = None, headers: Any = None, **options: Any) -> httpx.Response:
-    app = build_app(FakeLLM(), "fake", **options)  # type: ignore[arg-type]
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    if repr(options) not in apps:
+        apps[repr(options)] = build_app(FakeLLM(), "fake", **options)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(apps[repr(options)], raise_app_exceptions=False)
     body = content if isinstance(content, bytes) or content is None else json.dumps(content).encode()
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         return await client.request(method, path, content=body, headers=headers)
