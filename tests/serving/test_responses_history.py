@@ -191,9 +191,26 @@ async def test_a_summary_that_the_client_wants_is_the_reasoning(wanted: str | No
     assert message["reasoning_content"] == "Bern."  # once
 
 
+async def test_reasoning_belongs_to_the_message_behind_it_and_none_is_no_message() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": text}] if text else [],
+        }
+
+    user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+    items = [user, thought(""), user, thought("a"), thought("b"), answer, thought("c"), answer]
+    messages = ItemReader(ClientTools()).read(items)
+    assert [message["role"] for message in messages] == ["user", "user", "assistant", "assistant"]
+    assert [message.get("reasoning_content") for message in messages] == [None, None, "a\nb", "c"]
+
+
 async def test_several_texts_of_a_message_stay_parts_and_images_of_users_are_refused() -> None:
     parts = [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]
     [message] = ItemReader(ClientTools()).read([{"role": "user", "content": parts}])
     assert message["content"] == [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    [message] = ItemReader(ClientTools()).read([{"role": "developer", "content": parts}])
+    assert message == {"role": "system", "content": "one\ntwo"}
     reply = await ask(FakeLLM(), "/v1/responses", {"input": [{"role": "user", "content": [*parts, IMAGE]}]})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input.0.content.2")

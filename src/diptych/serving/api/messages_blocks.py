@@ -88,7 +88,8 @@ def _user(role: str, blocks: list[Block], where: str) -> Iterator[dict[str, Any]
             texts.append(_block_text(block, place))
     if texts or not any(map(is_result, blocks)):
         parts = [{"type": "text", "text": text} for text in texts]
-        yield {"role": role, "content": parts if len(parts) > 1 else "".join(texts)}
+        has_parts = role == "user" and len(parts) > 1  # templates that loop over parts do so for the user's
+        yield {"role": role, "content": parts if has_parts else "\n\n".join(texts)}
 
 
 def _result(block: Block, where: str) -> dict[str, Any]:

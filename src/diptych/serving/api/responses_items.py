@@ -123,7 +123,7 @@ class ItemReader:
             return
         silence = None if "calls" in parts else ""
         message = {"role": "assistant", "content": parts.get("content", silence)}
-        if parts.get("reasoning"):
+        if "reasoning" in parts:
             message["reasoning_content"] = parts["reasoning"]
         if "calls" in parts:
             message["tool_calls"] = parts["calls"]
@@ -138,12 +138,9 @@ class ItemReader:
         self._end_assistant()
         texts = _texts(content, f"{where}.content")
         parts = [{"type": "text", "text": text} for text in texts]
-        self._messages.append(
-            {
-                "role": "system" if role == "developer" else str(role),
-                "content": parts if len(parts) > 1 else "".join(texts),
-            }
-        )
+        has_parts = role == "user" and len(parts) > 1  # templates that loop over parts do so for the user's
+        message = {"role": "system" if role == "developer" else str(role)}
+        self._messages.append({**message, "content": parts if has_parts else "\n".join(texts)})
 
     def _reasoning(self, item: Item, where: str) -> None:
         if "content" in self._assistant or "calls" in self._assistant:
@@ -151,8 +148,9 @@ class ItemReader:
         text = "\n".join(_texts(item.get("content") or [], f"{where}.content"))
         text = text or _unsealed(item.get("encrypted_content"))
         text = text or "\n".join(_texts(item.get("summary") or [], f"{where}.summary"))
-        earlier = self._assistant.get("reasoning", "")
-        self._assistant["reasoning"] = f"{earlier}\n{text}" if earlier and text else earlier or text
+        if text:
+            earlier = self._assistant.get("reasoning")
+            self._assistant["reasoning"] = text if earlier is None else f"{earlier}\n{text}"
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
