@@ -20,9 +20,9 @@ from diptych.serving.api.protocol import MAX_TOOLS, ChatBody, Count, Finite, Ite
 
 VOLATILE = re.compile(r"\A\s*x-anthropic-[a-z-]+:[^\n]*\n?")
 Blocks = str | Items[dict[str, Any]]
-_LEFT_OUT = ("mcp_servers", "container")
+LEFT_OUT = ("mcp_servers", "container")
 # Fields that say how and where Anthropic serves a request, not what is asked.
-_WITHOUT_EFFECT = (
+WITHOUT_EFFECT = (
     *("betas", "billing_policy", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id"),
     *("diagnostics", "fallbacks", "fallback_credit_token"),
 )
@@ -54,7 +54,7 @@ class TokenCountBody(BaseModel):
     """POST /v1/messages/count_tokens."""
 
     model_config = Finite
-    without_effect: ClassVar = frozenset((*_LEFT_OUT, *_WITHOUT_EFFECT, *_OF_ANSWERS, *OWN_FIELDS))
+    without_effect: ClassVar = frozenset((*LEFT_OUT, *WITHOUT_EFFECT, *_OF_ANSWERS, *OWN_FIELDS))
 
     model: str | None = None
     messages: Annotated[Items[InputMessage], Field(min_length=1)]
@@ -88,7 +88,7 @@ def as_chat(body: TokenCountBody, turns: Sequence[Turn]) -> tuple[ChatBody, list
     """The same as a chat request with these turns, and what is left out of it. Raises InvalidRequestError that names
     what cannot be served."""
     tools, left_out = _tools(body, turns)
-    left_out += [name for name in _LEFT_OUT if (body.model_extra or {}).get(name)]
+    left_out += [name for name in LEFT_OUT if (body.model_extra or {}).get(name)]
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": list(_messages(body, turns)),
