@@ -233,7 +233,6 @@ def _refusals() -> Iterator[str]:
     tables: dict[str, Mapping[str, tuple[Any, ...]]] = {
         "completions, chat": UNSUPPORTED,
         "responses": of_responses,
-        "messages": dict.fromkeys(messages_request._UNSUPPORTED, ()),
     }
     for api, fields in tables.items():
         for name, harmless in sorted(fields.items()):
@@ -243,7 +242,10 @@ def _refusals() -> Iterator[str]:
                 "completions" if serves_chat else api, f"`{name}`", ", ".join(f"`{value}`" for value in values)
             )
     known = protocol.ChatBody.model_fields.keys()
-    yield "\nTaken without an effect: " + ", ".join(f"`{name}`" for name in sorted(WITHOUT_EFFECT - known)) + ".\n"
+    of_messages = ", ".join(f"`{name}`" for name in sorted(messages_request.WITHOUT_EFFECT))
+    yield "\nTaken without an effect: " + ", ".join(f"`{name}`" for name in sorted(WITHOUT_EFFECT - known))
+    yield f"; of messages {of_messages}.\n"
+    yield "Left out of messages and named: " + ", ".join(f"`{name}`" for name in messages_request.LEFT_OUT) + ".\n"
     yield "Any other field is ignored and named in the header `x-ignored-fields`, or refused with `--strict`.\n"
 
 

@@ -20,7 +20,7 @@ from diptych.control.config import CapsConfig, SchedulerConfig, ShapeName, shape
 from diptych.control.errors import ConfigError
 from diptych.diagnosis.adapters.http_get import Site
 from diptych.processor import Processor
-from diptych.serving.link.engine_options import parse_bytes, parse_cores
+from diptych.serving.link.engine_options import BUNDLED_MODEL, parse_bytes, parse_cores
 
 
 def given(**changes: Any) -> dict[str, Any]:
@@ -170,6 +170,18 @@ def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], param:
     with pytest.raises(ConfigError) as caught:
         cli.engine_options(given(**changes))
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(("words", "names"), [([], None), (["a"], ["a"]), (["a", "org/b", "c"], ["a", "org/b", "c"])])
+def test_a_model_is_served_by_every_name_that_is_given(
+    words: list[str], names: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[list[str]] = []
+    monkeypatch.setattr(cli, "check_start", lambda options: None)
+    monkeypatch.setattr(cli, "_serve", lambda options, workers, names, given: served.append(names))
+    result = CliRunner().invoke(cli.app, ["serve", *(word for name in words for word in ("--served-model-name", name))])
+    assert result.exit_code == 0, result.output
+    assert served == [names or [BUNDLED_MODEL.name]]
 
 
 def test_the_options_reach_the_engine() -> None:

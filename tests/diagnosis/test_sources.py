@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.request import Request
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ from diptych.control.slo import NS_PER_S, Slo
 from diptych.diagnosis.adapters import engine_server
 from diptych.diagnosis.adapters.engine_server import MetricsReader, reader_of
 from diptych.diagnosis.adapters.exposition import Growth, MetricsPage
-from diptych.diagnosis.adapters.http_get import Site
+from diptych.diagnosis.adapters.http_get import Site, open_url
 from diptych.diagnosis.adapters.llamacpp_metrics import Slots, observe_llamacpp
 from diptych.diagnosis.adapters.metric_names import Scrapes
 from diptych.diagnosis.adapters.timeline_records import TimelineSource, end_of, observe
@@ -200,3 +201,14 @@ def test_a_watched_engine_with_few_requests_is_judged_by_its_last_rounds(monkeyp
         means.append((round(seen.ttft.measured_s, 2), bool(seen.notes)))
     assert means[0] == (8.97, True)  # nothing else is known yet
     assert means[-1] == (0.1, False)
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_a_server_on_this_machine_is_called_without_a_proxy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving({"/page": (200, b"here")}) as url:
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        assert Site.of(url).get("/page") == b"here"
+        with open_url(Request(f"{url}/page"), 5.0) as reply:
+            assert reply.read() == b"here"

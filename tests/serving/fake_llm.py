@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import FastAPI
+
 from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason, RequestOptions, SamplingParams
 from diptych.control.slo import LatencyBreakdown
@@ -60,6 +62,7 @@ class FakeLLM:
         self.loading = Loading("pretending")
         self.state = "ready"
         self.is_routable = True
+        self.app: FastAPI | None = None  # see dialect_calls.py
         self.num_open = 0
         self.submitted: list[Submitted] = []
         self.grammars: list[Grammar] = []  # that were tried; each passes

@@ -93,19 +93,22 @@ async def test_openai_s_client_runs_a_batch(tmp_path: Path) -> None:
     assert {submitted.options.service_class for submitted in llm.submitted} == {"batch"}
 
 
-async def test_chat_embeddings_and_responses_run_as_lines(tmp_path: Path) -> None:
+async def test_conversations_of_every_dialect_run_as_lines(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-    async with served(tmp_path) as client:
+    llm = FakeLLM()
+    async with served(tmp_path, llm) as client:
         for path, body, kind in (
             ("/v1/chat/completions", chat, "chat.completion"),
             ("/v1/responses", {"input": "hi", "max_output_tokens": 3}, "response"),
+            ("/v1/messages", chat, "message"),
         ):
             file = (await upload(client, jsonl([line("a", url=path, body=body)]))).json()
             batch = await ended(client, (await create(client, file["id"], endpoint=path)).json()["id"])
             assert batch["status"] == "completed", batch
             output = (await client.get(f"/v1/files/{batch['output_file_id']}/content")).json()
             reply = output["response"]["body"]
-            assert reply["object"] == kind
+            assert reply.get("object", reply.get("type")) == kind
+            assert llm.submitted[-1].options.service_class == "batch"
             if kind == "response":  # not stored unless the line says so
                 assert (await client.get(f"/v1/responses/{reply['id']}")).status_code == 404
 

@@ -12,6 +12,7 @@ from tool_model import tool_model
 from diptych.control.errors import ContextLengthError, OverloadedError
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.app import build_app
+from diptych.serving.api.context_edits import CLEAR_TOOL_USES
 
 anthropic = pytest.importorskip("anthropic")
 httpx = pytest.importorskip("httpx2")
@@ -124,15 +125,29 @@ async def test_a_choice_of_tools_is_a_grammar(tokenizer: Tokenizer) -> None:
     ("fields", "param"),
     [
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "hologram"}]}]}, "messages.0.content.0"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url"}}]}]},
+            "messages.0.con",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages.0.content.0.name"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web"}]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web"}], "tool_choice": {"type": "any"}}, "tool_choice"),
+        (
+            {
+                "tools": [TOOL, {"type": "bash_20250124", "name": "bash"}],
+                "tool_choice": {"type": "tool", "name": "bash"},
+            },
+            "tool_choice",
+        ),
+        ({"tools": [TOOL, TOOL]}, "tools.1.name"),
+        ({"context_management": {"edits": [{}]}}, "context_management.edits.0.type"),
+        ({"context_management": {"edits": [{"type": CLEAR_TOOL_USES, "keep": 3}]}}, "context_management.edits.0.keep"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
-        ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"max_tokens": None}, "max_tokens"),
         ({"system": [1]}, "system"),
-        ({"tools": [{"name": "no spaces", "input_schema": {}}]}, "tools.0.function.name"),
+        ({"tools": [{"name": "no spaces", "input_schema": {}}]}, "tools.0.name"),
     ],
 )
 async def test_what_cannot_be_served_is_named(fields: dict[str, Any], param: str) -> None:

@@ -76,10 +76,13 @@ def test_unknown_fields_are_ignored() -> None:
 
 
 def test_only_the_served_model_is_found() -> None:
-    check_model(None, "served")
-    check_model("served", "served")
+    check_model(None, ["served"])
+    check_model("served", ["served"])
     with pytest.raises(NotFoundError, match="'other' is not served here; 'served' is"):
-        check_model("other", "served")
+        check_model("other", ["served"])
+    check_model("b", ["a", "b"])
+    with pytest.raises(NotFoundError, match="'c' is not served here; 'a', 'b' are"):
+        check_model("c", ["a", "b"])
 
 
 def test_what_is_not_given_takes_the_defaults() -> None:

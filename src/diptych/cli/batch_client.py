@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 from diptych.control.errors import ConfigError, RequestError
-from diptych.diagnosis.adapters.http_get import Site
+from diptych.diagnosis.adapters.http_get import Site, open_url
 
 CHUNK_BYTES = 2**20
 TIMEOUT_S = 120.0
@@ -95,7 +95,7 @@ class BatchClient:
     def _open(self, method: str, path: str) -> Any:
         request = Request(self.site.url + path, method=method, headers=self._key())
         try:
-            return urlopen(request, timeout=TIMEOUT_S)
+            return open_url(request, TIMEOUT_S)
         except HTTPError as error:
             raise RequestError(_refusal(error.code, error.read(MOST_ERROR_BYTES))) from None
         except (URLError, HTTPException, OSError) as error:

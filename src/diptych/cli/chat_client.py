@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 from diptych.control.errors import ConfigError, RequestError
-from diptych.diagnosis.adapters.http_get import Site
+from diptych.diagnosis.adapters.http_get import Site, open_url
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 ANSWER_TIMEOUT_S = 600.0  # between two events: a long prompt may wait behind others
@@ -91,7 +91,7 @@ class ChatClient:
     def _events(self, path: str, body: Mapping[str, Any]) -> Generator[Piece, None, None]:
         """The pieces of a stream of events."""
         try:
-            with urlopen(self._request(path, body), timeout=ANSWER_TIMEOUT_S) as reply:
+            with open_url(self._request(path, body), ANSWER_TIMEOUT_S) as reply:
                 for line in reply:
                     data = line.decode("utf-8", "replace").strip().removeprefix("data:").strip()
                     if data == "[DONE]":
@@ -131,7 +131,7 @@ def _why_no_chat(site: Site, model: str, card: Mapping[str, Any]) -> str:
     client = ChatClient(site, model, "", completes=False)
     body = {"model": model, "messages": [{"role": "user", "content": "?"}]}
     try:
-        urlopen(client._request("/tokenize", body), timeout=site.timeout_s).close()
+        open_url(client._request("/tokenize", body), site.timeout_s).close()
     except HTTPError as error:
         return "has no chat template" if "template" in _refusal(error) else ""
     except (URLError, HTTPException, OSError):

@@ -22,6 +22,7 @@ BYTES_HELP = "Bytes of prompt per token, where prompts are not tokenised."
 ASSUMED_HELP = "Seconds for which an engine is believed to hold a prompt where no KV events say it."
 SILENCE_HELP = "Seconds without a byte from a busy engine, after which it is asked for a sign of life."
 RECOVERY_HELP = "Continue a stream at another engine when its own is lost."
+NAME_HELP = "Name for clients; repeat it for more. Default: the engines' own."
 UNTOUCHED_HELP = "Requests per engine without a first token; more wait in the queue (0: none wait)."
 FRONT_UNTOUCHED = 256
 CLUSTER_OPTIONS = ("routing", "on_failure", "max_untouched_per_worker", "max_queued", "max_queued_per_key")
@@ -32,7 +33,7 @@ class FrontEngines:
 
     engine: Annotated[Strings, option(ENGINE_HELP, ENGINES)] = None
     engines: Annotated[Path | None, option(FILE_HELP, ENGINES)] = None
-    served_model_name: Annotated[Text, option("Name for clients. Default: the engines' own.", ENGINES)] = None
+    served_model_name: Annotated[Strings, option(NAME_HELP, ENGINES)] = None
     probe_interval: Annotated[float, option("Seconds between two looks at an engine's gauges.", ENGINES)] = 0.5
     silence: Annotated[float, option(SILENCE_HELP, ENGINES)] = 5.0
     first_byte_timeout: Annotated[float, option("Seconds that an engine may take for a prompt.", ENGINES)] = 600.0
@@ -97,7 +98,7 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     keys, admin_key = tuple(given["api_key"] or ()), given["admin_key"] or None
     max_body = parse_bytes(given["max_body"], "max_body")
     rules = manners(given)
-    name = given["served_model_name"] or ""
+    name, *more_names = given["served_model_name"] or ("",)
     server = ServerOptions(
         **picked(given, "host", "port", "log_level"), served_model_name=name, drain_timeout_s=given["drain_timeout"]
     )
@@ -108,6 +109,7 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
         return build_front_app(
             end,
             name,
+            also_served_as=more_names,
             api_keys=keys,
             admin_key=admin_key,
             max_body_bytes=max_body,

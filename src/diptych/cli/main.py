@@ -117,7 +117,7 @@ def serve(given: dict[str, Any]) -> None:
         workers_here = fleet_options(given)
         if workers_here.roles:
             check_start(options)
-        _serve(options, workers_here, given["served_model_name"] or model_name(Path(options.model)), given)
+        _serve(options, workers_here, given["served_model_name"] or [model_name(Path(options.model))], given)
 
 
 def engine_options(given: dict[str, Any]) -> EngineOptions:
@@ -209,7 +209,7 @@ def _groups(given: dict[str, Any]) -> tuple[WorkerGroup, ...]:
     )
 
 
-def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict[str, Any]) -> None:
+def _serve(options: EngineOptions, workers: FleetOptions, names: list[str], given: dict[str, Any]) -> None:
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
     from diptych.serving.answers.stream_journal import StreamJournal
     from diptych.serving.api.server import ServerOptions, run_server
@@ -220,7 +220,8 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
 
     server = ServerOptions(
         **picked(given, "host", "port", "log_level", "responses"),
-        served_model_name=name,
+        served_model_name=names[0],
+        also_served_as=tuple(names[1:]),
         api_keys=tuple(given["api_key"] or ()),
         admin_key=given["admin_key"] or None,
         max_body_bytes=parse_bytes(given["max_body"], "max_body"),
@@ -230,7 +231,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, name: str, given: dict
     )
     chat_command = f"{own_command()} chat"
     with StartScreen(
-        name, has_key=bool(server.api_keys), chat_command=chat_command, is_verbose=given["verbose"]
+        names[0], has_key=bool(server.api_keys), chat_command=chat_command, is_verbose=given["verbose"]
     ) as screen:
         screen.hint = busy_machine_hint(options, len(workers.roles))
         journal = None if given["survive_restart"] is None else StreamJournal(given["survive_restart"])

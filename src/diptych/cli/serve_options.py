@@ -57,12 +57,15 @@ SHAPE_HELP = "unified: prompts first. chunked: between decodes. Default: chunked
 PLAN_HELP = "Change roles, shapes and --core-split to fit the load (auto), or only say so (advise). Default: advise."
 
 
+NAME_HELP = "Name for clients; repeat it for more, of which replies have the first. Default: the model's own."
+
+
 class ModelOptions:
     """What is served (see ``takes``)."""
 
     place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None
     model: Annotated[Text, option("The same as MODEL.", MODEL)] = None
-    served_model_name: Annotated[Text, option("Name for clients. Default: the model's own.", MODEL)] = None
+    served_model_name: Annotated[Strings, option(NAME_HELP, MODEL)] = None
     max_model_len: Annotated[Whole, option("Context length. Default: the model's own.", MODEL)] = None
     dtype: Annotated[DTypeName, option("Arithmetic; auto: the checkpoint's own.", MODEL)] = "auto"
 

@@ -164,6 +164,21 @@ async def test_pages_say_what_is_known_and_refuse_what_is_not() -> None:
         assert "vllm:generation_tokens_total" in (await client.http.get("/metrics")).text
 
 
+async def test_a_front_has_several_names_for_its_model() -> None:
+    app = {"model_name": "first", "also_served_as": ("second",)}
+    async with fronted(FakeEngine(), app=app) as client:
+        for name in ("first", "second", "fake-model"):
+            answer = await client.post("/v1/completions", {"model": name, "prompt": "abc", "max_tokens": 2})
+            assert answer.status == 200
+        listed = (await client.http.get("/v1/models")).json()
+        assert [card["id"] for card in listed["data"]] == ["first", "second"]
+        own = await client.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+        assert own.json()["last_id"] == "second"
+        assert (await client.http.head("/v1/models")).status_code == 200
+        packed = await client.http.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"})
+        assert packed.status_code == 415
+
+
 async def test_the_engines_behind_it_are_diagnosed_by_their_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_pages, "FEWEST_NS", 1)
     async with fronted(FakeEngine(), FakeEngine(), FakeEngine("llamacpp")) as client:

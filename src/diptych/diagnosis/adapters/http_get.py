@@ -1,4 +1,8 @@
-"""Reading from a server over HTTP: a GET with a limit of time and size, and errors in words."""
+"""Reading from a server over HTTP: a GET with a limit of time and size, and errors in words.
+
+A server on this machine is called directly, whatever proxy the environment names (HTTP_PROXY): the proxy would look for
+it on a machine of its own.
+"""
 
 import json
 import time
@@ -8,7 +12,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from diptych.control.errors import ConfigError
 
@@ -24,7 +28,10 @@ class _NoRedirects(HTTPRedirectHandler):
         """See HTTPRedirectHandler: its status is the reply."""
 
 
-_open = build_opener(_NoRedirects).open
+def open_url(request: Request, timeout_s: float, *, follows: bool = True) -> Any:
+    """The reply to a request. follows: redirects, too. Raises what urllib raises."""
+    direct = (ProxyHandler({}),) if (urlsplit(request.full_url).hostname or "").startswith(LOOPBACK) else ()
+    return build_opener(*direct, *(() if follows else (_NoRedirects,))).open(request, timeout=timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class Site:
         url = self.url + path + (f"?{urlencode(query)}" if query else "")
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         try:
-            with _open(Request(url, headers=headers), timeout=self.timeout_s) as reply:
+            with open_url(Request(url, headers=headers), self.timeout_s, follows=False) as reply:
                 return _read(reply, time.monotonic() + LONGEST * self.timeout_s)
         except HTTPError as error:
             error.close()  # it is a reply, too

@@ -29,10 +29,12 @@ from diptych.serving.api.completions import CompletionWriter
 from diptych.serving.api.conversation import conversation, start_chat
 from diptych.serving.api.cross_origin import CrossOrigin
 from diptych.serving.api.embeddings import EmbeddingsBody, add_embeddings_routes
+from diptych.serving.api.head_requests import HeadRequests
 from diptych.serving.api.manners import Manners
 from diptych.serving.api.messages_routes import MESSAGES_BODIES, add_messages_routes
 from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
 from diptych.serving.api.miss_routes import add_miss_routes
+from diptych.serving.api.model_list import model_list, one_model
 from diptych.serving.api.parameters import (
     check_model,
     given_prompts,
@@ -69,7 +71,8 @@ BODIES: tuple[type[BaseModel], ...] = (
     EmbeddingsBody,
     BatchBody,
 )
-LINE_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")  # of batches
+# The paths that lines of batches may have.
+LINE_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": protocol.ErrorReply, "description": text}
     for status, text in {
@@ -87,11 +90,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class Service:
-    """What the routes need: the model, its public name and when it began to be served."""
+    """What the routes need: the model, its public names and when it began to be served. Replies have the first name."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+    def __init__(self, llm: AsyncLLM, names: Sequence[str]) -> None:
         self.llm = llm
-        self.model_name = model_name
+        self.names = names
+        self.model_name = model_name = names[0]
         self.created = int(time.time())
         llm.metrics.model_name = model_name
 
@@ -169,7 +173,7 @@ class Service:
 
     async def tokenize(self, body: protocol.TokenizeBody) -> Response:
         """Token ids of a text or of a conversation."""
-        check_model(body.model, self.model_name)
+        check_model(body.model, self.names)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         if body.messages is not None:
@@ -183,25 +187,25 @@ class Service:
 
     async def detokenize(self, body: protocol.DetokenizeBody) -> Response:
         """The text of token ids."""
-        check_model(body.model, self.model_name)
+        check_model(body.model, self.names)
         known = self.llm.require_ready().vocab_size
         if max(body.tokens, default=0) >= known:
             raise InvalidRequestError(f"a token id is outside the vocabulary of {known} tokens", param="tokens")
         [text] = await self.llm.decode_all([body.tokens], skip_special_tokens=False, param="tokens")
         return _json({"prompt": text})
 
-    def card(self) -> dict[str, Any]:
-        """The served model."""
+    def card(self, name: str) -> dict[str, Any]:
+        """The served model by one of its names."""
         ready = self.llm.ready
         return protocol.ModelCard(
-            id=self.model_name,
+            id=name,
             created=self.created,
             root=self.llm.options.model,
             max_model_len=ready.max_model_len if ready else None,
         ).model_dump()
 
     def _check(self, body: protocol.GenerationBody) -> None:
-        check_model(body.model, self.model_name)
+        check_model(body.model, self.names)
         refuse_unsupported(body)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
@@ -214,6 +218,7 @@ def build_app(
     llm: AsyncLLM,
     model_name: str,
     *,
+    also_served_as: Sequence[str] = (),
     api_keys: Sequence[str] = (),
     admin_key: str | None = None,
     max_body_bytes: int = 16 * 2**20,
@@ -221,15 +226,17 @@ def build_app(
     store: ResponseStore | None = None,
     batches: BatchService | None = None,
 ) -> FastAPI:
-    """The ASGI application around a model that is being served. admin_key: see AdminAccess. store: in memory
+    """The ASGI application around a model that is being served. also_served_as: more names that clients may call it by;
+    replies have ``model_name``. admin_key: see AdminAccess. store: in memory
     without one. batches: connected here, and to be started by the server."""
     app = FastAPI(title="Diptych", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
-    service = Service(llm, model_name)
+    names = tuple(dict.fromkeys((model_name, *also_served_as)))
+    service = Service(llm, names)
     errors.install(app)
     _add_generation_routes(app, service)
-    add_messages_routes(app, llm, model_name, ERRORS)
-    add_embeddings_routes(app, llm, model_name, ERRORS)
-    add_responses_routes(app, llm, model_name, ERRORS, store or ResponseStore())
+    add_messages_routes(app, llm, names, ERRORS)
+    add_embeddings_routes(app, llm, names, ERRORS)
+    add_responses_routes(app, llm, names, ERRORS, store or ResponseStore())
     add_batch_routes(app, batches, ERRORS)
     _add_information_routes(app, service)
     add_timeline_routes(app, llm.timeline, ERRORS)
@@ -238,7 +245,7 @@ def build_app(
     add_admin_routes(app, llm, ERRORS)
     add_miss_routes(app, llm.fleet, ERRORS, has_tenants=len(set(api_keys)) > 1)
     app.add_middleware(NativePanics)
-    serve_lines(app, batches, llm, lambda: (model_name,), LINE_ENDPOINTS, workers_give_way=True)
+    serve_lines(app, batches, llm, lambda: names, LINE_ENDPOINTS, workers_give_way=True)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches))
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys)
@@ -251,6 +258,7 @@ def build_app(
 def add_manners(app: FastAPI, manners: Manners) -> None:
     """The layers around everything that ``app`` has so far. Raises ConfigError for a log that cannot be opened."""
     app.state.is_strict = manners.is_strict
+    app.add_middleware(HeadRequests)
     app.add_middleware(CrossOrigin, origins=manners.cors_origins, hosts=manners.hosts)
     app.add_middleware(ReplyHeaders)
     if manners.access_log is not None:
@@ -306,15 +314,15 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
     not_ready: dict[int | str, dict[str, Any]] = {503: {"model": protocol.StatusReply, "description": "Not now"}}
 
     @app.get("/v1/models", responses={**no_key, 200: {"model": protocol.ModelList}})
-    async def models() -> Response:
-        """The served model."""
-        return _json({"object": "list", "data": [service.card()]})
+    async def models(request: Request) -> Response:
+        """The served model by each of its names; Anthropic's form for clients that send anthropic-version."""
+        return _json(model_list([service.card(name) for name in service.names], request.headers))
 
     @app.get("/v1/models/{name:path}", responses={**no_key, 404: ERRORS[404], 200: {"model": protocol.ModelCard}})
-    async def model(name: str) -> Response:
+    async def model(request: Request, name: str) -> Response:
         """One model by its name."""
-        check_model(name, service.model_name)
-        return _json(service.card())
+        check_model(name, service.names)
+        return _json(one_model(service.card(name), request.headers))
 
     @app.get("/health", responses={200: {"model": protocol.StatusReply}})
     async def health() -> Response:

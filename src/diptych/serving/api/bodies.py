@@ -1,5 +1,6 @@
 """What routes have in common: the body of a request as a checked model, its OpenAPI, and the owner of its key."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -19,10 +20,16 @@ async def read_body(request: Request, model: type[Model]) -> Model:
         body = model.model_validate(content)
     except ValidationError as error:
         raise invalid_body(error) from None
-    request.state.ignored_fields = ignored_fields(body)
-    if request.app.state.is_strict:
-        refuse_ignored(request.state.ignored_fields)
+    request.state.ignored_fields = []
+    note_ignored(request, ignored_fields(body))
     return body
+
+
+def note_ignored(request: Request, names: Sequence[str]) -> None:
+    """Name in the reply's header what the answer ignores of the request. Raises InvalidRequestError with --strict."""
+    if request.app.state.is_strict:
+        refuse_ignored(names)
+    request.state.ignored_fields += names
 
 
 def takes(model: type[BaseModel]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Dialect:
 
 def anthropic_error(error: DiptychError) -> bytes:
     """Anthropic's error, with OpenAI's param and code. Clients know a full context by Anthropic's words."""
-    kind = ANTHROPIC_TYPES.get(error.status, "api_error")
+    kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     is_known = TOO_LONG in error.message or not isinstance(error, ContextLengthError)
     message = error.message if is_known else f"{TOO_LONG}: {error.message}"
     detail = {"type": kind, "message": message, "param": error.param, "code": error.code}

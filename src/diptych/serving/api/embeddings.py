@@ -141,7 +141,7 @@ def usual_pooling(model: Path) -> Pooling:
 
 
 def add_embeddings_routes(
-    app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]]
+    app: FastAPI, llm: AsyncLLM, model_names: Sequence[str], errors: dict[int | str, dict[str, Any]]
 ) -> None:
     """POST /v1/embeddings."""
 
@@ -153,9 +153,9 @@ def add_embeddings_routes(
     async def embeddings(request: Request) -> Response:
         """Prompts as vectors of length 1."""
         body = await read_body(request, EmbeddingsBody)
-        check_model(body.model, model_name)
+        check_model(body.model, model_names)
         generation = await _submit(llm, body, tenant_in(request))
-        return EmbeddingsResponse(llm, generation, body, model_name)
+        return EmbeddingsResponse(llm, generation, body, model_names[0])
 
 
 async def _submit(llm: AsyncLLM, body: EmbeddingsBody, tenant: str) -> Generation:

@@ -56,9 +56,11 @@ def install(app: FastAPI) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        dialect = dialect_of(request.scope["path"])
         if error.status_code == 404:
-            return error_response(NotFoundError(f"there is no path {request.scope['path']}", code="unknown_path"))
-        response = error_response(http_error(error.status_code, str(error.detail), "http_error"))
+            missing = NotFoundError(f"there is no path {request.scope['path']}", code="unknown_path")
+            return error_response(missing, dialect)
+        response = error_response(http_error(error.status_code, str(error.detail), "http_error"), dialect)
         response.headers.update(error.headers or {})
         return response
 
@@ -67,7 +69,8 @@ def install(app: FastAPI) -> None:
 
     async def on_bug(request: Request, error: Exception) -> Response:
         logger.error("unexpected failure at %s", request.scope["path"], exc_info=error)
-        return error_response(DiptychError("internal error; the server's log has the details"))
+        failure = DiptychError("internal error; the server's log has the details")
+        return error_response(failure, dialect_of(request.scope["path"]))
 
     app.add_exception_handler(DiptychError, on_diptych_error)
     app.add_exception_handler(HTTPException, on_http_error)
@@ -81,4 +84,14 @@ async def read_json(request: Request) -> Any:
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+        why = _not_utf8(data, error) if isinstance(error, UnicodeDecodeError) else error
+        raise InvalidRequestError(f"the body is not valid JSON: {why}", code="invalid_json") from None
+
+
+def _not_utf8(data: bytes, error: UnicodeDecodeError) -> str:
+    """Where a body is no UTF-8. The decoder of JSON counts from the beginning of a text in it."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as found:
+        return f"byte {found.start} (0x{data[found.start]:02x}) is not UTF-8"
+    return str(error)

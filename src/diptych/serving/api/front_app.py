@@ -19,6 +19,7 @@ from diptych.serving.api.app import ERRORS, add_manners
 from diptych.serving.api.bodies import tenant_in
 from diptych.serving.api.manners import Manners
 from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
+from diptych.serving.api.model_list import model_list
 from diptych.serving.api.reply import encode_json
 from diptych.serving.api.timeline_routes import add_timeline_routes
 from diptych.serving.api.ui_routes import add_ui_routes
@@ -36,21 +37,25 @@ BODY = {"requestBody": {"required": True, **OBJECT}}
 
 
 class FrontService:
-    """What the routes need: the engines, and the name of their model for clients ("": the engines' own)."""
+    """What the routes need: the engines, and the names of their model for clients (none: the engines' own)."""
 
-    def __init__(self, front: EngineFront, model_name: str) -> None:
+    def __init__(self, front: EngineFront, names: Sequence[str]) -> None:
         self.front = front
-        self.given_name = model_name
+        self.given_names = names
         self.created = int(time.time())
 
     @property
     def model_name(self) -> str:
         """For clients."""
-        return self.given_name or next(iter(self.front.engine_models), OWN_NAME)
+        return self.listed()[0]
+
+    def listed(self) -> tuple[str, ...]:
+        """The names that /v1/models shows."""
+        return tuple(self.given_names) or (next(iter(self.front.engine_models), OWN_NAME),)
 
     def names(self) -> tuple[str, ...]:
         """By which clients may call the model."""
-        return (self.given_name or OWN_NAME, *self.front.engine_models)
+        return (*(self.given_names or (OWN_NAME,)), *self.front.engine_models)
 
     async def relay(self, path: RelayPath, request: Request) -> Response:
         """Pass a request on."""
@@ -71,11 +76,11 @@ class FrontService:
 
         return RelayResponse(self.front, generation, stream=asked.is_stream, more_headers=headers)
 
-    def card(self) -> dict[str, Any]:
-        """The model."""
+    def card(self, name: str) -> dict[str, Any]:
+        """The model by one of its names."""
         ready = self.front.ready
         return protocol.ModelCard(
-            id=self.model_name,
+            id=name,
             created=self.created,
             root=next(iter(self.front.engine_models), ""),
             max_model_len=ready.max_model_len if ready else None,
@@ -105,16 +110,19 @@ def build_front_app(
     front: EngineFront,
     model_name: str = "",
     *,
+    also_served_as: Sequence[str] = (),
     api_keys: Sequence[str] = (),
     admin_key: str | None = None,
     max_body_bytes: int = 16 * 2**20,
     manners: Manners | None = None,
     batches: BatchService | None = None,
 ) -> FastAPI:
-    """The ASGI application around engines that are being served. batches: connected here, and to be started by the
+    """The ASGI application around engines that are being served. model_name, also_served_as: by which clients may call
+    their model besides the engines' own name. batches: connected here, and to be started by the
     server."""
     app = FastAPI(title="Diptych front", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
-    service = FrontService(front, model_name)
+    names = tuple(dict.fromkeys((model_name, *also_served_as))) if model_name else ()
+    service = FrontService(front, names)
     front.metrics.model_name = model_name or OWN_NAME
     errors.install(app)
     for path in get_args(RelayPath):
@@ -147,9 +155,9 @@ def _add_information(app: FastAPI, service: FrontService) -> None:
     no_key: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
 
     @app.get("/v1/models", responses={**no_key, 200: {"model": protocol.ModelList}})
-    async def models() -> Response:
-        """The model of the engines."""
-        return _json({"object": "list", "data": [service.card()]})
+    async def models(request: Request) -> Response:
+        """The model of the engines; Anthropic's form for clients that send anthropic-version."""
+        return _json(model_list([service.card(name) for name in service.listed()], request.headers))
 
     @app.get("/health", responses={200: {"model": protocol.StatusReply}})
     async def health() -> Response:

@@ -1,24 +1,32 @@
 """POST /v1/messages: Anthropic's body, and what it says as a chat request.
 
-Blocks become messages: results of tools are messages of their own, calls and reasoning belong to the assistant's. What
-stands in ``cache_control`` changes nothing: every prefix is cached. Lines of the system prompt that are addressed to
-the API, and change from request to request, are left out (VOLATILE): they would make every prefix a new one.
+What stands in ``cache_control`` changes nothing: every prefix is cached. Lines of the system prompt that are addressed
+to the API, and change from request to request, are left out (VOLATILE): they would make every prefix a new one.
 """
 
-import json
 import re
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence, Set
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
 from diptych.control.errors import InvalidRequestError
+from diptych.serving.api.context_edits import Turn, after_compaction
 from diptych.serving.api.error_responses import invalid_body
-from diptych.serving.api.protocol import MAX_TOOLS, ChatBody, Count, Finite, Items
+from diptych.serving.api.function_tool import function_tool
+from diptych.serving.api.ignored_fields import OWN_FIELDS
+from diptych.serving.api.messages_blocks import messages_of, texts_of
+from diptych.serving.api.protocol import MAX_TOOLS, ChatBody, Count, Finite, Items, ToolBody
 
 VOLATILE = re.compile(r"\A\s*x-anthropic-[a-z-]+:[^\n]*\n?")
 Blocks = str | Items[dict[str, Any]]
-_UNSUPPORTED = ("mcp_servers", "container", "context_management")
+LEFT_OUT = ("mcp_servers", "container")
+# Fields that say how and where Anthropic serves a request, not what is asked.
+WITHOUT_EFFECT = (
+    *("betas", "billing_policy", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id"),
+    *("diagnostics", "fallbacks", "fallback_credit_token"),
+)
+_OF_ANSWERS = ("max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k")  # nothing for a prompt
 
 
 class InputMessage(BaseModel):
@@ -31,12 +39,12 @@ class InputMessage(BaseModel):
 
 
 class InputTool(BaseModel):
-    """A tool; only functions of the client are served."""
+    """A tool; only functions of the client are served, and others left out."""
 
     model_config = Finite
 
     type: str | None = None
-    name: str
+    name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -46,6 +54,7 @@ class TokenCountBody(BaseModel):
     """POST /v1/messages/count_tokens."""
 
     model_config = Finite
+    without_effect: ClassVar = frozenset((*LEFT_OUT, *WITHOUT_EFFECT, *_OF_ANSWERS, *OWN_FIELDS))
 
     model: str | None = None
     messages: Annotated[Items[InputMessage], Field(min_length=1)]
@@ -53,7 +62,12 @@ class TokenCountBody(BaseModel):
     tools: Annotated[list[InputTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: dict[str, Any] | None = Field(None, description="auto, any, none, or a tool by its name.")
     thinking: dict[str, Any] | None = Field(None, description="enabled (with budget_tokens) or disabled.")
-    output_config: dict[str, Any] | None = Field(None, description="format: a JSON schema of the answer.")
+    output_config: dict[str, Any] | None = Field(
+        None, description="format: a JSON schema of the answer. effort: for the chat template."
+    )
+    context_management: dict[str, Any] | None = Field(
+        None, description="edits: clear_tool_uses_20250919 and clear_thinking_20251015."
+    )
 
 
 class MessagesBody(TokenCountBody):
@@ -67,17 +81,23 @@ class MessagesBody(TokenCountBody):
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
 
 
-def as_chat(body: TokenCountBody) -> ChatBody:
-    """The same as a chat request. Raises InvalidRequestError that names what cannot be served."""
-    for name in _UNSUPPORTED:
-        if (body.model_extra or {}).get(name):
-            raise InvalidRequestError(f"{name} is not supported by this server", param=name, code="unsupported")
-    fields: dict[str, Any] = {"model": body.model, "messages": list(_messages(body))}
-    if body.tools:
-        fields["tools"] = [_tool(number, tool) for number, tool in enumerate(body.tools)]
-    fields.update(
-        _choice(body.tool_choice or {}), **_thinking(body.thinking or {}), **_format(body.output_config or {})
-    )
+Body = TypeVar("Body", bound=TokenCountBody)
+
+
+def as_chat(body: TokenCountBody, turns: Sequence[Turn]) -> tuple[ChatBody, list[str]]:
+    """The same as a chat request with these turns, and what is left out of it. Raises InvalidRequestError that names
+    what cannot be served."""
+    tools, left_out = _tools(body, turns)
+    left_out += [name for name in LEFT_OUT if (body.model_extra or {}).get(name)]
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": list(_messages(body, turns)),
+        "tools": tools or None,
+        **{name: (body.model_extra or {}).get(name) for name in OWN_FIELDS},
+        **_choice(body.tool_choice or {}, {tool.function.name for tool in tools}, body.tools or []),
+        **_thinking(body.thinking or {}, body.output_config or {}),
+        **_format(body.output_config or {}),
+    }
     if isinstance(body, MessagesBody):
         fields.update(
             max_tokens=body.max_tokens,
@@ -88,105 +108,89 @@ def as_chat(body: TokenCountBody) -> ChatBody:
             top_k=body.top_k,
         )
     try:
-        return ChatBody.model_validate(fields)
+        return ChatBody.model_validate(fields), left_out
     except ValidationError as error:
         raise invalid_body(error) from None
 
 
-def _messages(body: TokenCountBody) -> Iterator[dict[str, Any]]:
+def effort_of(body: TokenCountBody) -> Any:
+    """How much the model is to think."""
+    return (body.output_config or {}).get("effort")
+
+
+def without_effort(body: Body) -> Body:
+    """The same without it."""
+    config = {name: value for name, value in (body.output_config or {}).items() if name != "effort"}
+    return body.model_copy(update={"output_config": config})
+
+
+def turns_of(body: TokenCountBody) -> Sequence[Turn]:
+    """The conversation as the client wrote it, from its last compaction on."""
+    return after_compaction([{"role": message.role, "content": message.content} for message in body.messages])
+
+
+def _messages(body: TokenCountBody, turns: Sequence[Turn]) -> Iterator[dict[str, Any]]:
     if body.system is not None:
-        blocks = [body.system] if isinstance(body.system, str) else _texts(body.system, "system")
+        blocks = [body.system] if isinstance(body.system, str) else texts_of(body.system, "system")
         texts = [VOLATILE.sub("", text) for text in blocks]
         if system := "\n\n".join(text for text in texts if text.strip()):
             yield {"role": "system", "content": system}
-    for number, message in enumerate(body.messages):
-        where = f"messages.{number}.content"
-        if isinstance(message.content, str):
-            yield {"role": message.role, "content": message.content}
-        elif message.role == "assistant":
-            yield _assistant(message.content, where)
+    for number, turn in enumerate(turns, start=len(body.messages) - len(turns)):
+        content = turn["content"]
+        if isinstance(content, str):
+            yield {"role": turn["role"], "content": content}
         else:
-            yield from _user(message.role, message.content, where)
+            yield from messages_of(turn["role"], content, f"messages.{number}.content")
 
 
-def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
-    for number, block in enumerate(blocks):
-        kind = block.get("type")
-        if kind == "text":
-            texts.append(_text(block, "text", f"{where}.{number}"))
-        elif kind == "thinking":
-            thoughts.append(_text(block, "thinking", f"{where}.{number}"))
-        elif kind == "tool_use":
-            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-            function = {"name": block.get("name"), "arguments": arguments}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind != "redacted_thinking":
-            raise _refused(kind, f"{where}.{number}")
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    return {**message, "tool_calls": calls} if calls else message
+def _tools(body: TokenCountBody, turns: Sequence[Turn]) -> tuple[list[ToolBody], list[str]]:
+    """The functions among the tools, those that are defined in the course of the conversation included, and the types
+    of the others: they run on Anthropic's servers, or are defined there."""
+    given = [(f"tools.{number}", tool) for number, tool in enumerate(body.tools or [])]
+    for number, turn in enumerate(turns, start=len(body.messages) - len(turns)):
+        for index, block in enumerate(turn["content"] if isinstance(turn["content"], list) else []):
+            added = block.get("tool") if block.get("type") == "tool_addition" else None
+            if isinstance(added, dict) and isinstance(added.get("definition"), dict):
+                given.append((f"messages.{number}.content.{index}.tool.definition", _defined(added["definition"])))
+    tools: dict[str, ToolBody] = {}
+    left_out: list[str] = []
+    for place, tool in given:
+        if tool.type not in (None, "custom"):
+            left_out.append(f"tools.{tool.type}")
+            continue
+        if tool.name in tools:
+            if not place.startswith("tools"):
+                continue
+            raise InvalidRequestError(f"{place}.name is {tool.name!r}, as that of another tool", param=f"{place}.name")
+        function = {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.input_schema,
+            "strict": tool.strict,
+        }
+        tools[tool.name or ""] = function_tool(function, place)
+    return list(tools.values()), list(dict.fromkeys(left_out))
 
 
-def _user(role: str, blocks: list[dict[str, Any]], where: str) -> Iterator[dict[str, Any]]:
-    texts: list[str] = []
-    for number, block in enumerate(blocks):
-        if block.get("type") == "tool_result":
-            content = block.get("content") or ""
-            inner = f"{where}.{number}.content"
-            text = content if isinstance(content, str) else "\n".join(_texts(content, inner))
-            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text}
-        else:
-            texts += _texts([block], f"{where}.{number}")
-    if texts:
-        yield {"role": role, "content": "\n\n".join(texts)}
+def _defined(definition: dict[str, Any]) -> InputTool:
+    try:
+        return InputTool.model_validate(definition)
+    except ValidationError as error:
+        raise invalid_body(error) from None
 
 
-def _texts(blocks: Any, where: str) -> list[str]:
-    if not isinstance(blocks, list):
-        raise InvalidRequestError(f"{where} is no text and no list of blocks", param=where)
-    texts = []
-    for block in blocks:
-        if not isinstance(block, dict) or block.get("type") != "text":
-            raise _refused(block.get("type") if isinstance(block, dict) else block, where)
-        texts.append(_text(block, "text", where))
-    return texts
-
-
-def _text(block: dict[str, Any], name: str, where: str) -> str:
-    text = block.get(name)
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"{where}.{name} is no text", param=f"{where}.{name}")
-    return text
-
-
-def _refused(kind: Any, where: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{where} has the type {str(kind)[:40]!r}, which is not supported", param=where, code="unsupported"
-    )
-
-
-def _tool(number: int, tool: InputTool) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise InvalidRequestError(
-            f"tools.{number}.type is {tool.type[:40]!r}; the tools of the client are supported",
-            param=f"tools.{number}.type",
-            code="unsupported",
-        )
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+def _choice(choice: dict[str, Any], offered: Set[str], tools: Sequence[InputTool]) -> dict[str, Any]:
+    """offered: the tools that can be called. tools: all that the client names."""
     if not choice:
         return {}
     kind, name = choice.get("type"), choice.get("name")
+    missing = [tool.type for tool in tools if tool.name not in offered and (kind == "any" or tool.name == name)]
+    if missing and (kind == "tool" or (kind == "any" and not offered)):
+        raise InvalidRequestError(
+            f"tool_choice demands {', '.join(map(str, missing[:5]))}, which this server cannot run",
+            param="tool_choice",
+            code="unsupported",
+        )
     known: dict[Any, Any] = {
         "auto": "auto",
         "any": "required",
@@ -200,14 +204,17 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     return {"tool_choice": known[kind], "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False)}
 
 
-def _thinking(thinking: dict[str, Any]) -> dict[str, Any]:
+def _thinking(thinking: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """effort goes to the chat template, as reasoning_effort does; whether there is reasoning, ``thinking`` says."""
+    arguments: dict[str, Any] = {}
+    if isinstance(config.get("effort"), str):
+        arguments["reasoning_effort"] = config["effort"]
     if not thinking:
-        return {}
+        return {"chat_template_kwargs": arguments} if arguments else {}
     is_wanted = thinking.get("type") != "disabled"
-    wanted: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": is_wanted, "thinking": is_wanted}}
-    if is_wanted and thinking.get("budget_tokens") is not None:
-        wanted["thinking_token_budget"] = thinking["budget_tokens"]
-    return wanted
+    arguments |= {"enable_thinking": is_wanted, "thinking": is_wanted}
+    budget = thinking.get("budget_tokens") if is_wanted else None
+    return {"chat_template_kwargs": arguments, **({} if budget is None else {"thinking_token_budget": budget})}
 
 
 def _format(config: dict[str, Any]) -> dict[str, Any]:

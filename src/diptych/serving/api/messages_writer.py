@@ -3,15 +3,16 @@
 Owns the JSON of blocks. Must never wait or submit.
 """
 
-import json
+import base64
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.answers.response.call_readers import AnswerPart, PartKind
 from diptych.serving.api.answer_reader import AnswerReader
-from diptych.serving.api.reply import ReplyContext, encode_json, gather
+from diptych.serving.api.reply import ReplyContext, arguments_object, encode_json, gather
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
 _OPEN_BLOCKS: dict[PartKind, dict[str, Any]] = {
@@ -21,14 +22,20 @@ _OPEN_BLOCKS: dict[PartKind, dict[str, Any]] = {
 
 
 class MessagesWriter:
-    """The Writer of /v1/messages."""
+    """The Writer of /v1/messages. applied_edits: of the context (None: the client has named none)."""
 
-    def __init__(self, context: ReplyContext, reader: AnswerReader) -> None:
+    def __init__(
+        self, context: ReplyContext, reader: AnswerReader, applied_edits: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        self._edits: dict[str, Any] = {}
+        if applied_edits is not None:
+            self._edits["context_management"] = {"applied_edits": applied_edits}
         self._context = context
         self._reader = reader
         self._has_started = False
         self._num_blocks = 0
         self._open: PartKind | None = None  # of the block that the stream is in
+        self._thought = blake2b()  # of the reasoning in it
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
         """Events of what is new, the first time with the head of the message."""
@@ -44,7 +51,7 @@ class MessagesWriter:
                     events += self._part_events(AnswerPart(PartKind.CONTENT, ""))
                 events += self._close_block() + _event(
                     "message_delta",
-                    {"delta": self._ending(delta), "usage": self._usage(is_final=True)},
+                    {"delta": self._ending(delta), "usage": self._usage(is_final=True), **self._edits},
                 )
         return events
 
@@ -58,13 +65,16 @@ class MessagesWriter:
         answer = self._reader.whole(delta)
         blocks: list[dict[str, Any]] = []
         if answer.reasoning is not None:
-            blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+            signature = _signature(blake2b(answer.reasoning.encode()))
+            blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": signature})
         if answer.content or not answer.calls:
             blocks.append({"type": "text", "text": answer.content or ""})
         for call in answer.calls:
-            blocks.append({"type": "tool_use", "id": _call_id(), "name": call.name, "input": _input(call.arguments)})
+            blocks.append(
+                {"type": "tool_use", "id": _call_id(), "name": call.name, "input": arguments_object(call.arguments)}
+            )
         usage = self._usage(is_final=True)
-        return encode_json({**self._head(), "content": blocks, **self._ending(delta), "usage": usage})
+        return encode_json({**self._head(), "content": blocks, **self._ending(delta), "usage": usage, **self._edits})
 
     def _head(self) -> dict[str, Any]:
         return {"id": self._context.id, "type": "message", "role": "assistant", "model": self._context.model}
@@ -98,6 +108,7 @@ class MessagesWriter:
             events = self._close_block() + self._open_block(part.kind, _OPEN_BLOCKS[part.kind])
         delta: dict[str, Any] = {"type": "text_delta", "text": part.text}
         if part.kind is PartKind.REASONING:
+            self._thought.update(part.text.encode())
             delta = {"type": "thinking_delta", "thinking": part.text}
         elif part.kind is PartKind.ARGUMENTS:
             delta = {"type": "input_json_delta", "partial_json": part.text}
@@ -111,22 +122,23 @@ class MessagesWriter:
     def _close_block(self) -> bytes:
         if self._open is None:
             return b""
-        self._open = None
-        return _event("content_block_stop", {"index": self._num_blocks - 1})
+        kind, self._open = self._open, None
+        place, events = {"index": self._num_blocks - 1}, b""
+        if kind is PartKind.REASONING:
+            delta = {"type": "signature_delta", "signature": _signature(self._thought)}
+            self._thought = blake2b()
+            events = _event("content_block_delta", {**place, "delta": delta})
+        return events + _event("content_block_stop", place)
 
 
 def _event(name: str, fields: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + encode_json({"type": name, **fields}) + b"\n\n"
 
 
+def _signature(thought: blake2b) -> str:
+    """For clients that do not send reasoning back without one. Nothing here asks for it."""
+    return base64.b64encode(thought.digest()).decode()
+
+
 def _call_id() -> str:
     return f"toolu_{uuid.uuid4().hex[:24]}"
-
-
-def _input(arguments: str) -> Any:
-    """The arguments as an object; what is no JSON object (an answer that was cut) comes as a text in one."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {"incomplete": arguments}
-    return value if isinstance(value, dict) else {"value": value}

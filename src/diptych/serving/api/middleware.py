@@ -13,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diptych.byte_size import size_words
 from diptych.control.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError
 from diptych.serving.answers.native_panic import is_panic
+from diptych.serving.api.dialect import dialect_of
+from diptych.serving.api.error_format import http_error
 from diptych.serving.api.error_responses import error_response
 
 logger = logging.getLogger(__name__)
@@ -23,8 +25,8 @@ CLOSED_PREFIX = "/guide/api/"  # paths that compute something
 
 
 class BodyLimit:
-    """Refuses bodies of more than ``max_bytes``, by their header or while they are read. larger: the limits of paths
-    that take more."""
+    """Refuses bodies of more than ``max_bytes``, by their header or while they are read, and compressed ones. larger:
+    the limits of paths that take more."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, larger: Mapping[str, int] = {}) -> None:
         self._app = app
@@ -37,9 +39,16 @@ class BodyLimit:
             return
         max_bytes = self._larger.get(scope["path"], self._max_bytes)
         error = BodyTooLargeError(f"the body is larger than {size_words(max_bytes)}, the limit")
-        length = Headers(scope=scope).get("content-length", "")
+        dialect, headers = dialect_of(scope["path"]), Headers(scope=scope)
+        encoding, length = headers.get("content-encoding", "").strip(), headers.get("content-length", "")
+        if encoding.lower() not in ("", "identity"):
+            message = f"Content-Encoding is {encoding[:40]!r}; bodies are taken as they are (identity)"
+            response = error_response(http_error(415, message, "unsupported_encoding"), dialect)
+            response.headers["accept-encoding"] = "identity"
+            await response(scope, receive, send)
+            return
         if length.isdecimal() and int(length) > max_bytes:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, dialect)(scope, receive, send)
             return
         num_bytes = 0
 
@@ -78,7 +87,7 @@ class NativePanics:
             if has_started:
                 raise RuntimeError("a native library panicked in the middle of a reply") from error
             refusal = InvalidRequestError(f"a native library failed on this request: {error}", code="native_panic")
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, dialect_of(scope["path"]))(scope, receive, send)
 
 
 class ApiKey:
@@ -100,7 +109,7 @@ class ApiKey:
             found = [tenant for expected, tenant in self._expected if hmac.compare_digest(given, expected)]
             if not found:
                 error = AuthenticationError("the API key is missing or wrong (Authorization: Bearer ...)")
-                await error_response(error)(scope, receive, send)
+                await error_response(error, dialect_of(scope["path"]))(scope, receive, send)
                 return
             scope.setdefault("state", {})["tenant"] = found[0]
         await self._app(scope, receive, send)

@@ -62,10 +62,11 @@ def refuse_unsupported(body: GenerationBody) -> None:
             raise InvalidRequestError(f"{name} is not supported by this server", param=name, code="unsupported")
 
 
-def check_model(name: str | None, served: str) -> None:
-    """Raise NotFoundError for a model that is not served here."""
-    if name is not None and name != served:
-        raise NotFoundError(f"model {name!r} is not served here; {served!r} is", param="model", code="model_not_found")
+def check_model(name: str | None, served: Sequence[str]) -> None:
+    """Raise NotFoundError for a model that is not served here. served: the names by which it may be called."""
+    if name is not None and name not in served:
+        known = f"{served[0]!r} is" if len(served) == 1 else f"{', '.join(map(repr, served))} are"
+        raise NotFoundError(f"model {name!r} is not served here; {known}", param="model", code="model_not_found")
 
 
 def options_of(body: OptionsBody, tenant: str = "") -> RequestOptions:

@@ -3,6 +3,7 @@
 Owns the JSON shapes of usage and logprobs. Must never wait.
 """
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -89,6 +90,15 @@ class ReplyContext:
         if not self.wants_continuous_usage:
             return b"]}\n\n"
         return b'],"usage":' + encode_json(self.usage(is_final=False)) + b"}\n\n"
+
+
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """The arguments of a call as an object; what is no JSON object (an answer that was cut) is a text in one."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {"incomplete": arguments}
+    return value if isinstance(value, dict) else {"value": value}
 
 
 def gather(deltas: Iterable[Delta], count: int) -> list[Delta]:

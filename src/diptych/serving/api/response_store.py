@@ -1,14 +1,14 @@
 """Responses that can be continued by their ids: the items of each conversation, in SQLite, until they expire.
 
-A response knows the one before it and its own new items, so a conversation of many turns is stored once. Each
-tenant sees its own responses only.
+A response knows the one before it and its own new items, so a conversation of many turns is stored once. Items are
+found by their ids, too. Each tenant sees its own responses only.
 """
 
 import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,14 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS responses (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, previous TEXT, "
     "items BLOB NOT NULL, reply BLOB NOT NULL, expires_s REAL NOT NULL)",
     "CREATE INDEX IF NOT EXISTS expiry ON responses (expires_s)",
+)
+_ITEMS_SCHEMA = (  # which responses have an item
+    "CREATE TABLE items (id TEXT, response TEXT, PRIMARY KEY (id, response)) WITHOUT ROWID",
+    "CREATE INDEX items_of_response ON items (response)",
+    "CREATE TRIGGER forget_items AFTER DELETE ON responses BEGIN DELETE FROM items WHERE response = OLD.id; END",
+    # files of older versions have responses without this table
+    "INSERT OR IGNORE INTO items SELECT json_extract(value, '$.id'), responses.id "
+    "FROM responses, json_each(CAST(items AS TEXT)) WHERE json_type(value, '$.id') = 'text'",
 )
 
 
@@ -61,7 +69,7 @@ class ResponseStore:
             msgspec.json.encode(reply),
             now + self._expiry_s,
         )
-        self._pool.submit(self._put, row, now)
+        self._pool.submit(self._put, row, now, [(item["id"], reply["id"]) for item in items if has_id(item)])
 
     async def reply(self, response_id: str, tenant: str) -> bytes:
         """The JSON of a response. Raises NotFoundError."""
@@ -70,6 +78,10 @@ class ResponseStore:
     async def conversation(self, response_id: str, tenant: str) -> list[dict[str, Any]]:
         """All items up to the end of a response, oldest first. Raises NotFoundError when some are not there."""
         return await self._run(lambda: self._conversation(response_id, tenant))
+
+    async def items(self, item_ids: Collection[str], tenant: str) -> dict[str, dict[str, Any]]:
+        """The items of these ids that are in responses of the tenant, by their ids."""
+        return await self._run(lambda: self._items(item_ids, tenant)) if item_ids else {}
 
     async def delete(self, response_id: str, tenant: str) -> None:
         """Forget a response. Raises NotFoundError."""
@@ -92,12 +104,20 @@ class ResponseStore:
             self._opened = sqlite3.connect(self._path or ":memory:", check_same_thread=False, isolation_level=None)
             for statement in _SCHEMA:
                 self._opened.execute(statement)
+            if not self._opened.execute("SELECT 1 FROM sqlite_master WHERE name = 'items'").fetchone():
+                self._opened.execute("BEGIN")
+                for statement in _ITEMS_SCHEMA:
+                    self._opened.execute(statement)
+                self._opened.execute("COMMIT")
         return self._opened
 
-    def _put(self, row: tuple[str, str, str | None, bytes, bytes, float], now: float) -> None:
+    def _put(
+        self, row: tuple[str, str, str | None, bytes, bytes, float], now: float, items: list[tuple[str, str]]
+    ) -> None:
         try:
             self._database.execute("DELETE FROM responses WHERE expires_s < ?", (now,))
             self._database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
+            self._database.executemany("INSERT OR IGNORE INTO items VALUES (?, ?)", items)
             self._database.execute(
                 "DELETE FROM responses WHERE rowid <= (SELECT max(rowid) FROM responses) - ?", (MAX_RESPONSES,)
             )
@@ -111,6 +131,21 @@ class ResponseStore:
             wanted, items, _ = self._row(wanted, tenant, _PREVIOUS)
             turns.append(msgspec.json.decode(items))
         return [item for turn in reversed(turns) for item in turn]
+
+    def _items(self, item_ids: Collection[str], tenant: str) -> dict[str, dict[str, Any]]:
+        query = (
+            "SELECT responses.items FROM items JOIN responses ON responses.id = items.response "
+            "WHERE items.id = ? AND tenant = ? AND expires_s >= ? ORDER BY responses.rowid DESC LIMIT 1"
+        )
+        found: dict[str, dict[str, Any]] = {}
+        for item_id in item_ids:
+            row = (
+                None if item_id in found else self._database.execute(query, (item_id, tenant, self._clock())).fetchone()
+            )
+            if row is not None:
+                items = msgspec.json.decode(row[0])
+                found |= {item["id"]: item for item in items if has_id(item) and item["id"] in item_ids}
+        return found
 
     def _delete(self, response_id: str, tenant: str) -> None:
         self._row(response_id, tenant, "response_id")
@@ -126,6 +161,11 @@ class ResponseStore:
                 code="previous_response_not_found" if param == _PREVIOUS else "response_not_found",
             )
         return row[0], bytes(row[1]), bytes(row[2])
+
+
+def has_id(item: dict[str, Any]) -> bool:
+    """Whether an item can be found by its id."""
+    return isinstance(item.get("id"), str)
 
 
 _PREVIOUS = "previous_response_id"

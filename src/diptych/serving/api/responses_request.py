@@ -5,34 +5,33 @@ order and with the same text, so that its prefix is cached. Items of reasoning b
 them.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field, ValidationError
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.api.error_responses import invalid_body
+from diptych.serving.api.ignored_fields import OWN_FIELDS
 from diptych.serving.api.protocol import MAX_TOOLS, ChatBody, Count, Finite, Items, Metadata
+from diptych.serving.api.responses_items import ItemReader, take_found_tools
+from diptych.serving.api.responses_tools import ClientTools
 
 Item = dict[str, Any]
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
     "prompt": (),
-    "max_tool_calls": (),
-    "truncation": ("disabled",),
     "modalities": (["text"],),
 }
-_TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
-
-
-OWN_FIELDS = ("service_class", "gives_way_ms", "priority", "deadline_ms", "ttft_slo_ms", "tpot_slo_ms", "cache_salt")
+SEALED_REASONING = "reasoning.encrypted_content"  # of ``include``
 
 
 class ResponsesBody(BaseModel):
     """POST /v1/responses. null means: not given."""
 
     model_config = Finite
+    without_effect: ClassVar = frozenset((*_UNSUPPORTED, *OWN_FIELDS, "max_tool_calls", "truncation"))
 
     model: str | None = None
     input: str | Items[Item]
@@ -47,18 +46,30 @@ class ResponsesBody(BaseModel):
     tool_choice: str | Item | None = None
     parallel_tool_calls: bool | None = None
     text: Item | None = Field(None, description="format: text, json_object or json_schema.")
-    reasoning: Item | None = Field(None, description="effort: for the chat template.")
+    reasoning: Item | None = Field(
+        None, description="effort: for the chat template. summary: reasoning comes as one, too."
+    )
     metadata: Metadata | None = None
+    include: Items[str] | None = Field(
+        None, description=f"{SEALED_REASONING}: items of reasoning carry it; anything else has no effect."
+    )
 
 
-def as_chat(body: ResponsesBody, earlier: Sequence[Item]) -> ChatBody:
-    """The same as a chat request, behind the items of the conversation so far. Raises InvalidRequestError."""
+def as_chat(body: ResponsesBody, earlier: Sequence[Item], new: Sequence[Item]) -> tuple[ChatBody, ClientTools]:
+    """The same as a chat request, and the tools as the client knows them. earlier, new: the items of the conversation
+    so far and those of the request, without references. Raises InvalidRequestError."""
     for name, harmless in _UNSUPPORTED.items():
         value = (body.model_extra or {}).get(name)
         if value is not None and value not in harmless:
             raise InvalidRequestError(f"{name} is not supported by this server", param=name, code="unsupported")
+    tools = ClientTools()
+    if (body.model_extra or {}).get("truncation") not in (None, "disabled"):
+        tools.note("truncation")  # what does not fit is refused all the same
+    tools.add(body.tools or [], "tools")
+    items = [*earlier, *new]
+    take_found_tools(items, tools, len(earlier))
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages += _messages([*earlier, *input_items(body)])
+    messages += ItemReader(tools).read(items, len(earlier))
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
@@ -66,18 +77,17 @@ def as_chat(body: ResponsesBody, earlier: Sequence[Item]) -> ChatBody:
         "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
+        "tools": tools.functions or None,
+        "tool_choice": tools.choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format((body.text or {}).get("format") or {}),
         "metadata": body.metadata,
         **{name: (body.model_extra or {}).get(name) for name in OWN_FIELDS},
     }
-    if body.tools:
-        fields["tools"] = [_tool(number, tool) for number, tool in enumerate(body.tools)]
-        fields["tool_choice"] = _choice(body.tool_choice)
     if body.reasoning and body.reasoning.get("effort"):
         fields["reasoning_effort"] = body.reasoning["effort"]
     try:
-        return ChatBody.model_validate(fields)
+        return ChatBody.model_validate(fields), tools
     except ValidationError as error:
         raise invalid_body(error) from None
 
@@ -87,86 +97,15 @@ def input_items(body: ResponsesBody) -> list[Item]:
     return [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
 
 
-def _messages(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
-    """Messages of items: those of the assistant that follow one another are a single message."""
-    assistant: dict[str, Any] = {}
-    for number, item in enumerate(items):
-        where, kind = f"input.{number}", item.get("type", "message")
-        if kind == "message" and item.get("role") != "assistant":
-            if assistant:
-                yield _assistant(assistant)
-                assistant = {}
-            role = "system" if item.get("role") == "developer" else item.get("role")
-            yield {"role": str(role), "content": _text(item.get("content"), f"{where}.content")}
-        elif kind == "message":
-            assistant["content"] = assistant.get("content", "") + _text(item.get("content"), f"{where}.content")
-        elif kind == "reasoning":
-            if "content" in assistant or "calls" in assistant:
-                yield _assistant(assistant)
-                assistant = {}
-            assistant["reasoning"] = _text(item.get("content") or item.get("summary") or [], f"{where}.content")
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            assistant.setdefault("calls", []).append(
-                {"id": item.get("call_id"), "type": "function", "function": function}
-            )
-        elif kind == "function_call_output":
-            if assistant:
-                yield _assistant(assistant)
-                assistant = {}
-            output = _text(item.get("output"), f"{where}.output")
-            yield {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output}
-        else:
-            raise InvalidRequestError(
-                f"{where} has the type {str(kind)[:40]!r}, which is not supported",
-                param=f"{where}.type",
-                code="unsupported",
-            )
-    if assistant:
-        yield _assistant(assistant)
+def wants_sealed_reasoning(body: ResponsesBody) -> bool:
+    """Whether the client sends reasoning back by its encrypted_content only."""
+    return SEALED_REASONING in (body.include or [])
 
 
-def _assistant(parts: dict[str, Any]) -> dict[str, Any]:
-    message = {"role": "assistant", "content": parts.get("content", "")}
-    if parts.get("reasoning"):
-        message["reasoning_content"] = parts["reasoning"]
-    return {**message, "tool_calls": parts["calls"]} if "calls" in parts else message
-
-
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"{where} is no text and no list of parts", param=where)
-    texts = []
-    for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = (part.get("text") or part.get("refusal")) if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS or not isinstance(text, str | None):
-            raise InvalidRequestError(
-                f"{where}.{number} has the type {str(kind)[:40]!r}; text is supported",
-                param=f"{where}.{number}",
-                code="unsupported",
-            )
-        texts.append(text or "")
-    return "\n".join(texts)
-
-
-def _tool(number: int, tool: Item) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise InvalidRequestError(
-            f"tools.{number}.type is {str(tool.get('type'))[:40]!r}; 'function' is supported",
-            param=f"tools.{number}.type",
-            code="unsupported",
-        )
-    function = {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: str | Item | None) -> str | Item | None:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+def wants_summary(body: ResponsesBody) -> bool:
+    """Whether the client wants to show the reasoning."""
+    wanted = body.reasoning or {}
+    return bool(wanted.get("summary") or wanted.get("generate_summary"))
 
 
 def _format(wanted: Any) -> dict[str, Any] | None:

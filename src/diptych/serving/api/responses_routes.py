@@ -1,24 +1,31 @@
 """The routes of OpenAI's Responses API."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from diptych.serving.api.bodies import read_body, takes, tenant_in
+from diptych.control.errors import InvalidRequestError
+from diptych.serving.api.bodies import note_ignored, read_body, takes, tenant_in
 from diptych.serving.api.conversation import start_chat
 from diptych.serving.api.dialect import RESPONSES
 from diptych.serving.api.parameters import check_model
 from diptych.serving.api.reply import encode_json
-from diptych.serving.api.response_store import ResponseStore
+from diptych.serving.api.response_store import ResponseStore, has_id
 from diptych.serving.api.responses import GenerationResponse
+from diptych.serving.api.responses_items import kind_of
 from diptych.serving.api.responses_request import ResponsesBody, as_chat, input_items
 from diptych.serving.api.responses_writer import Reply, ResponsesWriter
 from diptych.serving.async_llm import AsyncLLM
 
 
 def add_responses_routes(
-    app: FastAPI, llm: AsyncLLM, model_name: str, errors: dict[int | str, dict[str, Any]], store: ResponseStore
+    app: FastAPI,
+    llm: AsyncLLM,
+    model_names: Sequence[str],
+    errors: dict[int | str, dict[str, Any]],
+    store: ResponseStore,
 ) -> None:
     """POST /v1/responses, and what was stored by GET and DELETE."""
 
@@ -26,16 +33,19 @@ def add_responses_routes(
     async def responses(request: Request) -> Response:
         """Answer a conversation, in the format of OpenAI's Responses."""
         body, tenant = await read_body(request, ResponsesBody), tenant_in(request)
-        check_model(body.model, model_name)
+        check_model(body.model, model_names)
         previous = body.previous_response_id
         earlier = await store.conversation(previous, tenant) if previous else []
-        started = await start_chat(llm, as_chat(body, earlier), model_name, tenant, "resp_", clamps=True)
+        new = await resolved(input_items(body), earlier, store, tenant)
+        chat, tools = as_chat(body, earlier, new)
+        note_ignored(request, tools.left_out)
+        started = await start_chat(llm, chat, model_names[0], tenant, "resp_", clamps=True)
 
         def finished(reply: Reply) -> None:
             if body.store is not False:
-                store.put(reply, tenant, previous, [*input_items(body), *reply["output"]])
+                store.put(reply, tenant, previous, [*new, *reply["output"]])
 
-        writer = ResponsesWriter(started.context, body, started.reader, finished)
+        writer = ResponsesWriter(started.context, body, started.reader, finished, tools)
         return GenerationResponse(llm, started.generation, writer, stream=bool(body.stream), dialect=RESPONSES)
 
     @app.get("/v1/responses/{response_id}", responses=errors)
@@ -50,3 +60,26 @@ def add_responses_routes(
         await store.delete(response_id, tenant_in(request))
         gone = {"id": response_id, "object": "response", "deleted": True}
         return Response(encode_json(gone), media_type="application/json")
+
+
+async def resolved(items: Sequence[Reply], earlier: Sequence[Reply], store: ResponseStore, tenant: str) -> list[Reply]:
+    """The items with what their references mean: an item of this request, of the conversation, or of any response that
+    this tenant has stored. Raises InvalidRequestError for an id that nothing has."""
+    wanted = {str(item.get("id")) for item in items if kind_of(item) == "item_reference"}
+    if not wanted:
+        return list(items)
+    known = {item["id"]: item for item in (*earlier, *items) if has_id(item) and kind_of(item) != "item_reference"}
+    found = await store.items(wanted - known.keys(), tenant) | known
+    whole = []
+    for number, item in enumerate(items):
+        if kind_of(item) != "item_reference":
+            whole.append(item)
+        elif (item_id := str(item.get("id"))) in found:
+            whole.append(found[item_id])
+        else:
+            raise InvalidRequestError(
+                f"input.{number}.id: there is no item {item_id[:80]!r}, or it has expired (store: true keeps items)",
+                param=f"input.{number}.id",
+                code="item_not_found",
+            )
+    return whole

@@ -11,8 +11,11 @@ from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.answers.response.call_readers import AnswerPart, PartKind
 from diptych.serving.api.answer_reader import AnswerReader
 from diptych.serving.api.chat import new_call_id
-from diptych.serving.api.reply import ReplyContext, encode_json
-from diptych.serving.api.responses_request import ResponsesBody
+from diptych.serving.api.reply import ReplyContext, arguments_object, encode_json
+from diptych.serving.api.responses_items import sealed_reasoning
+from diptych.serving.api.responses_request import ResponsesBody, wants_sealed_reasoning, wants_summary
+from diptych.serving.api.responses_tools import ClientTool, ClientTools
+from diptych.serving.api.text_argument import TextArgument
 
 Reply = dict[str, Any]
 _ECHOED = ("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p", "metadata", "reasoning")
@@ -22,12 +25,21 @@ class ResponsesWriter:
     """The Writer of /v1/responses."""
 
     def __init__(
-        self, context: ReplyContext, body: ResponsesBody, reader: AnswerReader, on_finished: Callable[[Reply], None]
+        self,
+        context: ReplyContext,
+        body: ResponsesBody,
+        reader: AnswerReader,
+        on_finished: Callable[[Reply], None],
+        tools: ClientTools,
     ) -> None:
         self._context = context
         self._body = body
         self._reader = reader
         self._on_finished = on_finished
+        self._tools = tools
+        self._argument = TextArgument()  # of the call that is open, where its tool is a custom one
+        self._seals_reasoning = wants_sealed_reasoning(body)
+        self._has_summary = wants_summary(body)
         self._items: list[Reply] = []  # the last one is open while ``_open`` is not None
         self._open: PartKind | None = None
         self._number = 0  # of the next event
@@ -44,7 +56,7 @@ class ResponsesWriter:
             if delta.finish_reason is not None:
                 if not self._items:
                     events += self._begin_item(PartKind.CONTENT, "")
-                events += self._end_item()
+                events += self._end_item(_item_status(delta))
                 reply = self._ended(delta)
                 events += self._event(reply["status"], {"response": reply})
         return events
@@ -62,15 +74,13 @@ class ResponsesWriter:
             ended = delta if delta.finish_reason is not None else ended
         if not self._items:
             self._begin_item(PartKind.CONTENT, "")
-        self._end_item()
         assert ended is not None
+        self._end_item(_item_status(ended))
         return encode_json(self._ended(ended))
 
     def _ended(self, delta: Delta) -> Reply:
         """The whole response, once its last item has ended."""
         reason = None if delta.finish_reason != "length" else {"reason": "max_output_tokens"}
-        if reason is not None:
-            self._items[-1]["status"] = "incomplete"
         reply = self._response("completed" if reason is None else "incomplete", reason)
         self._on_finished(reply)
         return reply
@@ -117,45 +127,91 @@ class ResponsesWriter:
         if part.kind is not self._open:
             events = self._end_item() + self._begin_item(part.kind, "")
         item = self._items[-1]
-        place: Reply = {"output_index": len(self._items) - 1, "item_id": item["id"]}
         if part.kind is PartKind.ARGUMENTS:
-            item["arguments"] += part.text
-            return events + self._event("function_call_arguments.delta", {**place, "delta": part.text})
+            return events + self._argument_events(item, part.text)
         item["content"][0]["text"] += part.text
         name = "output_text" if part.kind is PartKind.CONTENT else "reasoning_text"
         more: Reply = {"logprobs": []} if part.kind is PartKind.CONTENT else {}
-        return events + self._event(f"{name}.delta", {**place, "content_index": 0, "delta": part.text, **more})
+        fields = {**self._place(), "content_index": 0, "delta": part.text, **more}
+        events += self._event(f"{name}.delta", fields)
+        return events + self._summary_events(item, part.text) if part.kind is PartKind.REASONING else events
+
+    def _summary_events(self, item: Reply, text: str) -> bytes:
+        """The reasoning once more, where the client wants a summary: many show nothing else of it."""
+        if not self._has_summary:
+            return b""
+        place, events = {**self._place(), "summary_index": 0}, b""
+        if not item["summary"]:
+            events = self._event("reasoning_summary_part.added", {**place, "part": _summary("")})
+            item["summary"] = [_summary("")]
+        item["summary"][0]["text"] += text
+        return events + self._event("reasoning_summary_text.delta", {**place, "delta": text})
+
+    def _place(self) -> Reply:
+        return {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"]}
+
+    def _argument_events(self, item: Reply, text: str) -> bytes:
+        """More of a call's arguments; those of a search are an object, which is there when it is whole."""
+        if item["type"] == "custom_tool_call":
+            text = self._argument.feed(text)
+            return self._custom_input(item, text)
+        item["arguments"] += text
+        if item["type"] != "function_call":
+            return b""
+        return self._event("function_call_arguments.delta", {**self._place(), "delta": text})
+
+    def _custom_input(self, item: Reply, text: str) -> bytes:
+        item["input"] += text
+        return self._event("custom_tool_call_input.delta", {**self._place(), "delta": text}) if text else b""
 
     def _begin_item(self, kind: PartKind, name: str) -> bytes:
         self._open = kind
-        item = _new_item(kind, name)
+        item = _new_call(self._tools.called(name)) if kind is PartKind.ARGUMENTS else _new_item(kind)
+        self._argument = TextArgument()
         self._items.append(item)
         place = {"output_index": len(self._items) - 1}
         empty = {**item, "content": []} if "content" in item else dict(item)
+        if item["type"] == "tool_search_call":
+            empty["arguments"] = {}
         events = self._event("output_item.added", {**place, "item": empty})
         if kind is PartKind.ARGUMENTS:
             return events
         part = {"item_id": item["id"], "content_index": 0, "part": dict(item["content"][0])}
         return events + self._event("content_part.added", {**place, **part})
 
-    def _end_item(self) -> bytes:
+    def _end_item(self, status: str = "completed") -> bytes:
         if self._open is None:
             return b""
         kind, self._open = self._open, None
         item = self._items[-1]
-        item["status"] = "completed"
-        place: Reply = {"output_index": len(self._items) - 1, "item_id": item["id"]}
-        if kind is PartKind.ARGUMENTS:
-            whole = {"name": item["name"], "arguments": item["arguments"]}
-            events = self._event("function_call_arguments.done", {**place, **whole})
-        else:
-            part = item["content"][0]
-            name = "output_text" if kind is PartKind.CONTENT else "reasoning_text"
-            more: Reply = {"logprobs": []} if kind is PartKind.CONTENT else {}
-            place["content_index"] = 0
-            events = self._event(f"{name}.done", {**place, "text": part["text"], **more})
-            events += self._event("content_part.done", {**place, "part": part})
+        item["status"] = status
+        events = self._end_call(item) if kind is PartKind.ARGUMENTS else self._end_text(item, kind)
         return events + self._event("output_item.done", {"output_index": len(self._items) - 1, "item": item})
+
+    def _end_text(self, item: Reply, kind: PartKind) -> bytes:
+        part = item["content"][0]
+        if kind is PartKind.REASONING and self._seals_reasoning:
+            item["encrypted_content"] = sealed_reasoning(part["text"])
+        name = "output_text" if kind is PartKind.CONTENT else "reasoning_text"
+        more: Reply = {"logprobs": []} if kind is PartKind.CONTENT else {}
+        place = {**self._place(), "content_index": 0}
+        events = self._event(f"{name}.done", {**place, "text": part["text"], **more})
+        events += self._event("content_part.done", {**place, "part": part})
+        if kind is PartKind.REASONING and item["summary"]:
+            place, [whole] = {**self._place(), "summary_index": 0}, item["summary"]
+            events += self._event("reasoning_summary_text.done", {**place, "text": whole["text"]})
+            events += self._event("reasoning_summary_part.done", {**place, "part": whole})
+        return events
+
+    def _end_call(self, item: Reply) -> bytes:
+        if item["type"] == "custom_tool_call":
+            events = self._custom_input(item, self._argument.rest())
+            return events + self._event("custom_tool_call_input.done", {**self._place(), "input": item["input"]})
+        if item["type"] == "tool_search_call":
+            item["arguments"] = arguments_object(item["arguments"])
+            return b""
+        whole = {"name": item["name"], "arguments": item["arguments"]}
+        return self._event("function_call_arguments.done", {**self._place(), **whole})
 
     def _event(self, name: str, fields: Reply) -> bytes:
         kind = f"response.{name}"
@@ -164,11 +220,31 @@ class ResponsesWriter:
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 
-def _new_item(kind: PartKind, name: str) -> Reply:
+def _summary(text: str) -> Reply:
+    return {"type": "summary_text", "text": text}
+
+
+def _item_status(delta: Delta) -> str:
+    """Of the last item of an answer that ended so."""
+    return "incomplete" if delta.finish_reason == "length" else "completed"
+
+
+def _new_call(tool: ClientTool) -> Reply:
+    """An empty call, as an item that the client knows for such a tool."""
+    number, call_id = uuid.uuid4().hex[:32], new_call_id()
+    if tool.kind == "tool_search":
+        search: Reply = {"id": f"tsc_{number}", "type": "tool_search_call", "execution": "client", "call_id": call_id}
+        return {**search, "arguments": "", "status": "in_progress"}
+    namespace = {} if tool.namespace is None else {"namespace": tool.namespace}
+    if tool.kind == "custom":
+        custom: Reply = {"id": f"ctc_{number}", "type": "custom_tool_call", "call_id": call_id, "name": tool.name}
+        return {**custom, **namespace, "input": "", "status": "in_progress"}
+    call: Reply = {"id": f"fc_{number}", "type": "function_call", "call_id": call_id, "name": tool.name}
+    return {**call, **namespace, "arguments": "", "status": "in_progress"}
+
+
+def _new_item(kind: PartKind) -> Reply:
     number = uuid.uuid4().hex[:32]
-    if kind is PartKind.ARGUMENTS:
-        call: Reply = {"id": f"fc_{number}", "type": "function_call", "call_id": new_call_id(), "name": name}
-        return {**call, "arguments": "", "status": "in_progress"}
     if kind is PartKind.REASONING:
         thought: Reply = {"id": f"rs_{number}", "type": "reasoning", "summary": []}
         return {**thought, "content": [{"type": "reasoning_text", "text": ""}], "status": "in_progress"}

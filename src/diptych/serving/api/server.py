@@ -35,14 +35,16 @@ DATE_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The HTTP side. api_keys: the accepted keys; each is a tenant of its own (none given: no key is asked for).
-    admin_key: asked for at /admin (None: only this machine's loopback address is answered there).
-    drain_timeout_s: how long running requests may take after SIGTERM. manners: towards clients. responses: the SQLite
-    file of responses that can be continued (None: memory). batches: files and batches (None: not served)."""
+    """The HTTP side. also_served_as: more names of the model; replies have the first. api_keys: the accepted keys; each
+    is a tenant of its own (none given: no key is asked for). admin_key: asked for at /admin (None: only this machine's
+    loopback address is answered there). drain_timeout_s: how long running requests may take after SIGTERM. manners:
+    towards clients. responses: the SQLite file of responses that can be continued (None: memory). batches: files and
+    batches (None: not served)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str = "default"
+    also_served_as: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     max_body_bytes: int = 16 * 2**20
@@ -166,6 +168,7 @@ def _app_of(llm: ServedFleet, options: ServerOptions) -> "FastAPI":
     return build_app(
         llm,
         options.served_model_name,
+        also_served_as=options.also_served_as,
         api_keys=options.api_keys,
         admin_key=options.admin_key,
         max_body_bytes=options.max_body_bytes,
