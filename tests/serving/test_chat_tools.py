@@ -125,10 +125,6 @@ async def test_null_means_absent(tokenizer: Tokenizer) -> None:
         ({"tools": [{"function": {"name": "no spaces"}}]}, "tools.0.function.name"),
         ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages.0.tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "messages.0.tool_calls.0.function.arguments",
-        ),
     ],
 )
 async def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, tokenizer: Tokenizer) -> None:

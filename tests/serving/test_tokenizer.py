@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
-from diptych.control.errors import ConfigError, InvalidRequestError
+from diptych.control.errors import ChatTemplateError, ConfigError, InvalidRequestError
 from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
@@ -63,10 +63,10 @@ def test_a_template_can_refuse_and_cannot_escape_its_sandbox(directory: Path) ->
     with pytest.raises(InvalidRequestError, match="no system role"):
         Tokenizer(directory).render_chat(HELLO)
     write_config(directory, chat_template="{{ messages.append(1) }}")
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(ChatTemplateError):
         Tokenizer(directory).render_chat(HELLO)
     write_config(directory, chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(ChatTemplateError):
         Tokenizer(directory).render_chat(HELLO)
 
 
@@ -198,7 +198,15 @@ def test_a_template_that_fails_on_what_it_is_given_is_a_refusal(
         for _ in range(100_000):
             deep = [deep]
         arguments = {"deep": deep}
-    write_config(directory, chat_template=template)
+    write_config(directory, chat_template="{% if fails %}" + template + "{% endif %}")
     with pytest.raises(InvalidRequestError, match="chat template") as caught:
-        Tokenizer(directory).render_chat(HELLO, template_arguments=arguments)
+        Tokenizer(directory).render_chat(HELLO, template_arguments={**arguments, "fails": True})
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ unknown() }}", "{{ messages.append(1) }}", "{% if %}", "{{"])
+def test_a_template_that_renders_nothing_is_the_fault_of_the_model(directory: Path, template: str) -> None:
+    write_config(directory, chat_template=template)
+    with pytest.raises(ChatTemplateError, match="chat template of this model") as caught:
+        Tokenizer(directory).render_chat(HELLO)
+    assert (caught.value.status, caught.value.param) == (501, None)

@@ -22,7 +22,7 @@ from diptych.control.request import FinishReason, Pooling, SamplingParams
 from diptych.runtime.model_place import find_model
 from diptych.runtime.required_packages import require_packages
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
-from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
+from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.async_llm import check_prompt, derive_seed
 from diptych.serving.link.engine_options import (
     BUNDLED_MODEL,
@@ -138,13 +138,7 @@ class LLM:
         if conversations and isinstance(conversations[0], Mapping):
             conversations = [cast(Conversation, conversations)]
         prompts: list[Prompt] = [
-            self.tokenizer.encode_chat(
-                [
-                    {**message, "content": flatten_content(message.get("content"), "messages")}
-                    for message in cast(Conversation, conversation)
-                ],
-                add_generation_prompt=add_generation_prompt,
-            )
+            self.tokenizer.encode_chat(cast(Conversation, conversation), add_generation_prompt=add_generation_prompt)
             for conversation in conversations
         ]
         return self.generate(prompts, params, progress=progress)
