@@ -16,7 +16,9 @@ from typing import Any
 
 from common import report
 
-PARTS = tuple(sorted(path.stem.removeprefix("compatibility_") for path in Path(__file__).parent.glob("compatibility_*.py")))
+PARTS = tuple(
+    sorted(path.stem.removeprefix("compatibility_") for path in Path(__file__).parent.glob("compatibility_*.py"))
+)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ DIFFERENT   anything else
 
 import argparse
 import copy
+import itertools
 import json
 import re
 import subprocess
@@ -32,6 +33,7 @@ from typing import Any
 
 from diptych.control.errors import DiptychError
 from diptych.serving.answers.chat_renderer import ChatRenderer
+from diptych.serving.answers.template_messages import short_id
 from diptych.serving.api.conversation import conversation
 from diptych.serving.api.protocol import Message
 
@@ -47,6 +49,7 @@ CLASSES = ("equal", "form", "joined", "refused", "lost", "DIFFERENT")
 GOOD = ("equal", "form", "joined", "refused")
 
 Case = dict[str, Any]
+CONTINUES = "continue_final_message is set"  # transformers refuses: the template does not write the last message
 CUT = '{"city": "Ber'
 TOOLS = [
     {
@@ -160,7 +163,19 @@ def _download(package: str, folder: Path, is_source: bool) -> Path:
     known = [path for path in folder.iterdir() if path.name.startswith(stem)]
     if not known:
         form = "--no-binary" if is_source else "--only-binary"
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", form, ":all:", "-d", str(folder), package]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            form,
+            ":all:",
+            "-d",
+            str(folder),
+            package,
+        ]
         subprocess.run(command, check=True)
         known = [path for path in folder.iterdir() if path.name.startswith(stem)]
     return known[0]
@@ -198,7 +213,9 @@ class _Reference:
         if case.get("keeps_null"):  # apply_chat_template would take the key out
             given = {name: case.get(name) for name in ("tools", "documents")}
             messages = [copy.deepcopy(case["messages"])]
-            [text], _ = self._render(messages, chat_template=source, **SPECIAL_TOKENS, **given, add_generation_prompt=True)
+            [text], _ = self._render(
+                messages, chat_template=source, **SPECIAL_TOKENS, **given, add_generation_prompt=True
+            )
             return str(text)
         text = self._tokenizer.apply_chat_template(
             copy.deepcopy(case["messages"]),
@@ -228,43 +245,54 @@ def compare(renderer: ChatRenderer, reference: _Reference, source: str, case: Ca
         ours, refusal = None, error.message
     texts: list[str] = []
     words: list[str] = []
+    is_first_refused = False
     for form in forms(case):
         try:
             texts.append(reference.text(source, form))
         except Exception as error:
             words.append(str(error))
+            is_first_refused = is_first_refused or not texts
         if len(texts) + len(words) == 1 and texts == [ours]:
             return "equal", {}
+        if ours is not None and texts and texts[-1] == ours:
+            break  # nothing else can be found out
     said = {"ours": ours if ours is not None else refusal, "theirs": texts[0] if texts else words[0]}
+    said["words"] = words[0] if words else ""
     if ours is None:
-        is_own = not texts and any(word[:400] in refusal for word in words)
-        return ("refused" if is_own else "DIFFERENT"), said
-    is_whole = not missing(case, ours)
+        is_own = any(word[:400] in refusal for word in words) or any(CONTINUES in word for word in words)
+        return ("refused" if is_own and not texts else "DIFFERENT"), said
     if not texts:
-        return ("joined" if is_whole else "lost"), said
-    is_first_bad = bool(words and len(texts) < len(list(forms(case)))) or bool(missing(case, texts[0])) or _printed(texts[0])
-    return ("form" if ours in texts and is_first_bad else "DIFFERENT"), {**said, "words": words[0] if words else ""}
+        return ("lost" if missing(case, ours) else "joined"), said
+    is_first_bad = is_first_refused or bool(missing(case, texts[0])) or _printed(texts[0])
+    return ("form" if texts[-1] == ours and is_first_bad else "DIFFERENT"), said
 
 
 def forms(case: Case) -> Iterator[Case]:
     """A conversation as transformers' documentation has it, and in other forms of the same meaning."""
+    roles = sorted({message["role"] for message in case["messages"]})
+    has_null = any(message["content"] is None for message in case["messages"])
+    has_calls = any("tool_calls" in message for message in case["messages"])
     seen: list[Case] = []
-    for arguments in ("object", "text", "wrapped"):
-        for content in ("as sent", "parts", "joined"):
-            for null in ("as sent", "null", "empty") if any(message["content"] is None for message in case["messages"]) else ("as sent",):
-                messages = [_form(message, arguments, content, null) for message in case["messages"]]
-                changed = {**case, "messages": messages, "keeps_null": null == "null"}
-                if changed not in seen:
-                    seen.append(changed)
-                    yield changed
+    for ids, arguments, null, *contents in itertools.product(
+        ("as sent", "short") if has_calls else ("as sent",),
+        ("object", "text", "wrapped") if has_calls else ("object",),
+        ("as sent", "null", "empty") if has_null else ("as sent",),
+        *[("as sent", "parts", "one part", "joined")] * len(roles),
+    ):
+        content = dict(zip(roles, contents, strict=True))
+        messages = [_form(message, ids, arguments, null, content[message["role"]]) for message in case["messages"]]
+        changed = {**case, "messages": messages, "keeps_null": null == "null"}
+        if changed not in seen:
+            seen.append(changed)
+            yield changed
 
 
-def _form(message: dict[str, Any], arguments: str, content: str, null: str) -> dict[str, Any]:
+def _form(message: dict[str, Any], ids: str, arguments: str, null: str, content: str) -> dict[str, Any]:
     message = copy.deepcopy(message)
     given = message.get("content")
-    if content == "joined" and isinstance(given, list):
-        message["content"] = "\n".join(part["text"] for part in given)
-    elif content == "parts" and isinstance(given, str):
+    if content in ("joined", "one part") and isinstance(given, list):
+        given = message["content"] = "\n".join(part["text"] for part in given)
+    if content in ("parts", "one part") and isinstance(given, str):
         message["content"] = [{"type": "text", "text": given}]
     elif given is None and null == "empty":
         message["content"] = ""
@@ -274,6 +302,10 @@ def _form(message: dict[str, Any], arguments: str, content: str, null: str) -> d
             made["function"]["arguments"] = json.loads(text)
         elif arguments == "wrapped" and text == CUT:
             made["function"]["arguments"] = {"incomplete": text}
+        if ids == "short":
+            made["id"] = short_id(made["id"])
+    if ids == "short" and "tool_call_id" in message:
+        message["tool_call_id"] = short_id(message["tool_call_id"])
     return message
 
 
@@ -290,4 +322,4 @@ def missing(case: Case, text: str) -> list[str]:
 
 def _printed(text: str) -> bool:
     """Whether Python's own form of a list of parts or of arguments stands in a prompt."""
-    return re.search(r"\{'(?:type|city)': |\"\{\\\"city", text) is not None
+    return re.search(r"""\{['"](?:type|city)['"]: ['"](?:text|Bern|Ber)|"\{\\"city""", text) is not None

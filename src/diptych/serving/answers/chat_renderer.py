@@ -4,7 +4,7 @@ A conversation is given to a template in the form of its profile; where the temp
 template_messages.relaxed, and only then refused, with the template's words.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import jinja2
 
 from diptych.control.errors import ChatTemplateError, InvalidRequestError
 from diptych.serving.answers.chat_template import ChatTemplate, OutOfTimeError, said, within
-from diptych.serving.answers.template_messages import Message, Messages, fitted, readable, relaxed
+from diptych.serving.answers.template_messages import Message, Messages, fitted, is_whole, readable, relaxed
 from diptych.serving.answers.template_profile import TemplateProfile, probe
 
 PROBE_LIMIT_S = 1.0  # of processor time, for all probes of a template
@@ -119,21 +119,22 @@ def _load(source: str, special_tokens: Mapping[str, str], answers: str | None) -
 def _rendered(loaded: _Loaded, messages: Messages, variables: Mapping[str, Any]) -> str:
     template, profile = loaded.template, loaded.profile
     assert template is not None
-    first: Exception | None = None
-    for form in _forms(messages, profile):
+    try:
+        return template.render(fitted(messages, profile), **variables)
+    except Exception as error:  # raised by the code of the template
+        first = error
+    incomplete: list[str] = []  # renderings that lack a text of the conversation
+    for form in relaxed(messages):
         try:
-            return template.render(form, **variables)
-        except Exception as error:  # raised by the code of the template
-            first = first or error
-    assert first is not None
+            text = template.render(fitted(form, profile), **variables)
+        except Exception:
+            continue
+        if is_whole(text, messages):
+            return text
+        incomplete.append(text)
+    if incomplete:
+        return incomplete[0]
     raise _refusal(first, loaded)
-
-
-def _forms(messages: Messages, profile: TemplateProfile) -> Iterator[Messages]:
-    """The forms of a conversation, in the order in which they are tried."""
-    yield fitted(messages, profile)
-    for other in relaxed(messages):
-        yield fitted(other, profile)
 
 
 def _refusal(error: Exception, loaded: _Loaded) -> InvalidRequestError | ChatTemplateError:

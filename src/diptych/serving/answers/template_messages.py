@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from diptych.control.errors import InvalidRequestError
-from diptych.serving.answers.template_profile import TemplateProfile
+from diptych.serving.answers.template_profile import TemplateProfile, reads_only_parts
 
 Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
@@ -45,6 +45,16 @@ def relaxed(messages: Messages) -> Iterator[Messages]:
         if changed not in tried:
             tried.append(changed)
             yield changed
+
+
+def is_whole(text: str, messages: Messages) -> bool:
+    """Whether a prompt has the texts of all messages but the assistant's, of which templates leave parts out."""
+    for message in messages:
+        content = message.get("content")
+        texts = [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+        if message.get("role") != "assistant" and any(piece.strip() not in text for piece in texts):
+            return False
+    return True
 
 
 def flatten_content(content: Any, param: str) -> str:
@@ -101,14 +111,20 @@ def _fitted(message: Message, profile: TemplateProfile) -> dict[str, Any]:
     calls = fields.get("tool_calls")
     if content is None and calls and profile.null_content != "absent":
         fields["content"] = None if profile.null_content == "null" else ""
-    elif isinstance(content, str) and profile.wants_parts and role in profile.parts:
-        fields["content"] = [{"type": "text", "text": content}]
-    elif isinstance(content, list) and role not in profile.parts:
-        fields["content"] = _text_of(content)
+    elif content is not None:
+        fields["content"] = _fitted_content(role, content, profile)
     if isinstance(calls, list):
         fields["tool_calls"] = [_fitted_call(call, profile) for call in calls]
     reasoning = next((fields[name] for name in REASONING_NAMES if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+
+
+def _fitted_content(role: str, content: Any, profile: TemplateProfile) -> Any:
+    if isinstance(content, list) and role not in profile.parts:
+        content = _text_of(content)
+    if isinstance(content, str) and reads_only_parts(role, profile.only_parts):
+        return [{"type": "text", "text": content}]
+    return content
 
 
 def _fitted_call(call: Any, profile: TemplateProfile) -> Any:
@@ -213,17 +229,18 @@ def _short_ids(messages: Messages) -> Messages:
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
     changed = dict(message)
     if isinstance(message.get("tool_call_id"), str):
-        changed["tool_call_id"] = _short_id(message["tool_call_id"])
+        changed["tool_call_id"] = short_id(message["tool_call_id"])
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         changed["tool_calls"] = [
-            {**call, "id": _short_id(str(call.get("id", number)))} if isinstance(call, Mapping) else call
+            {**call, "id": short_id(str(call.get("id", number)))} if isinstance(call, Mapping) else call
             for number, call in enumerate(calls)
         ]
     return changed
 
 
-def _short_id(given: str) -> str:
+def short_id(given: str) -> str:
+    """An id of a call in nine letters and digits; one that is such stays."""
     if len(given) == _SHORT_ID and given.isascii() and given.isalnum():
         return given
     number = int.from_bytes(hashlib.sha256(given.encode("utf-8", "replace")).digest(), "big")

@@ -5,7 +5,7 @@ nor transformers, and costs a few milliseconds.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -36,11 +36,12 @@ class TemplateProfile:
 
     error: what it says of the plainest conversation, where it renders none; else "". warnings: what it needs and no
     renderer has. null_content: how a message without content but with calls is given. arguments: of calls, the form it
-    reads; text_arguments: it also writes a text as it is. parts: roles whose content may be a list of parts;
-    wants_parts: it reads nothing else. system (in front), later_system, several_systems, developer, same_role (two messages of the
-    user in a row): what becomes of such messages. tools, calls, results, documents: whether it writes them. reasoning:
-    the field in which it reads the reasoning of earlier answers; None where it writes none. answers: the format in
-    which its model answers, as tool calls and reasoning are read; None where it shows no known one.
+    reads; text_arguments: it also writes a text as it is. parts: roles whose content may be a list of several parts;
+    only_parts: roles whose content must be a list. system (in front), later_system, several_systems, developer,
+    same_role (two messages of the user in a row): what becomes of such messages. tools, calls, results, documents:
+    whether it writes them. reasoning: the field in which it reads the reasoning of earlier answers; None where it
+    writes none. answers: the format in which its model answers, as tool calls and reasoning are read; None where it
+    shows no known one.
     """
 
     error: str = ""
@@ -49,7 +50,7 @@ class TemplateProfile:
     arguments: Literal["object", "text"] = "object"
     text_arguments: bool = False
     parts: tuple[str, ...] = ()
-    wants_parts: bool = False
+    only_parts: tuple[str, ...] = ()
     system: Fate = "refused"
     later_system: Fate = "refused"
     several_systems: Fate = "refused"
@@ -71,17 +72,18 @@ def probe(render: Render, source: str, answers: str | None = None) -> TemplatePr
     """The profile of a template. render: messages and variables to text; raises what the template raises. source: of
     the template. answers: see TemplateProfile."""
     prober = _Prober(render)
-    failure = prober.failure() or ""
-    prober.wants_parts = prober.reads_only_parts()
+    failure = prober.failure()
+    prober.find_roles(_CONVERSATIONS)
     null_content, arguments, calls = prober.call_form()
     history = prober.history(null_content, arguments)
+    prober.find_roles({"tool": lambda content: [*history, {**_RESULT, "content": content}]})
     return TemplateProfile(
         error=failure,
         null_content=null_content,
         arguments=arguments,
         text_arguments=calls and prober.writes_text_arguments(null_content),
-        parts=prober.roles_with_parts(history),
-        wants_parts=prober.wants_parts,
+        parts=tuple(prober.parts),
+        only_parts=tuple(prober.only_parts),
         system=prober.fate("probe_system", _said("system", "probe_system"), _USER),
         later_system=prober.fate("probe_system", _USER, _ASSISTANT, _said("system", "probe_system"), _USER),
         several_systems=prober.fate(
@@ -98,20 +100,31 @@ def probe(render: Render, source: str, answers: str | None = None) -> TemplatePr
     )
 
 
+def reads_only_parts(role: str, only_parts: Sequence[str]) -> bool:
+    """Whether the content of a role must be a list. Other roles than those known are read as the system is."""
+    return (role if role in ROLES else "system") in only_parts
+
+
 def _said(role: str, content: Any, **fields: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **fields}
 
 
 _USER, _ASSISTANT = _said("user", "probe_user"), _said("assistant", "probe_answer")
 _RESULT = _said("tool", "probe_result", tool_call_id="abcdefghi", name="probe_tool")
+_CONVERSATIONS: dict[str, Callable[[Any], list[dict[str, Any]]]] = {  # a message with this content, by its role
+    "user": lambda content: [_said("user", content)],
+    "assistant": lambda content: [_USER, _said("assistant", content), _USER],
+    "system": lambda content: [_said("system", content), _USER],
+}
 
 
 class _Prober:
-    """Renders small conversations; a template that raises has no text."""
+    """Renders small conversations; a template that raises has no text. parts, only_parts: see TemplateProfile."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self.wants_parts = False
+        self.parts: list[str] = []
+        self.only_parts: list[str] = []
 
     def text(self, *messages: Mapping[str, Any], **variables: Any) -> str:
         """What the template writes; "" where it refuses."""
@@ -125,33 +138,44 @@ class _Prober:
 
     def _form(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         content = message.get("content")
-        if not self.wants_parts or not isinstance(content, str):
+        if not isinstance(content, str) or not reads_only_parts(str(message["role"]), self.only_parts):
             return message
         return {**message, "content": [{"type": "text", "text": content}]}
 
-    def failure(self) -> str | None:
-        """Why even a plain conversation has no text."""
+    def failure(self) -> str:
+        """What the template says of the plainest conversations, where it renders none of them; else ""."""
         first: Exception | None = None
         for messages in ([_USER], [_said("system", "probe_system"), _USER], [_USER, _ASSISTANT, _USER]):
-            for wants_parts in (False, True):
-                self.wants_parts = wants_parts
+            for only_parts in ((), ROLES):
+                self.only_parts = list(only_parts)
                 try:
                     self._render([self._form(message) for message in messages])
                 except Exception as error:
                     first = first or error
-                else:
-                    self.wants_parts = False
-                    return None
-        return said(first) if first is not None else None
+                    continue
+                finally:
+                    self.only_parts = []
+                return ""
+        return said(first) if first is not None else ""
 
-    def reads_only_parts(self) -> bool:
-        """Whether text that is no list of parts is lost."""
-        if "probe_user" in self.text(_USER) or "probe_user" in self.text(_USER, _ASSISTANT, _USER):
-            return False
-        self.wants_parts = True
-        text = self.text(_USER)
-        self.wants_parts = False
-        return "probe_user" in text and not _PRINTED_PART.search(text)
+    def find_roles(self, conversations: Mapping[str, Callable[[Any], list[dict[str, Any]]]]) -> None:
+        """Fill in parts and only_parts: a role takes parts when the texts of two are written, and not the list itself;
+        it takes nothing else when a mere text is lost and a list with it is not."""
+        one, two = {"type": "text", "text": "probe_one"}, {"type": "text", "text": "probe_two"}
+        for role, conversation in conversations.items():
+            tools = [_TOOL] if role == "tool" else None
+            if "probe_one" not in self.text(*conversation("probe_one"), tools=tools):
+                # beside a message of this role, the other roles may want lists, too
+                for others in (self.only_parts, list(ROLES)):
+                    known, self.only_parts = self.only_parts, others
+                    text = self.text(*conversation([one]), tools=tools)
+                    self.only_parts = known
+                    if "probe_one" in text and not _PRINTED_PART.search(text):
+                        self.only_parts = [*self.only_parts, role]
+                        break
+            text = self.text(*conversation([one, two]), tools=tools)
+            if "probe_one" in text and "probe_two" in text and not _PRINTED_PART.search(text):
+                self.parts.append(role)
 
     def writes_tools(self, source: str) -> bool:
         """Whether tools are written; of a template that refuses them with this message alone, whether it names them."""
@@ -189,22 +213,6 @@ class _Prober:
         """Whether a text of arguments is written as it is, so that it need not be JSON."""
         history = [_USER, _calling(null_content, _CUT)]
         return _CUT in (self.text(*history, _RESULT, tools=[_TOOL]) or self.text(*history, tools=[_TOOL]))
-
-    def roles_with_parts(self, history: list[dict[str, Any]]) -> tuple[str, ...]:
-        """The roles of which the texts of all parts are written, and not the list itself."""
-        parts = [{"type": "text", "text": "probe_one"}, {"type": "text", "text": "probe_two"}]
-        conversations = {
-            "system": [_said("system", parts), _USER],
-            "user": [_said("user", parts)],
-            "assistant": [_USER, _said("assistant", parts), _USER],
-            "tool": [*history, {**_RESULT, "content": parts}],
-        }
-        taken = []
-        for role, messages in conversations.items():
-            text = self.text(*messages, tools=[_TOOL] if role == "tool" else None)
-            if "probe_one" in text and "probe_two" in text and not _PRINTED_PART.search(text):
-                taken.append(role)
-        return tuple(taken)
 
     def reasoning_field(self, source: str, history: list[dict[str, Any]]) -> str | None:
         """The name under which reasoning is read, where it is written in the turn that goes on or in earlier ones."""
