@@ -133,12 +133,18 @@ class LLM:
         *,
         progress: bool = True,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
-        """Like ``generate``, for one conversation (a list of messages) or several."""
+        """Like ``generate``, for one conversation (a list of messages) or several. continue_final_message: the answer
+        goes on with the text of the last message."""
         if conversations and isinstance(conversations[0], Mapping):
             conversations = [cast(Conversation, conversations)]
         prompts: list[Prompt] = [
-            self.tokenizer.encode_chat(cast(Conversation, conversation), add_generation_prompt=add_generation_prompt)
+            self.tokenizer.encode_chat(
+                cast(Conversation, conversation),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
             for conversation in conversations
         ]
         return self.generate(prompts, params, progress=progress)

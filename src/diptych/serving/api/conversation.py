@@ -57,7 +57,8 @@ async def start_chat(
     [prompt] = truncated(body, [prompt], ready, body.max_completion_tokens or body.max_tokens)
     if clamps and len(prompt) + (body.max_tokens or 0) > ready.max_model_len:
         body = body.model_copy(update={"max_tokens": None})
-    template = llm.tokenizer.response_template if body.add_generation_prompt is not False else None
+    begins_answer = body.add_generation_prompt is not False or continues(body)
+    template = llm.tokenizer.response_template if begins_answer else None
     parsers = _parsers(llm.tokenizer, template, prompt, tools, body.n or 1) if template is not None else []
     wants_form = tools is not None or wants_structure(body)  # large schemas take long to write
     parser = parsers[0] if parsers else None
@@ -138,8 +139,24 @@ async def chat_prompt(llm: AsyncLLM, body: ChatBody, tools: ToolRequest | None) 
     return await llm.encode_chat(
         conversation(body.messages),
         add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=continues(body),
         template_arguments=arguments,
     )
+
+
+def continues(body: ChatBody) -> bool:
+    """Whether the answer goes on with the text of the last message: continue_final_message, or Mistral's and DeepSeek's
+    ``prefix`` of an assistant's message. Raises InvalidRequestError where that is impossible."""
+    last = body.messages[-1]
+    extras = last.model_extra or {}
+    if not body.continue_final_message and not (last.role == "assistant" and extras.get("prefix") is True):
+        return False
+    name = "continue_final_message" if body.continue_final_message else f"messages.{len(body.messages) - 1}.prefix"
+    if body.add_generation_prompt:
+        raise InvalidRequestError(f"{name} and add_generation_prompt exclude each other", param=name)
+    if extras.get("tool_calls"):
+        raise InvalidRequestError(f"{name}: the last message has tool calls, behind which no text goes on", param=name)
+    return True
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
