@@ -136,7 +136,7 @@ def _fitted_call(call: Any, profile: TemplateProfile) -> Any:
 
 def _fitted_arguments(given: Any, profile: TemplateProfile) -> Any:
     """Arguments as the template takes them. What is no JSON object stays the text that it was, where the template
-    writes a text as it is; else it is the value of INCOMPLETE."""
+    writes a text; else it is the value of INCOMPLETE."""
     known = given
     if isinstance(given, str):
         known = read_arguments(given)

@@ -4,6 +4,7 @@ Conversations are then given to the template in the form that it reads (template
 nor transformers, and costs a few milliseconds.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,8 +37,8 @@ class TemplateProfile:
 
     error: what it says of the plainest conversation, where it renders none; else "". warnings: what it needs and no
     renderer has. null_content: how a message without content but with calls is given. arguments: of calls, the form it
-    reads; text_arguments: it also writes a text as it is. parts: roles whose content may be a list of several parts;
-    only_parts: roles whose content must be a list. system (in front), later_system, several_systems, developer,
+    reads; text_arguments: it also writes a text that is no object. parts: roles whose content may be a list of several
+    parts; only_parts: roles whose content must be a list. system (in front), later_system, several_systems, developer,
     same_role (two messages of the user in a row): what becomes of such messages. tools, calls, results, documents:
     whether it writes them. reasoning: the field in which it reads the reasoning of earlier answers; None where it
     writes none. answers: the format in which its model answers, as tool calls and reasoning are read; None where it
@@ -161,19 +162,19 @@ class _Prober:
     def find_roles(self, conversations: Mapping[str, Callable[[Any], list[dict[str, Any]]]]) -> None:
         """Fill in parts and only_parts: a role takes parts when the texts of two are written, and not the list itself;
         it takes nothing else when a mere text is lost and a list with it is not."""
-        one, two = {"type": "text", "text": "probe_one"}, {"type": "text", "text": "probe_two"}
+        first, second = {"type": "text", "text": "probe_one"}, {"type": "text", "text": "probe_two"}
         for role, conversation in conversations.items():
             tools = [_TOOL] if role == "tool" else None
             if "probe_one" not in self.text(*conversation("probe_one"), tools=tools):
                 # beside a message of this role, the other roles may want lists, too
                 for others in (self.only_parts, list(ROLES)):
                     known, self.only_parts = self.only_parts, others
-                    text = self.text(*conversation([one]), tools=tools)
+                    text = self.text(*conversation([first]), tools=tools)
                     self.only_parts = known
                     if "probe_one" in text and not _PRINTED_PART.search(text):
                         self.only_parts = [*self.only_parts, role]
                         break
-            text = self.text(*conversation([one, two]), tools=tools)
+            text = self.text(*conversation([first, second]), tools=tools)
             if "probe_one" in text and "probe_two" in text and not _PRINTED_PART.search(text):
                 self.parts.append(role)
 
@@ -210,9 +211,10 @@ class _Prober:
         return "absent", "object", False
 
     def writes_text_arguments(self, null_content: str) -> bool:
-        """Whether a text of arguments is written as it is, so that it need not be JSON."""
+        """Whether a text of arguments is written, as it is or as JSON's string, so that it need not be an object."""
         history = [_USER, _calling(null_content, _CUT)]
-        return _CUT in (self.text(*history, _RESULT, tools=[_TOOL]) or self.text(*history, tools=[_TOOL]))
+        text = self.text(*history, _RESULT, tools=[_TOOL]) or self.text(*history, tools=[_TOOL])
+        return _CUT in text or json.dumps(_CUT) in text
 
     def reasoning_field(self, source: str, history: list[dict[str, Any]]) -> str | None:
         """The name under which reasoning is read, where it is written in the turn that goes on or in earlier ones."""
