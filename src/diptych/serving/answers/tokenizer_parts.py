@@ -33,16 +33,18 @@ def read_directory(directory: Path) -> TokenizerParts:
     read."""
     path = directory / "tokenizer_config.json"
     config = _read_json(path)
-    if config.get("additional_special_tokens") and not config.get("extra_special_tokens"):
-        config["extra_special_tokens"] = config.pop("additional_special_tokens")
-    if "added_tokens_decoder" not in config:
-        config = _with_old_files(directory, config)
     fast = _load_fast(directory / "tokenizer.json")
     try:
+        if config.get("additional_special_tokens") and not config.get("extra_special_tokens"):
+            config["extra_special_tokens"] = config.pop("additional_special_tokens")
+        if "added_tokens_decoder" not in config:
+            config = _with_old_files(directory, config)
         named, extra = _named_tokens(config), _extra_tokens(config)
         if fast is not None:
             _add_tokens(fast, _decoder_tokens(config), named, extra)
             fast.encode_special_tokens = bool(config.get("split_special_tokens"))
+    except ConfigError:
+        raise
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path}: its special tokens cannot be read ({error})", param="model") from None
     special_tokens = {name: _text_of(token) for name, token in named.items()}
