@@ -1,6 +1,7 @@
 """Tools and reasoning in /v1/chat/completions, as OpenAI's client sees them, with answers that are written for it."""
 
 import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from fake_llm import FakeLLM
 from tool_model import tool_model
 
 from diptych.serving.answers.tokenizer import Tokenizer
+from diptych.serving.api.answer_reader import ControlEscapes
 from diptych.serving.api.app import build_app
 
 pytestmark = pytest.mark.asyncio
@@ -125,10 +127,6 @@ async def test_null_means_absent(tokenizer: Tokenizer) -> None:
         ({"tools": [{"function": {"name": "no spaces"}}]}, "tools.0.function.name"),
         ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages.0.tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "messages.0.tool_calls.0.function.arguments",
-        ),
     ],
 )
 async def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, tokenizer: Tokenizer) -> None:
@@ -191,3 +189,109 @@ async def test_documents_go_to_a_template_that_reads_them(tokenizer: Tokenizer, 
     async with client_of(llm) as client:
         await client.chat.completions.create(model="fake", messages=ASK, extra_body=documents)
     assert "Bern is a city." in llm.tokenizer.decode(llm.submitted[0].prompts[0])
+
+
+async def test_raw_control_characters_in_the_arguments_of_an_answer_are_escapes(tokenizer: Tokenizer) -> None:
+    raw = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern\n\tor \\"Basel\\""}}\n</tool_call>'
+    async with client_of(FakeLLM(answer=raw, tokenizer=tokenizer)) as client:
+        reply = await client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS)
+    [call] = reply.choices[0].message.tool_calls or []
+    assert json.loads(call.function.arguments) == {"city": 'Bern\n\tor "Basel"'}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("seed", range(50))
+async def test_escapes_do_not_depend_on_where_a_text_is_cut(seed: int) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choice('"\\\n\t\x00a{ ') for _ in range(rng.randrange(40)))
+    pieces = ControlEscapes()
+    assert "".join(map(pieces.push, text)) == ControlEscapes().push(text)
+    value = {"text": text, "list": [text, 1, {"deep": text}]}
+    assert ControlEscapes().push(json.dumps(value, indent=1)) == json.dumps(value, indent=1)
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"city": "Ber', "{'city': 'Bern'}", '{"a": 1,}', "[]", '{"a": "C:\\Users"}', "x"]
+)
+async def test_a_cut_call_in_the_history_is_answered(arguments: str, tokenizer: Tokenizer) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages: Any = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "no JSON"},
+    ]
+    async with client_of(FakeLLM(answer="Sorry.", tokenizer=tokenizer)) as client:
+        reply = await client.chat.completions.create(model="fake", messages=messages, tools=TOOLS)
+    assert reply.choices[0].message.content == "Sorry."
+
+
+BEGUN: Any = [*ASK, {"role": "assistant", "content": "It is"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({"continue_final_message": True}, "<|im_start|>assistant\nIt is"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "<|im_start|>assistant\nIt is"),
+        ({"messages": [*ASK, {**BEGUN[-1], "prefix": True}]}, "<|im_start|>assistant\nIt is"),
+        ({}, "<|im_start|>assistant\nIt is<|im_end|>\n<|im_start|>assistant\n"),
+        ({"continue_final_message": False}, "<|im_start|>assistant\nIt is<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+async def test_the_answer_goes_on_with_the_last_message(fields: dict[str, Any], end: str, tokenizer: Tokenizer) -> None:
+    llm = FakeLLM(answer=" sunny.", tokenizer=tokenizer)
+    body = {"model": "fake", "messages": BEGUN, **fields}
+    async with client_of(llm) as client:
+        reply: Any = await client.post("/chat/completions", body=body, cast_to=dict)
+        counted: Any = await client.post("http://test/tokenize", body=body, cast_to=dict)
+    prompt = llm.submitted[0].prompts[0]
+    assert tokenizer.decode(prompt, skip_special_tokens=False).endswith(end)
+    assert reply["choices"][0]["message"]["content"] == " sunny."
+    assert counted["tokens"] == prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"messages": [{**BEGUN[-1], "prefix": True}], "add_generation_prompt": True}, "messages.0.prefix"),
+        (
+            {
+                "continue_final_message": True,
+                "messages": [{"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}],
+            },
+            "continue_final_message",
+        ),
+        ({"continue_final_message": True, "messages": [{"role": "assistant"}]}, "messages.0"),
+    ],
+)
+async def test_what_cannot_go_on_is_refused(fields: dict[str, Any], param: str, tokenizer: Tokenizer) -> None:
+    async with client_of(FakeLLM(tokenizer=tokenizer)) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.post("/chat/completions", body={"messages": BEGUN, **fields}, cast_to=dict)
+    assert caught.value.param == param
+
+
+async def test_tokenize_counts_what_chat_sends(tokenizer: Tokenizer) -> None:
+    llm = FakeLLM(answer="Hi.", tokenizer=tokenizer)
+    body = {"messages": ASK, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": True}}
+    async with client_of(llm) as client:
+        await client.post("/chat/completions", body=body, cast_to=dict)
+        counted: Any = await client.post("http://test/tokenize", body=body, cast_to=dict)
+    assert counted["tokens"] == llm.submitted[0].prompts[0]
+
+
+async def test_the_version_shows_what_the_template_takes(tokenizer: Tokenizer) -> None:
+    async with client_of(FakeLLM(tokenizer=tokenizer)) as client:
+        known: Any = await client.get("http://test/version", cast_to=dict)
+    assert known["chat_template"]["tools"] is True
+    assert known["chat_template"]["answers"] == "hermes"
+
+
+async def test_a_broken_template_is_not_blamed_on_the_messages(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tool_model(tmp_path) / "chat_template.jinja").write_text("{% for %}")
+    async with client_of(FakeLLM(answer="x", tokenizer=Tokenizer(tmp_path))) as client:
+        with pytest.raises(openai.InternalServerError, match="chat template of this model") as caught:
+            await client.chat.completions.create(model="fake", messages=ASK)
+        assert (caught.value.status_code, caught.value.param) == (501, None)
+        completed = await client.completions.create(model="fake", prompt="a")
+    assert completed.choices[0].text == "x"

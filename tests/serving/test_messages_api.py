@@ -187,3 +187,15 @@ async def test_the_id_of_a_request_and_a_prompt_that_is_too_long_are_named_as_an
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long: it has 9 tokens of 8") as caught:
             await client.messages.create(model="fake", max_tokens=5, messages=ASK)
         assert caught.value.request_id
+
+
+async def test_the_last_message_of_the_assistant_goes_on(tokenizer: Tokenizer) -> None:
+    llm = FakeLLM(answer=" sunny.", tokenizer=tokenizer)
+    begun: Any = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
+    async with client_of(llm) as client:
+        reply = await client.messages.create(model="fake", max_tokens=20, messages=begun)
+        counted = await client.messages.count_tokens(model="fake", messages=begun)
+    prompt = llm.submitted[0].prompts[0]
+    assert tokenizer.decode(prompt, skip_special_tokens=False).endswith("<|im_start|>assistant\nIt is")
+    assert reply.content[0].text == " sunny."
+    assert counted.input_tokens == len(prompt)

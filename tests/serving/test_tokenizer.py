@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
+from transformers import PreTrainedTokenizerFast
 
-from diptych.control.errors import ConfigError, InvalidRequestError
+from diptych.control.errors import ChatTemplateError, ConfigError, InvalidRequestError
 from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
@@ -63,10 +64,10 @@ def test_a_template_can_refuse_and_cannot_escape_its_sandbox(directory: Path) ->
     with pytest.raises(InvalidRequestError, match="no system role"):
         Tokenizer(directory).render_chat(HELLO)
     write_config(directory, chat_template="{{ messages.append(1) }}")
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(ChatTemplateError):
         Tokenizer(directory).render_chat(HELLO)
     write_config(directory, chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(ChatTemplateError):
         Tokenizer(directory).render_chat(HELLO)
 
 
@@ -198,7 +199,78 @@ def test_a_template_that_fails_on_what_it_is_given_is_a_refusal(
         for _ in range(100_000):
             deep = [deep]
         arguments = {"deep": deep}
-    write_config(directory, chat_template=template)
+    write_config(directory, chat_template="{% if fails %}" + template + "{% endif %}")
     with pytest.raises(InvalidRequestError, match="chat template") as caught:
-        Tokenizer(directory).render_chat(HELLO, template_arguments=arguments)
+        Tokenizer(directory).render_chat(HELLO, template_arguments={**arguments, "fails": True})
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ unknown() }}", "{{ messages.append(1) }}", "{% if %}", "{{"])
+def test_a_template_that_renders_nothing_is_the_fault_of_the_model(directory: Path, template: str) -> None:
+    write_config(directory, chat_template=template)
+    with pytest.raises(ChatTemplateError, match="chat template of this model") as caught:
+        Tokenizer(directory).render_chat(HELLO)
+    assert (caught.value.status, caught.value.param) == (501, None)
+
+
+def test_additional_templates_are_read_beside_the_default(directory: Path) -> None:
+    write_config(directory, chat_template="config")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+    (directory / "chat_template.jinja").write_text("without")
+    tokenizer = Tokenizer(directory)
+    assert tokenizer.render_chat(HELLO) == "without"
+    assert tokenizer.render_chat(HELLO, template_arguments={"tools": [{}]}) == "with tools"
+
+
+def added(content: str, **flags: bool) -> dict[str, Any]:
+    """A token as added_tokens_decoder has it."""
+    usual = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    return {"content": content, **usual, **flags}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"additional_special_tokens": ["<x1>", "<x2>"]}},
+        {"tokenizer_config": {"extra_special_tokens": ["<x1>"], "additional_special_tokens": ["<x2>"]}},
+        {
+            "tokenizer_config": {
+                "extra_special_tokens": {"image_token": "<im>", "x_token": "<x1>"},
+                "pad_token": "<pad>",
+            }
+        },
+        {"tokenizer_config": {"image_token": "<im>", "pad_token": "<pad>", "bos_token": "<new>", "mask_token": "<x1>"}},
+        {"tokenizer_config": {"added_tokens_decoder": {"9": added("<new>"), "8": added("<x1>", lstrip=True)}}},
+        {"tokenizer_config": {"added_tokens_decoder": {"0": added("<|endoftext|>", lstrip=True, special=False)}}},
+        {"tokenizer_config": {"added_tokens_decoder": {"9": {"content": "<x1>"}}, "eos_token": "<x1>"}},
+        {"tokenizer_config": {"pad_token": {"__type": "AddedToken", **added("<pad>", lstrip=True)}}},
+        {"tokenizer_config": {"split_special_tokens": True, "additional_special_tokens": ["<x1>"]}},
+        {"tokenizer_config": {"model_specific_special_tokens": {"image_token": "<im>"}}},
+        {"tokenizer_config": {"additional_special_tokens": None, "pad_token": None}},
+        {
+            "tokenizer_config": {},
+            "special_tokens_map": {"pad_token": "<pad>", "additional_special_tokens": ["<x1>"], "bos_token": "<new>"},
+        },
+        {
+            "tokenizer_config": {"extra_special_tokens": ["<x2>"]},
+            "added_tokens": {"<x1>": 9000, "<x2>": 9001},
+        },
+    ],
+)
+def test_special_tokens_are_those_that_transformers_reads(directory: Path, files: dict[str, Any]) -> None:
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    reference, ours = PreTrainedTokenizerFast.from_pretrained(directory), Tokenizer(directory)
+    text = "hi <new> there<x1> <x2><pad><im>  <|endoftext|> <x1>  q"
+    token_ids = reference(text, add_special_tokens=False)["input_ids"]
+    assert ours.encode(text, add_special_tokens=False) == token_ids
+    assert ours.decode(token_ids) == reference.decode(token_ids, skip_special_tokens=True)
+    assert dict(ours.special_tokens) == reference.special_tokens_map
+
+
+@pytest.mark.parametrize("field", ["added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"])
+def test_special_tokens_that_are_none_are_a_wrong_file(directory: Path, field: str) -> None:
+    write_config(directory, **{field: 7})
+    with pytest.raises(ConfigError, match="special tokens"):
+        Tokenizer(directory)

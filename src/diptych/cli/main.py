@@ -236,6 +236,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, names: list[str], give
         screen.hint = busy_machine_hint(options, len(workers.roles))
         journal = None if given["survive_restart"] is None else StreamJournal(given["survive_restart"])
         llm = AsyncLLM(options, Fleet(options, workers, launcher_of(workers)), journal)
+        screen.warnings = llm.tokenizer.template_complaints
         screen.kind = prompt_kind(llm.tokenizer, is_bundled=Path(options.model) == BUNDLED_MODEL)
         run_server(llm, server, screen.on_loading, screen.on_ready)
 

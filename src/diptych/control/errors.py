@@ -13,6 +13,7 @@
     |   |-- ConflictError            409
     |   |-- BodyTooLargeError        413
     |   |-- OverloadedError          429, with Retry-After
+    |   |-- ChatTemplateError        501
     |   `-- UnavailableError         503, with Retry-After
     `-- WorkerError              the worker failed (500)
 
@@ -122,6 +123,15 @@ class OverloadedError(RequestError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0, code: str | None = None) -> None:
         super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
+
+
+class ChatTemplateError(RequestError):
+    """The chat template among the model's files cannot be used, so that no conversation becomes a prompt. Neither the
+    client nor the server can mend that."""
+
+    status = 501
+    type = "model_error"
+    code = "chat_template"
 
 
 class UnavailableError(RequestError):

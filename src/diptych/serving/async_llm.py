@@ -139,6 +139,7 @@ class AsyncLLM(ServedFleet):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation, off the event loop when it is long."""
@@ -146,6 +147,7 @@ class AsyncLLM(ServedFleet):
             self.tokenizer.encode_chat,
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             template_arguments=template_arguments,
         )
         fields = (*messages, template_arguments or {})

@@ -22,7 +22,7 @@ from diptych.control.request import FinishReason, Pooling, SamplingParams
 from diptych.runtime.model_place import find_model
 from diptych.runtime.required_packages import require_packages
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
-from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
+from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.async_llm import check_prompt, derive_seed
 from diptych.serving.link.engine_options import (
     BUNDLED_MODEL,
@@ -133,17 +133,17 @@ class LLM:
         *,
         progress: bool = True,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
-        """Like ``generate``, for one conversation (a list of messages) or several."""
+        """Like ``generate``, for one conversation (a list of messages) or several. continue_final_message: the answer
+        goes on with the text of the last message."""
         if conversations and isinstance(conversations[0], Mapping):
             conversations = [cast(Conversation, conversations)]
         prompts: list[Prompt] = [
             self.tokenizer.encode_chat(
-                [
-                    {**message, "content": flatten_content(message.get("content"), "messages")}
-                    for message in cast(Conversation, conversation)
-                ],
+                cast(Conversation, conversation),
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
             )
             for conversation in conversations
         ]

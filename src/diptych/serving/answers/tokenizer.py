@@ -1,25 +1,22 @@
 """Text to token ids and back, and chat messages to a prompt, as the files of a model say. Imports neither torch nor
 transformers."""
 
-import json
-import threading
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from diptych.control.errors import ConfigError, InvalidRequestError
 from diptych.runtime.gguf.gguf_file import is_gguf
+from diptych.serving.answers.chat_renderer import ChatRenderer
 from diptych.serving.answers.detokenizer import Detokenizer, whole_texts
 from diptych.serving.answers.gguf_tokenizer import read_gguf_tokenizer
 from diptych.serving.answers.native_panic import is_failure
 from diptych.serving.answers.response.bundled_templates import TEMPLATES, recognise
 from diptych.serving.answers.response.response_template import ResponseTemplate, load_response_template
+from diptych.serving.answers.template_messages import flatten_content as flatten_content
+from diptych.serving.answers.template_profile import TemplateProfile
 from diptych.serving.answers.tokenizer_parts import TokenizerParts, read_directory
 
 
@@ -34,9 +31,9 @@ class Tokenizer:
         self._whole_texts = whole_texts(self._fast) if self._fast else None
         self._templates = parts.templates
         self.response_template, self.response_template_error = _response_template(parts)
-        self._compiled: dict[str, jinja2.Template] = {}
+        answers = self.response_template.name if self.response_template is not None else None
+        self._chat = ChatRenderer(parts.templates, parts.special_tokens, answers)
         self._token_bytes: dict[int, bytes] = {}
-        self._lock = threading.Lock()
 
     @property
     def has_text(self) -> bool:
@@ -89,12 +86,23 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether a conversation can become a prompt."""
-        return bool(self._templates) and self._fast is not None
+        return self._chat.is_usable and self._fast is not None
+
+    @property
+    def template_profile(self) -> TemplateProfile | None:
+        """What the chat template takes; None where there is none."""
+        return self._chat.profile
+
+    @property
+    def template_complaints(self) -> list[str]:
+        """What is wrong with the chat templates, a sentence each."""
+        return self._chat.complaints
 
     @property
     def takes_tools(self) -> bool:
         """Whether the chat template renders tools."""
-        return any("tools" in source for source in self._templates.values())
+        profile = self._chat.tools_profile
+        return profile is not None and profile.tools
 
     @property
     def special_token_ids(self) -> dict[str, int]:
@@ -131,65 +139,31 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation. Raises InvalidRequestError when there is no template or it refuses."""
-        template = self._template("tool_use" if (template_arguments or {}).get("tools") else "default")
-        arguments = {**self.special_tokens, **(template_arguments or {})}
-        try:
-            return template.render(
-                **{**arguments, "messages": list(messages), "add_generation_prompt": add_generation_prompt}
-            )
-        except jinja2.TemplateError as error:
-            raise InvalidRequestError(f"the chat template refused: {error}", param="messages") from None
-        except Exception as error:  # raised by the code of the template, on the client's input
-            said = f"{type(error).__name__}: {error}"
-            raise InvalidRequestError(f"the chat template failed: {said[:500]}", param="messages") from None
+        """The prompt text of a conversation. continue_final_message: the prompt ends with the text of the last message.
+
+        Raises InvalidRequestError when there is no template or it refuses, ChatTemplateError when it is broken."""
+        arguments = {**(template_arguments or {}), "add_generation_prompt": add_generation_prompt}
+        return self._chat.render(messages, arguments, continues=continue_final_message)
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation; the template writes the special tokens itself."""
         text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, template_arguments=template_arguments
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_arguments=template_arguments,
         )
         return self.encode(text, add_special_tokens=False, param="messages")
-
-    def _template(self, name: str) -> jinja2.Template:
-        if not self._templates:
-            raise InvalidRequestError("this model has no chat template; use /v1/completions", param="messages")
-        first = next(iter(self._templates.values()))
-        source = self._templates.get(name) or self._templates.get("default") or first
-        with self._lock:
-            if source not in self._compiled:
-                try:
-                    self._compiled[source] = _environment().from_string(source)
-                except jinja2.TemplateError as error:
-                    raise InvalidRequestError(f"the model's chat template is broken: {error}") from None
-            return self._compiled[source]
-
-
-def flatten_content(content: Any, param: str) -> str:
-    """The text of a message's content: a string, None, or parts of which only text is served."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind not in ("text", "input_text") or not isinstance(text, str):
-            raise InvalidRequestError(
-                f"content part {number} has type {kind!r}; this model reads text parts only",
-                param=f"{param}.{number}",
-            )
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def _response_template(parts: TokenizerParts) -> tuple[ResponseTemplate | None, str]:
@@ -208,22 +182,6 @@ def _response_template(parts: TokenizerParts) -> tuple[ResponseTemplate | None, 
 def _refusal(error: BaseException, message: str, param: str) -> BaseException:
     """What to raise for a failed call of the tokenizers library, which raises bare Exceptions and panics."""
     return InvalidRequestError(f"{message} ({error})", param=param) if is_failure(error) else error
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def _bytes_of_name(name: str) -> bytes | None:

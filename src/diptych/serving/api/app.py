@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 
 from diptych import __version__, compiled_modules
@@ -26,7 +26,7 @@ from diptych.serving.api.admin_routes import AdminAccess, add_admin_routes
 from diptych.serving.api.bodies import REF, read_body, takes, tenant_in
 from diptych.serving.api.chat import ChatWriter
 from diptych.serving.api.completions import CompletionWriter
-from diptych.serving.api.conversation import conversation, start_chat
+from diptych.serving.api.conversation import chat_prompt, start_chat
 from diptych.serving.api.cross_origin import CrossOrigin
 from diptych.serving.api.embeddings import EmbeddingsBody, add_embeddings_routes
 from diptych.serving.api.head_requests import HeadRequests
@@ -55,6 +55,7 @@ from diptych.serving.api.resumable import Body, is_resumable, recorded, resumabl
 from diptych.serving.api.settings_routes import add_settings_routes
 from diptych.serving.api.structured import wanted_grammar, wants_structure
 from diptych.serving.api.timeline_routes import add_timeline_routes
+from diptych.serving.api.tools import requested_tools
 from diptych.serving.api.ui_routes import add_ui_routes
 from diptych.serving.async_llm import AsyncLLM, check_count, check_prompt
 from diptych.serving.batches.batch_routes import BatchBody, add_batch_routes, upload_limits
@@ -84,6 +85,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         413: "Body too large",
         429: "A queue limit is reached; see Retry-After",
         500: "The worker failed",
+        501: "The chat template of the model cannot be used",
         503: "Not ready, or draining; see Retry-After",
     }.items()
 }
@@ -177,9 +179,12 @@ class Service:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            tokens = await self.llm.encode_chat(
-                conversation(body.messages), add_generation_prompt=body.add_generation_prompt is not False
-            )
+            fields = set(protocol.TokenizeBody.model_fields) & set(protocol.ChatBody.model_fields)
+            try:
+                chat = protocol.ChatBody.model_validate(body.model_dump(include=fields, exclude_unset=True))
+            except ValidationError as error:  # of what a chat request must have besides
+                raise errors.invalid_body(error) from None
+            tokens = await chat_prompt(self.llm, chat, requested_tools(chat, self.llm.tokenizer))
         else:
             tokens = await self.llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
         length = self.llm.require_ready().max_model_len
@@ -343,7 +348,9 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
         known = llm.ready
         names = ("instruction_set", "processor", "weights")
         machine = {name: getattr(known, name, "") or None for name in names}
-        return _json({"version": __version__, "control": compiled_modules.what_runs(), **machine})
+        profile = llm.tokenizer.template_profile
+        template = {"chat_template": profile.as_dict() if profile is not None else None}
+        return _json({"version": __version__, "control": compiled_modules.what_runs(), **machine, **template})
 
     @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:

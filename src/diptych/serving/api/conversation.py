@@ -3,7 +3,6 @@ reader of its answers. /v1/chat/completions, /v1/responses and /v1/messages shar
 """
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,7 +15,8 @@ from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter,
 from diptych.serving.answers.response.response_parser import ResponseParser
 from diptych.serving.answers.response.response_template import ResponseTemplate
 from diptych.serving.answers.stream_journal import StreamRecord
-from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
+from diptych.serving.answers.template_messages import REASONING_NAMES, flatten_content, text_parts
+from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.answer_reader import AnswerReader
 from diptych.serving.api.parameters import (
     max_tokens_of,
@@ -57,7 +57,8 @@ async def start_chat(
     [prompt] = truncated(body, [prompt], ready, body.max_completion_tokens or body.max_tokens)
     if clamps and len(prompt) + (body.max_tokens or 0) > ready.max_model_len:
         body = body.model_copy(update={"max_tokens": None})
-    template = llm.tokenizer.response_template if body.add_generation_prompt is not False else None
+    begins_answer = body.add_generation_prompt is not False or continues(body)
+    template = llm.tokenizer.response_template if begins_answer else None
     parsers = _parsers(llm.tokenizer, template, prompt, tools, body.n or 1) if template is not None else []
     wants_form = tools is not None or wants_structure(body)  # large schemas take long to write
     parser = parsers[0] if parsers else None
@@ -138,21 +139,55 @@ async def chat_prompt(llm: AsyncLLM, body: ChatBody, tools: ToolRequest | None) 
     return await llm.encode_chat(
         conversation(body.messages),
         add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=continues(body),
         template_arguments=arguments,
     )
 
 
+def continues(body: ChatBody) -> bool:
+    """Whether the answer goes on with the text of the last message: continue_final_message, or Mistral's and DeepSeek's
+    ``prefix`` of an assistant's message. Raises InvalidRequestError where that is impossible."""
+    last = body.messages[-1]
+    extras = last.model_extra or {}
+    if not body.continue_final_message and not (last.role == "assistant" and extras.get("prefix") is True):
+        return False
+    name = "continue_final_message" if body.continue_final_message else f"messages.{len(body.messages) - 1}.prefix"
+    if body.add_generation_prompt:
+        raise InvalidRequestError(f"{name} and add_generation_prompt exclude each other", param=name)
+    if extras.get("tool_calls"):
+        raise InvalidRequestError(f"{name}: the last message has tool calls, behind which no text goes on", param=name)
+    return True
+
+
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as a chat template reads them: content flattened to text, arguments of tool calls as objects, fields
-    that are null left out, other fields unchanged."""
-    return [
-        {
-            **_extras(message, f"messages.{number}"),
-            "role": message.role,
-            "content": flatten_content(message.content, f"messages.{number}.content"),
-        }
-        for number, message in enumerate(messages)
-    ]
+    """Messages as Tokenizer.render_chat takes them: content as it was sent, of which only text can be read; calls
+    checked; fields that are null left out, other fields unchanged. Raises InvalidRequestError that names the field."""
+    return [_message(message, f"messages.{number}") for number, message in enumerate(messages)]
+
+
+def _message(message: Message, where: str) -> dict[str, Any]:
+    content = message.content
+    thoughts: list[str] = []
+    if isinstance(content, list):
+        if message.role == "assistant":
+            content, thoughts = _without_thoughts(content, f"{where}.content")
+        content = text_parts(content, f"{where}.content", leaves_out=message.role == "tool")
+    fields = {**_extras(message, where), "role": message.role, "content": content}
+    if thoughts and not any(name in fields for name in REASONING_NAMES):
+        fields["reasoning_content"] = "\n".join(thoughts)
+    return fields
+
+
+def _without_thoughts(content: list[dict[str, Any]], where: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The parts of an answer that are no reasoning, and the texts of those that are."""
+    others, thoughts = [], []
+    for part in content:
+        thought = part.get("thinking") if part.get("type") == "thinking" else None
+        if thought is None:
+            others.append(part)
+        else:
+            thoughts.append(flatten_content(thought, where))
+    return others, thoughts
 
 
 def _extras(message: Message, where: str) -> dict[str, Any]:
@@ -169,21 +204,11 @@ def _extras(message: Message, where: str) -> dict[str, Any]:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    """A call of an earlier turn. Chat templates write its arguments as JSON, so they get an object."""
+    """A call of an earlier turn. Its arguments may be anything: a model wrote them, and may have been cut."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"{where}.function.name is missing", param=where)
-    arguments = function.get("arguments") or "{}"
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise InvalidRequestError(
-                f"{where}.function.arguments is no valid JSON", param=f"{where}.function.arguments"
-            ) from None
-    if not isinstance(arguments, dict):
-        raise InvalidRequestError(f"{where}.function.arguments is no JSON object", param=f"{where}.function.arguments")
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+    return {**call, "type": "function", "function": {**function, "arguments": function.get("arguments")}}
 
 
 def _parsers(

@@ -107,6 +107,9 @@ def as_chat(body: TokenCountBody, turns: Sequence[Turn]) -> tuple[ChatBody, list
             top_p=body.top_p,
             top_k=body.top_k,
         )
+    last = fields["messages"][-1]
+    if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
+        fields["continue_final_message"] = True  # as with Anthropic: the answer goes on with this text
     try:
         return ChatBody.model_validate(fields), left_out
     except ValidationError as error:

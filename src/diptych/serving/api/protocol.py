@@ -20,6 +20,8 @@ Metadata = Annotated[
 ]
 Finite = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of reasoning
+
 Element = TypeVar("Element")
 MAX_ITEMS = 65_536  # prompts of a request, messages, parts of a message, biased tokens
 MAX_TOKENS = 2**22  # of one list of token ids
@@ -185,18 +187,21 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(
+        None, description="The answer goes on with the text of the last message, which stays open."
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Items[dict[str, Any]] | None = Field(None, description="For chat templates that read them.")
     prediction: PredictionBody | None = Field(
         None, description="What the answer may well repeat: it comes faster then."
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+    reasoning_effort: Effort | None = Field(
         None, description="Goes to the chat template; none turns thinking off where the template can."
     )
 
 
 class TokenizeBody(BaseModel):
-    """POST /tokenize: one of prompt and messages."""
+    """POST /tokenize: one of prompt and messages. With messages, the fields of a chat request that shape its prompt."""
 
     model_config = Finite
 
@@ -205,6 +210,11 @@ class TokenizeBody(BaseModel):
     messages: Items[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Items[dict[str, Any]] | None = None
+    reasoning_effort: Effort | None = None
 
 
 class DetokenizeBody(BaseModel):
@@ -374,10 +384,12 @@ class StatusReply(BaseModel):
 class VersionReply(BaseModel):
     """The reply of /version. control: how the control code runs, "compiled" or "Python". instruction_set: of the
     kernels on a CPU; processor: its name, the cores of a worker, its caches: both null on a GPU. weights: their
-    formats, such as bfloat16 or int8. These three are null while the workers load."""
+    formats, such as bfloat16 or int8. These three are null while the workers load. chat_template: what that of
+    the model takes (see TemplateProfile); null where there is none."""
 
     version: str
     control: str
     instruction_set: str | None
     processor: str | None
     weights: str | None
+    chat_template: dict[str, Any] | None

@@ -45,12 +45,14 @@ class StartScreen:
     """A progress line until the server is ready, and a line when it has ended. Use it as a context manager.
 
     chat_command: how this user starts ``diptych chat``. is_verbose: say what the engine says of itself, too. kind: of
-    the request that is shown. hint: a line below the workers, if any.
+    the request that is shown. hint: a line below the workers, if any. warnings: sentences that a user
+    should read, on standard error.
     """
 
     def __init__(self, model_name: str, *, has_key: bool, chat_command: str, is_verbose: bool = False) -> None:
         self.kind: PromptKind = "text"
         self.hint = ""
+        self.warnings: list[str] = []
         self._model_name = model_name
         self._has_key = has_key
         self._chat_command = chat_command
@@ -103,6 +105,8 @@ class StartScreen:
             print("\n".join([f"{self._model_name} is served at {url}", *lines, workers, *details]))
         if self.kind == "ids":
             print(NO_TOKENIZER, file=sys.stderr)
+        for warning in self.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
         print("Try it:\n")
         if self.kind != "ids":
             print(f"{self._chat_command} {url}\n")

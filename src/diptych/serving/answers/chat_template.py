@@ -1,0 +1,178 @@
+"""One chat template of a model: compiled in a sandbox, and rendered as the renderer of transformers does.
+
+Knows nothing of what messages mean. A template comes with the model's files and may be anything, so that what runs at
+the start of a server (``within``) has a limit of processor time.
+"""
+
+import ctypes
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypeVar
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+Result = TypeVar("Result")
+LONGEST_REPEATED = 2**20  # items of a sequence times a number, in a template
+_POLL_S, _LAST_WAIT_S = 0.05, 1.0
+
+
+class OutOfTimeError(BaseException):
+    """What a template is stopped with; no handler of ``Exception`` in it or in jinja2 sees it."""
+
+
+class ChatTemplate:
+    """A compiled template. Raises jinja2.TemplateError when it does not compile.
+
+    missing: functions that it calls and the renderer lacks, where it does not ask first whether they are defined.
+    """
+
+    def __init__(self, source: str) -> None:
+        environment = _Environment()
+        try:
+            tree = environment.parse(source)
+            self.missing = _missing_functions(tree, environment)
+            self._compiled = environment.from_string(tree)
+        except jinja2.TemplateError:
+            raise
+        except Exception as error:  # of Python's compiler, for blocks nested too deep; of constants that overflow
+            raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from None
+        self.source = source
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The text. tools and documents are None where they are not given, as with transformers. Raises what the
+        template raises."""
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": False}
+        return self._compiled.render({**defaults, **variables, "messages": list(messages)})
+
+
+def said(error: Exception) -> str:
+    """What a failure of a template says, without the name of jinja2's own exceptions."""
+    text = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+    line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+    return f"{line}{text}"[:500]
+
+
+def within(limit_s: float, function: Callable[[], Result]) -> Result:
+    """The result of a function, stopped after so much processor time of its thread. Raises OutOfTimeError then, else
+    what the function raises. A single call of C code is not interrupted."""
+    outcome: list[Result] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="chat template", daemon=True)
+    started = time.monotonic()
+    thread.start()
+    thread.join(_POLL_S)
+    while thread.is_alive():
+        if _seconds_used(thread, started) > limit_s:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(OutOfTimeError)
+            )
+            thread.join(_LAST_WAIT_S)
+            if not outcome and not failure:
+                raise OutOfTimeError
+            break
+        thread.join(_POLL_S)
+    if failure:
+        raise failure[0]
+    return outcome[0]
+
+
+def _seconds_used(thread: threading.Thread, started: float) -> float:
+    """Processor time of a thread; where the system does not say it, the time since it was started."""
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
+    except (AttributeError, OSError):
+        return time.monotonic() - started
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what an assistant said, for training; the text is the same without it."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The statements up to endgeneration, in a scope of their own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _GuardedNamespace(Namespace):
+    """A namespace without names that begin with an underscore, through which Python's internals could be reached."""
+
+    def __init__(*args: Any, **fields: Any) -> None:
+        self, *rest = args
+        given = dict(*rest, **fields)
+        for name in given:
+            _check_name(name)
+        Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace takes no name that begins with an underscore: {name[:40]!r}")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """What a template may use."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+        self.globals["namespace"] = _GuardedNamespace
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Products and powers, but for those whose size is beyond reason."""
+        if operator == "*":
+            for several, count in ((left, right), (right, left)):
+                is_repetition = isinstance(several, str | list | tuple) and isinstance(count, int)
+                if is_repetition and len(several) * count > LONGEST_REPEATED:
+                    raise OverflowError(f"a sequence of more than {LONGEST_REPEATED} items")
+        elif isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > 2**16:
+            raise OverflowError("a power of more than 65536 bits")
+        return super().call_binop(context, operator, left, right)
+
+
+def _missing_functions(tree: nodes.Template, environment: jinja2.Environment) -> list[str]:
+    unknown = find_undeclared_variables(tree)
+    called = {call.node.name for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name)}
+    asked = {test.node.name for test in tree.find_all(nodes.Test) if isinstance(test.node, nodes.Name)}
+    return sorted((called & unknown) - asked - set(environment.globals) - {"caller"})
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: Any) -> None:
+    raise jinja2.TemplateError(message)
