@@ -15,7 +15,7 @@ from diptych.control.errors import InvalidRequestError
 from diptych.control.request import SamplingParams
 from diptych.serving.answers.grammar import grammar_checker
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
-from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter, Thinking
+from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter, Thinking, with_schemas
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.protocol import CompletionBody
 from diptych.serving.api.structured import wanted_grammar
@@ -41,7 +41,7 @@ def test_each_way_to_ask_for_a_form_is_a_grammar() -> None:
         wanted(guided_json='{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], '
                '"additionalProperties": false}'),
     ]  # fmt: skip
-    assert len({grammar.text for grammar in texts if grammar is not None}) == 1
+    assert len({with_schemas(grammar.text)[0] for grammar in texts if grammar is not None}) == 1
     assert wanted(response_format={"type": "text"}, structured_outputs=None, guided_json=None) is None
     for fields in (
         {"guided_regex": "a/b"},
@@ -108,12 +108,13 @@ def test_grammars_are_tried_and_errors_have_their_path(monkeypatch: pytest.Monke
     slow = {"type": "object", "properties": {f"k{n}": {"type": "string", "maxLength": 1000} for n in range(2000)}}
     thinking = GrammarWriter({"</think>": 2}, Thinking("<think>", "</think>", is_open=True))
     good = [WRITER.schema(GOOD, "x"), thinking.schema(GOOD, "x"), Grammar("", foreign='root ::= "a" | "b"')]
+    twice = {"properties": {"x": {"type": "array", "uniqueItems": True}}}
     bad = [
-        (WRITER.schema(nested, "format.schema"), "format.schema.$defs.b format.schema.$defs.b: Invalid type: strin"),
-        (WRITER.schema({"properties": {"x": {"not": {}}}}, "s"), "s.properties.x s.properties.x: Unimplemented keys"),
+        (WRITER.schema(nested, "f.schema"), "f.schema.$defs.b.type f.schema.$defs.b.type: it is 'strin', and must be"),
+        (WRITER.schema(twice, "s"), "s.properties.x.uniqueItems s.properties.x.uniqueItems: it cannot be enforced"),
         (WRITER.regex("(a", "guided_regex"), "guided_regex guided_regex: invalid regex"),
         (Grammar("", param="g", foreign="start: nothing"), "g g: unknown name"),
-        (WRITER.schema(slow, "s"), "s s: it takes longer than 100 ms to compile"),
+        (WRITER.schema(slow, "s"), "s s: it takes longer than 100 ms of a processor to compile"),
     ]
     found = check_all([*good, *(grammar for grammar, _ in bad), good[0]])
     assert found[:3] == ["", "", ""]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @lru_cache(4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.ASCII)
+    return re.compile(re.sub(r"\(\?<(?![=!])", "(?P<", pattern), re.ASCII)
 
 
 def matches(pattern: str, name: str, at: Blame) -> bool:
@@ -95,11 +95,14 @@ def common_objects(sets: "SchemaSets", one: Objects, other: Objects) -> Objects 
         patterns.append(PropertyPattern(pattern.text, pattern.blame, value))
     for pattern in theirs.values():
         patterns.append(PropertyPattern(pattern.text, pattern.blame, conjunction(one.others, pattern.value)))
+    others = conjunction(one.others, other.others)
+    if is_false(others):
+        patterns = [pattern for pattern in patterns if not is_false(pattern.value)]
     seen = None if one.seen is None or other.seen is None else one.seen | other.seen
     return Objects(
         properties,
         tuple(patterns),
-        conjunction(one.others, other.others),
+        others,
         tuple(dict.fromkeys((*one.required, *other.required))),
         low,
         high,

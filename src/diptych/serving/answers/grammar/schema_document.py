@@ -10,8 +10,9 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 MAX_REFERENCES = 64  # that lead to one another
-_SCHEMAS = ("additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
-_SCHEMAS += ("unevaluatedItems", "unevaluatedProperties", "additionalItems")
+_SCHEMAS = frozenset(
+    ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
+) | {"unevaluatedItems", "unevaluatedProperties"}
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _TABLES = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _DRAFTS_WITHOUT_SIBLINGS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")  # of $ref

@@ -1,6 +1,6 @@
 """JSON schemas as the compiler of grammars takes them: the same values, in the keywords that it enforces.
 
-Annotations are dropped, keywords that refuse nothing too; ``not``, ``oneOf``, ``if`` and the like are written as unions of
+Annotations are dropped, keywords that refuse nothing too; ``not``, ``oneOf``, ``if`` and the like become unions of
 what is left. What cannot be enforced is refused with its path, or left out and named, so that more than the schema's
 values are allowed.
 """
@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
-from diptych.serving.answers.grammar import text_patterns
+from diptych.serving.answers.grammar import object_terms, text_patterns
 from diptych.serving.answers.grammar.schema_document import Node, SchemaDocument, SchemaError
 from diptych.serving.answers.grammar.schema_sets import SchemaSets
 from diptych.serving.answers.grammar.value_terms import (
@@ -35,8 +35,8 @@ MAX_PARTS = 20_000  # of what is written
 MAX_LEFT_OUT = 40  # keywords, before a schema is left out as a whole
 MAX_COUNTED = 64  # objects that differ in which of their properties there are
 _INLINE_DEPTH = 24  # of parts that stand within others; deeper ones are references
+_NEXT = Fraction(1, 10**9)  # as a share of a number: of the same size as what floating point keeps of it
 _OF_TEXTS = frozenset(("minLength", "maxLength"))
-_OF_NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 _NOT_ASSERTED = frozenset(
     ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly", "example")
 ) | {"$schema", "$id", "$defs", "definitions", "contentEncoding", "contentMediaType"}
@@ -53,30 +53,31 @@ class Rewritten:
 
 
 class SchemaRefusedError(Exception):
-    """A schema that cannot be enforced. path: of the keyword."""
+    """A schema that cannot be enforced. path: of the keyword. can_be_weakened: without it, the rest can be."""
 
-    def __init__(self, path: tuple[str, ...], why: str, *, is_weakened: bool = False) -> None:
+    def __init__(self, path: tuple[str, ...], why: str, *, can_be_weakened: bool = False) -> None:
         super().__init__(why)
         self.path = path
         self.why = why
-        self.can_be_weakened = is_weakened
+        self.can_be_weakened = can_be_weakened
 
 
-def rewrite(schema: Any, *, is_strict: bool = True, check: Check | None = None) -> Rewritten:
-    """A schema in other words. is_strict: nothing is left out. check: each regular expression is tried, too. Raises
+def rewrite(schema: Any, *, is_strict: bool = True, check: Check | None = None, form: str = "json") -> Rewritten:
+    """A schema in other words. is_strict: nothing is left out. check: each regular expression is tried, too. form: of
+    the values, "json", or "tags" or "python" with properties by name only (call_arguments.py). Raises
     SchemaRefusedError."""
     skipped: dict[tuple[tuple[str, ...], str], None] = {}
     while True:
         try:
             document = SchemaDocument(schema, frozenset(path for path, keyword in skipped if not keyword))
             sets = SchemaSets(document, frozenset(skipped))
-            written = _Writer(sets, check).whole(document.root)
+            written = _Writer(sets, check, form).whole(document.root)
             break
         except SchemaError as error:
             keyword = (error.keyword,) if error.keyword else ()
             place = (error.node.path, error.keyword)
             if is_strict:
-                raise SchemaRefusedError((*error.node.path, *keyword), error.why, is_weakened=True) from None
+                raise SchemaRefusedError((*error.node.path, *keyword), error.why, can_be_weakened=True) from None
             if place in skipped or len(skipped) >= MAX_LEFT_OUT:
                 return Rewritten(True, ((),))
             skipped[place] = None
@@ -97,8 +98,9 @@ class _Place:
 class _Writer:
     """Writes each part once, and then all of them as one schema."""
 
-    def __init__(self, sets: SchemaSets, check: Check | None) -> None:
+    def __init__(self, sets: SchemaSets, check: Check | None, form: str) -> None:
         self._sets = sets
+        self._form = form
         self._check = check
         self._checked: dict[str, str] = {}
         self._bodies: dict[Conjunction, Any] = {}
@@ -117,7 +119,7 @@ class _Writer:
             self._bodies[inner] = self._body(inner)
             if len(self._bodies) > MAX_PARTS:
                 raise SchemaError(root, "", f"it has more than {MAX_PARTS} parts")
-        written = self._assembled(first, 0)
+        written: dict[str, Any] | bool = self._assembled(first, 0)
         defined: dict[str, Any] = {}
         while len(defined) < len(self._names):
             for inner, name in list(self._names.items()):
@@ -205,6 +207,7 @@ class _Writer:
         if term.values is not None:
             return {"enum": list(term.values)}
         found: dict[str, Any] = {"type": "integer" if term.is_integer else "number"}
+        term = term if term.is_integer else _without_ends(term)
         if term.low is not None:
             found["exclusiveMinimum" if term.is_low_open else "minimum"] = _number(term.low)
         if term.high is not None:
@@ -222,7 +225,9 @@ class _Writer:
                 raise SchemaError(*pattern.blame, str(error)) from None
             for text in patterns:
                 self._try({"type": "string", "pattern": text}, pattern.blame)
-        if term.excluded:
+            if self._form == "python" or (self._form == "tags" and len(patterns) > 1):
+                raise SchemaError(*pattern.blame, "it cannot be enforced in calls as this model writes them")
+        if term.excluded and self._form == "json":
             patterns.append(text_patterns.none_of(term.excluded))
         if term.values is not None and not patterns and not term.formats:
             yield {"enum": list(term.values)}
@@ -266,6 +271,8 @@ class _Writer:
         prefix = term.prefix if term.high is None else term.prefix[: term.high]
         while prefix and prefix[-1] == term.rest:
             prefix = prefix[:-1]
+        if prefix and self._form == "python" and term.placed is not None:
+            raise SchemaError(*term.placed, "it cannot be enforced in calls as this model writes them")
         if prefix:
             found["prefixItems"] = tuple(self._place(item) for item in prefix)
         if term.rest:
@@ -315,6 +322,12 @@ class _Writer:
 
     def _object(self, term: Objects) -> Any:
         found: dict[str, Any] = {"type": "object"}
+        if self._form != "json" and (term.properties or term.required):
+            if term.counted is not None and (term.low > len(term.required) or term.high is not None):
+                raise SchemaError(*term.counted, "it cannot be enforced in calls as this model writes them")
+            names = {**term.properties, **dict.fromkeys(term.required)}  # others do not come
+            properties = {name: object_terms.value_of(self._sets, term, name) for name in names}
+            term = replace(term, properties=properties, patterns=(), others=holds(self._sets.document.nothing))
         if term.properties:
             found["properties"] = {name: self._place(value) for name, value in term.properties.items()}
         if term.patterns:
@@ -378,6 +391,19 @@ def _plain(term: Term) -> str:
 
 def _number(value: Fraction) -> int | float:
     return value.numerator if value.denominator == 1 else float(value)
+
+
+def _without_ends(term: Numbers) -> Numbers:
+    """An interval between an integer that is not in it and another number of the same integer part begins just beside
+    the integer: the compiler would allow it."""
+    low, high = term.low, term.high
+    if low is None or high is None or high - low >= 1:
+        return term
+    if term.is_low_open and low.denominator == 1:
+        term = replace(term, low=low + _NEXT * max(1, abs(low)), is_low_open=False)
+    if term.is_high_open and high.denominator == 1:
+        term = replace(term, high=high - _NEXT * max(1, abs(high)), is_high_open=False)
+    return term
 
 
 def _are_counts(keywords: Mapping[str, Any], names: Any) -> bool:

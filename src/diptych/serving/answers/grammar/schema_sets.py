@@ -8,7 +8,9 @@ length is cut down to fewer values, all of them valid (REACH).
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fractions import Fraction
 from itertools import combinations, permutations
+from math import lcm
 from typing import Any
 
 from diptych.serving.answers.grammar import object_terms, schema_complements
@@ -73,6 +75,7 @@ class SchemaSets:
         found = list(EVERYTHING)
         for literal in sorted(part, key=lambda literal: not literal.holds):
             found = self._with(literal, found)
+        found = [_listed_texts(term) if isinstance(term, Texts) else term for term in found]
         found = self._terms[part] = [term for term in found if not self.is_empty_term(term)]
         self._depth = depth
         self._open.remove(part)
@@ -93,8 +96,14 @@ class SchemaSets:
 
     def is_empty_term(self, term: Term) -> bool:
         """The same of one term."""
+        if isinstance(term, Numbers):
+            return term.values is None and not has_number(term)
+        if isinstance(term, Texts):
+            return term.values is not None and matching(term) == []
         if isinstance(term, Objects):
             if term.high is not None and term.high < max(term.low, len(term.required)):
+                return True
+            if term.is_closed and term.low > sum(not self.is_empty(value) for value in term.properties.values()):
                 return True
             return any(self.is_empty(object_terms.value_of(self, term, name)) for name in term.required)
         if isinstance(term, Arrays):
@@ -228,8 +237,9 @@ class SchemaSets:
         node = keywords.node
         low, high = keywords.range("minItems", "maxItems")
         prefix = tuple(holds(part) for part in keywords.nodes("prefixItems"))
+        placed = self.blame(node, "prefixItems") if prefix else None
         unique = self.blame(node, "uniqueItems") if keywords.flag("uniqueItems") else None
-        found = Arrays(prefix, holds(keywords.part("items")), low, high, unique)
+        found = Arrays(prefix, holds(keywords.part("items")), low, high, unique, placed)
         return self.narrowed(terms, Arrays, [found], Blame(node, keywords.first_of("array")))
 
     def _contains(self, keywords: Keywords, terms: list[Term]) -> list[Term]:
@@ -370,6 +380,43 @@ class SchemaSets:
                 if len(found) > MAX_LISTED:
                     raise SchemaError(*at, "it cannot be enforced")
         return found
+
+
+def has_number(term: Numbers) -> bool:
+    """Whether a number is in the interval of a term, and a multiple of what it has to be."""
+    if term.low is None or term.high is None:
+        return True
+    step = term.multiple
+    if term.is_integer:
+        step = Fraction(lcm(step.numerator, step.denominator), step.denominator) if step is not None else Fraction(1)
+    if step is None:
+        return True
+    first = -(-term.low // step) * step
+    if term.is_low_open and first == term.low:
+        first += step
+    return first < term.high or (first == term.high and not term.is_high_open)
+
+
+def matching(term: Texts) -> list[str] | None:
+    """Those of the values of a term that match its patterns; None where that is left to the compiler."""
+    assert term.values is not None
+    try:
+        return [
+            value
+            for value in term.values
+            if all(
+                object_terms.matches(pattern.text, value, pattern.blame) == pattern.holds for pattern in term.patterns
+            )
+        ]
+    except SchemaError:
+        return None
+
+
+def _listed_texts(term: Texts) -> Texts:
+    """The same, without patterns where the values are known."""
+    if term.values is None or not term.patterns or (values := matching(term)) is None:
+        return term
+    return replace(term, values=tuple(values), patterns=())
 
 
 def finite_values(terms: Iterable[Term]) -> list[Any] | None:

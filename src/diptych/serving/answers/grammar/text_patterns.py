@@ -20,7 +20,7 @@ def none_of(texts: Iterable[str]) -> str:
 
 
 def _other_than(texts: list[str]) -> str:
-    """Everything but some texts: their common beginnings, and where another character or an end makes the difference."""
+    """Everything but some texts: their common beginnings, and the character or the end that makes the difference."""
     by_first: dict[str, list[str]] = {}
     for text in texts:
         if text:

@@ -1,7 +1,7 @@
 """Sets of JSON values of one type each, and what two of them have in common.
 
-A schema is a union of such terms. What stands inside arrays and objects is not looked into: it is a conjunction of parts
-of the schema, of which each holds or does not hold.
+A schema is a union of such terms. What stands inside arrays and objects is not looked into: it is a conjunction of
+parts of the schema, of which each holds or does not hold.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -120,13 +120,15 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Arrays of so many items: the first ones, and all others. unique: no item comes twice."""
+    """Arrays of so many items: the first ones, and all others. unique: no item comes twice.
+    placed: what says of some items where they stand."""
 
     prefix: tuple[Conjunction, ...] = ()
     rest: Conjunction = TRUE
     low: int = 0
     high: int | None = None
     unique: Blame | None = None
+    placed: Blame | None = None
 
     def item(self, number: int) -> Conjunction:
         """What one of the items is."""
@@ -205,7 +207,9 @@ def common(one: Term, other: Term) -> Term | None:
         low = max(one.low, other.low)
         if high is not None and high < low:
             return None
-        return Arrays(prefix, conjunction(one.rest, other.rest), low, high, one.unique or other.unique)
+        return Arrays(
+            prefix, conjunction(one.rest, other.rest), low, high, one.unique or other.unique, one.placed or other.placed
+        )
     return None
 
 
