@@ -153,11 +153,11 @@ async def test_a_model_that_writes_calls_in_tags_can_be_made_to_call(tmp_path: P
     llm = FakeLLM(answer=answer, tokenizer=Tokenizer(tmp_path / "hermes"))
     async with client_of(llm) as client:
         reply = await client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS, tool_choice="required")
-        with pytest.raises(openai.BadRequestError, match=r"properties\.city: oneOf cannot be enforced") as refused:
-            wrong = {"type": "object", "properties": {"city": {"oneOf": [{"type": "string"}]}}}
-            tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": wrong}}]
+        with pytest.raises(openai.BadRequestError, match=r"properties\.city\.pattern: it cannot be") as refused:
+            wrong = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^a|b$"}}}
+            tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": wrong, "strict": True}}]
             await client.chat.completions.create(model="fake", messages=ASK, tools=tools, tool_choice="required")
-    assert refused.value.param == "tools.0.function.parameters.properties.city"
+    assert refused.value.param == "tools.0.function.parameters.properties.city.pattern"
     [call] = reply.choices[0].message.tool_calls or []
     assert json.loads(call.function.arguments) == {"city": "Bern"}  # type: ignore[union-attr]
     assert "<parameter=city>" in llm.submitted[0].sampling.grammar

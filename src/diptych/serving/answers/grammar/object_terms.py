@@ -58,6 +58,7 @@ def of_keywords(sets: "SchemaSets", keywords: Keywords) -> Objects:
     }
     required = tuple(dict.fromkeys(keywords.names("required")))
     counts = "minProperties" if "minProperties" in keywords.found else "maxProperties"
+    others_by = next((key for key in ("additionalProperties", "patternProperties") if key in keywords.found), "")
     has_all = "additionalProperties" in keywords.found
     return Objects(
         properties,
@@ -67,6 +68,7 @@ def of_keywords(sets: "SchemaSets", keywords: Keywords) -> Objects:
         low,
         high,
         sets.blame(node, counts) if low or high is not None else None,
+        sets.blame(node, others_by) if others_by else None,
         None if has_all else frozenset(properties),
         frozenset(pattern.text for pattern in patterns),
     )
@@ -107,6 +109,7 @@ def common_objects(sets: "SchemaSets", one: Objects, other: Objects) -> Objects 
         low,
         high,
         one.counted or other.counted,
+        one.named or other.named,
         seen,
         one.seen_patterns | other.seen_patterns,
     )

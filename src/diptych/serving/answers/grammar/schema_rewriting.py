@@ -13,7 +13,9 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
+from diptych.control.errors import InvalidRequestError
 from diptych.serving.answers.grammar import object_terms, text_patterns
+from diptych.serving.answers.grammar.call_arguments import patterns_of
 from diptych.serving.answers.grammar.schema_document import Node, SchemaDocument, SchemaError
 from diptych.serving.answers.grammar.schema_sets import SchemaSets
 from diptych.serving.answers.grammar.value_terms import (
@@ -34,6 +36,7 @@ from diptych.serving.answers.grammar.value_terms import (
 MAX_PARTS = 20_000  # of what is written
 MAX_LEFT_OUT = 40  # keywords, before a schema is left out as a whole
 MAX_COUNTED = 64  # objects that differ in which of their properties there are
+_NOT_IN_CALLS = "it cannot be enforced in calls as this model writes them"
 _INLINE_DEPTH = 24  # of parts that stand within others; deeper ones are references
 _NEXT = Fraction(1, 10**9)  # as a share of a number: of the same size as what floating point keeps of it
 _OF_TEXTS = frozenset(("minLength", "maxLength"))
@@ -101,6 +104,9 @@ class _Writer:
     def __init__(self, sets: SchemaSets, check: Check | None, form: str) -> None:
         self._sets = sets
         self._form = form
+        self._roots: set[Conjunction] = set()  # the whole, and what it refers to
+        self._values: set[Conjunction] = set()  # of the properties of the whole
+        self._form_of_objects = self._form_of_values = form  # of the part that is written
         self._check = check
         self._checked: dict[str, str] = {}
         self._bodies: dict[Conjunction, Any] = {}
@@ -111,12 +117,19 @@ class _Writer:
     def whole(self, root: Node) -> dict[str, Any] | bool:
         """The schema with all parts that it refers to."""
         part = holds(root)
+        self._roots.add(part)
         first = self._place(part)
         if first is False:
             return False
         while self._pending:
             inner = self._pending.pop()
-            self._bodies[inner] = self._body(inner)
+            is_root = inner in self._roots
+            if self._form == "tags":  # what is in a value is JSON
+                self._form_of_objects = "tags" if is_root else "json"
+                self._form_of_values = "tags" if inner in self._values else "json"
+            body = self._bodies[inner] = self._body(inner)
+            if is_root and isinstance(body, _Place):
+                self._roots.add(body.part)
             if len(self._bodies) > MAX_PARTS:
                 raise SchemaError(root, "", f"it has more than {MAX_PARTS} parts")
         written: dict[str, Any] | bool = self._assembled(first, 0)
@@ -217,7 +230,7 @@ class _Writer:
         return found
 
     def _texts(self, term: Texts) -> Iterator[Any]:
-        patterns: list[str] = []
+        form, patterns = self._form_of_values, list[str]()
         for pattern in term.patterns:
             try:
                 patterns += text_patterns.plain(pattern.text, holds=pattern.holds)
@@ -225,9 +238,9 @@ class _Writer:
                 raise SchemaError(*pattern.blame, str(error)) from None
             for text in patterns:
                 self._try({"type": "string", "pattern": text}, pattern.blame)
-            if self._form == "python" or (self._form == "tags" and len(patterns) > 1):
-                raise SchemaError(*pattern.blame, "it cannot be enforced in calls as this model writes them")
-        if term.excluded and self._form == "json":
+            if form == "python" or (form == "tags" and not _fits_a_tag(patterns)):
+                raise SchemaError(*pattern.blame, _NOT_IN_CALLS)
+        if term.excluded and form == "json":
             patterns.append(text_patterns.none_of(term.excluded))
         if term.values is not None and not patterns and not term.formats:
             yield {"enum": list(term.values)}
@@ -272,7 +285,7 @@ class _Writer:
         while prefix and prefix[-1] == term.rest:
             prefix = prefix[:-1]
         if prefix and self._form == "python" and term.placed is not None:
-            raise SchemaError(*term.placed, "it cannot be enforced in calls as this model writes them")
+            raise SchemaError(*term.placed, _NOT_IN_CALLS)
         if prefix:
             found["prefixItems"] = tuple(self._place(item) for item in prefix)
         if term.rest:
@@ -322,13 +335,18 @@ class _Writer:
 
     def _object(self, term: Objects) -> Any:
         found: dict[str, Any] = {"type": "object"}
-        if self._form != "json" and (term.properties or term.required):
+        if self._form_of_objects != "json":
             if term.counted is not None and (term.low > len(term.required) or term.high is not None):
-                raise SchemaError(*term.counted, "it cannot be enforced in calls as this model writes them")
+                raise SchemaError(*term.counted, _NOT_IN_CALLS)
+            if term.named is not None and not (term.properties or term.required or is_false(term.others)):
+                raise SchemaError(*term.named, _NOT_IN_CALLS)
+        if self._form_of_objects != "json" and (term.properties or term.required):
             names = {**term.properties, **dict.fromkeys(term.required)}  # others do not come
             properties = {name: object_terms.value_of(self._sets, term, name) for name in names}
             term = replace(term, properties=properties, patterns=(), others=holds(self._sets.document.nothing))
         if term.properties:
+            if self._form_of_objects == "tags":
+                self._values.update(term.properties.values())
             found["properties"] = {name: self._place(value) for name, value in term.properties.items()}
         if term.patterns:
             merged: dict[str, Any] = {}
@@ -393,6 +411,13 @@ def _number(value: Fraction) -> int | float:
     return value.numerator if value.denominator == 1 else float(value)
 
 
+def _fits_a_tag(patterns: list[str]) -> bool:
+    try:
+        return len(patterns) == 1 and bool(patterns_of({"pattern": patterns[0]}, ""))
+    except InvalidRequestError:
+        return False
+
+
 def _without_ends(term: Numbers) -> Numbers:
     """An interval between an integer that is not in it and another number of the same integer part begins just beside
     the integer: the compiler would allow it."""
@@ -400,9 +425,9 @@ def _without_ends(term: Numbers) -> Numbers:
     if low is None or high is None or high - low >= 1:
         return term
     if term.is_low_open and low.denominator == 1:
-        term = replace(term, low=low + _NEXT * max(1, abs(low)), is_low_open=False)
+        term = replace(term, low=low + _NEXT * max(Fraction(1), abs(low)), is_low_open=False)
     if term.is_high_open and high.denominator == 1:
-        term = replace(term, high=high - _NEXT * max(1, abs(high)), is_high_open=False)
+        term = replace(term, high=high - _NEXT * max(Fraction(1), abs(high)), is_high_open=False)
     return term
 
 

@@ -147,8 +147,8 @@ class PropertyPattern:
 @dataclass(frozen=True, slots=True)
 class Objects:
     """Objects of so many properties. A name is one of ``properties``, or matches one of ``patterns``, or is one of the
-    others. counted: what limits their number. seen: names and patterns that keywords which hold speak of; None:
-    all."""
+    others. counted: what limits their number; named: what speaks of names that are not known. seen: names and patterns
+    that keywords which hold speak of; None: all."""
 
     properties: Mapping[str, Conjunction] = field(default_factory=dict)
     patterns: tuple[PropertyPattern, ...] = ()
@@ -157,6 +157,7 @@ class Objects:
     low: int = 0
     high: int | None = None
     counted: Blame | None = None
+    named: Blame | None = None
     seen: frozenset[str] | None = frozenset()
     seen_patterns: frozenset[str] = frozenset()
 
