@@ -98,7 +98,7 @@ def common_objects(sets: "SchemaSets", one: Objects, other: Objects) -> Objects 
     for pattern in theirs.values():
         patterns.append(PropertyPattern(pattern.text, pattern.blame, conjunction(one.others, pattern.value)))
     others = conjunction(one.others, other.others)
-    if is_false(others):
+    if is_false(others) and not (one.patterns and other.patterns):
         patterns = [pattern for pattern in patterns if not is_false(pattern.value)]
     seen = None if one.seen is None or other.seen is None else one.seen | other.seen
     return Objects(

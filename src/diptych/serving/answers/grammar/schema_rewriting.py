@@ -36,6 +36,7 @@ from diptych.serving.answers.grammar.value_terms import (
 MAX_PARTS = 20_000  # of what is written
 MAX_LEFT_OUT = 40  # keywords, before a schema is left out as a whole
 MAX_COUNTED = 64  # objects that differ in which of their properties there are
+_LONG_TEXT = 32  # characters that a text with a pattern and a greatest length can have in any case
 _NOT_IN_CALLS = "it cannot be enforced in calls as this model writes them"
 _INLINE_DEPTH = 24  # of parts that stand within others; deeper ones are references
 _NEXT = Fraction(1, 10**9)  # as a share of a number: of the same size as what floating point keeps of it
@@ -260,12 +261,18 @@ class _Writer:
             found["format"] = term.formats[0]
         found = {**found, "allOf": tuple(more)} if more else found
         if term.patterns and self._check is not None and (len(found) > 2 or more):
-            plain = {**found, "allOf": more} if more else found
-            if self._try(plain, None) and term.formats:  # an annotation gives way
-                found.pop("format")
-            elif self._try(plain, None):
-                self._try(plain, term.patterns[0].blame)
+            self._simplify(found, [pattern.blame for pattern in term.patterns])
         yield found
+
+    def _simplify(self, found: dict[str, Any], blames: list[Blame]) -> None:
+        """Where texts are too hard for the compiler, a format (an annotation) gives way, and then long texts do."""
+        if not self._try(found, None):
+            return
+        found.pop("format", None)
+        length = found.get("maxLength", 0)
+        while self._try(found, None) and length // 2 >= max(_LONG_TEXT, found.get("minLength", 0)):
+            length = found["maxLength"] = length // 2
+        self._try(found, blames[0])
 
     def _try(self, schema: dict[str, Any], blame: Blame | None) -> str:
         """Why something does not compile by itself. Raises SchemaError where there is something to blame."""
@@ -408,7 +415,7 @@ def _plain(term: Term) -> str:
 
 
 def _number(value: Fraction) -> int | float:
-    return value.numerator if value.denominator == 1 else float(value)
+    return value.numerator if value.denominator == 1 and abs(value) < 1 << 63 else float(value)
 
 
 def _fits_a_tag(patterns: list[str]) -> bool:
