@@ -4,9 +4,10 @@
 
 Schemas: the tools of nine MCP servers from npm, each started over stdio in a temporary folder with a key that is none;
 200 that are made here with zod and pydantic and read from three public OpenAPI files; and a stratified sample of
-JSONSchemaBench, of which FOLDER is a copy (a folder for each of its parts, a schema in each file; github.com/guidance-ai/
-jsonschemabench). Every schema is enforced strictly; answers are drawn at random among the tokens that its grammar allows,
-and jsonschema validates them. npm installs into --folder (a temporary one without it).
+JSONSchemaBench, of which FOLDER is a copy (a folder for each of its parts, a schema in each file:
+github.com/guidance-ai/jsonschemabench). Every schema is enforced strictly, and where that is refused, with "strict":
+false. Answers are drawn at random among the tokens that its grammar allows, and jsonschema validates them. npm installs
+into --folder (a temporary one without it).
 """
 
 import argparse
@@ -57,9 +58,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "sequential-thinking": ("mcp-server-sequential-thinking",),
     "context7": ("context7-mcp",),
 }
-KEYS = {
-    name: "none" for name in ("FIRECRAWL_API_KEY", "NOTION_TOKEN", "GITHUB_PERSONAL_ACCESS_TOKEN", "CONTEXT7_API_KEY")
-}
+KEYS = dict.fromkeys(("FIRECRAWL_API_KEY", "NOTION_TOKEN", "GITHUB_PERSONAL_ACCESS_TOKEN", "CONTEXT7_API_KEY"), "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +280,7 @@ def summed(rows: list[dict[str, Any]], source: str, title: str) -> dict[str, Any
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """rows: a table by source. failures: schemas that were refused or not obeyed. versions: of what made the schemas."""
+    """rows: a table by source. failures: schemas that were refused or not obeyed. versions: of the packages."""
     temporary = None if arguments.folder else tempfile.mkdtemp()
     folder = Path(arguments.folder or temporary or ".")
     try:

@@ -10,7 +10,7 @@ from decimal import Decimal
 from enum import Enum
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union
+from typing import Annotated, Any, Literal, NamedTuple, Optional
 from uuid import UUID
 
 from pydantic import AnyUrl, BaseModel, ConfigDict, Field, Secret, SecretStr, TypeAdapter, conlist, constr
@@ -31,30 +31,35 @@ const texts = {
   file: z.string().regex(/^[^\\\\/:*?"<>|]+$/), trimmed: z.string().trim().min(1),
 };
 const numbers = {
-  int: z.int(), int32: z.int32(), uint32: z.uint32(), positive: z.number().positive(), negative: z.number().negative(),
-  half: z.number().multipleOf(0.5), share: z.number().gt(0).lte(1), percent: z.number().min(0).max(100), float: z.float64(),
+  int: z.int(), int32: z.int32(), uint32: z.uint32(), positive: z.number().positive(), float: z.float64(),
+  negative: z.number().negative(), half: z.number().multipleOf(0.5), share: z.number().gt(0).lte(1),
+  percent: z.number().min(0).max(100),
 };
 const others = {
   bool: z.boolean(), nothing: z.null(), literal: z.literal("a"), literals: z.literal([1, "a", null]), any: z.any(),
   union: z.union([z.string(), z.number()]), nullable: z.string().nullable(), enumeration: kind,
-  tuple: z.tuple([z.string(), z.number()]), rest: z.tuple([z.string()]).rest(z.boolean()), list: z.array(z.string()).nonempty(),
-  bounded: z.array(z.int()).min(2).max(4), record: z.record(z.string(), z.number()), by_kind: z.record(kind, z.int()),
-  partial: z.partialRecord(kind, z.int()), named: z.record(z.string().min(1).max(8), z.int()),
-  matching: z.record(z.string().regex(/^x-/), z.string()),
+  tuple: z.tuple([z.string(), z.number()]), rest: z.tuple([z.string()]).rest(z.boolean()),
+  list: z.array(z.string()).nonempty(), bounded: z.array(z.int()).min(2).max(4),
+  record: z.record(z.string(), z.number()), by_kind: z.record(kind, z.int()), partial: z.partialRecord(kind, z.int()),
+  named: z.record(z.string().min(1).max(8), z.int()), matching: z.record(z.string().regex(/^x-/), z.string()),
 };
+const node = z.object({ name: z.string().max(5), get children() { return z.array(node).max(2); } });
 const objects = {
   user, loose: z.looseObject({ a: z.string() }), strict: z.strictObject({ a: z.string(), b: z.int().optional() }),
-  rest: z.object({ a: z.string() }).catchall(z.number()), both: z.intersection(z.object({ a: z.string() }), z.object({ b: z.int() })),
-  merged: user.extend({ kind }), picked: user.pick({ email: true }), part: user.partial(), never: z.object({ a: z.never().optional() }),
-  told: z.discriminatedUnion("type", [z.object({ type: z.literal("a"), x: z.int() }), z.object({ type: z.literal("b"), y: z.string() })]),
-  with_default: z.object({ n: z.int().default(3), on: z.boolean().default(true) }), described: z.object({ q: z.string().describe("what to look for") }),
-  get tree() { const node = z.object({ name: z.string().max(5), get children() { return z.array(node).max(2); } }); return node; },
+  rest: z.object({ a: z.string() }).catchall(z.number()), tree: node, merged: user.extend({ kind }),
+  both: z.intersection(z.object({ a: z.string() }), z.object({ b: z.int() })), picked: user.pick({ email: true }),
+  part: user.partial(), never: z.object({ a: z.never().optional() }),
+  told: z.discriminatedUnion("type", [
+    z.object({ type: z.literal("a"), x: z.int() }), z.object({ type: z.literal("b"), y: z.string() }),
+  ]),
+  with_default: z.object({ n: z.int().default(3), on: z.boolean().default(true) }),
+  described: z.object({ q: z.string().describe("what to look for") }),
 };
 const made = {};
-const add = (name, type) => { made[name] = z.toJSONSchema(type); };
 for (const [group, types] of Object.entries({ texts, numbers, others, objects })) {
   for (const [name, type] of Object.entries(types)) {
-    add(`${group}.${name}`, group === "objects" ? type : z.object({ value: type, more: z.array(type).max(2).optional() }));
+    const whole = group === "objects" ? type : z.object({ value: type, more: z.array(type).max(2).optional() });
+    made[`${group}.${name}`] = z.toJSONSchema(whole);
   }
 }
 console.log(JSON.stringify(made));
@@ -126,7 +131,7 @@ class Order(BaseModel):
 
     when: datetime
     items: conlist(Item, min_length=1, max_length=3)  # type: ignore[valid-type]
-    pet: Annotated[Union[Cat, Dog], Field(discriminator="kind")]
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
     extra: dict[str, int | str] = {}
 
 
@@ -143,7 +148,7 @@ PLAIN: Mapping[str, Any] = {
 AROUND: Mapping[str, Any] = {
     "": lambda kind: kind,
     "list": lambda kind: Annotated[list[kind], Field(max_length=3)],
-    "optional": lambda kind: kind | None if isinstance(kind, type) else Union[kind, None],
+    "optional": lambda kind: Optional[kind],  # noqa: UP045 (of annotations, too)
     "dict": lambda kind: dict[str, kind],
 }
 

@@ -4,12 +4,14 @@ import msgspec
 
 
 class CheckSettings(msgspec.Struct):
-    """The tokenizer, as the text of its tokenizer.json, and the limit of processor time."""
+    """The tokenizer, as the text of its tokenizer.json, and the limits of a grammar: of processor time, and by the
+    clock."""
 
     tokenizer: str
     eos_token_ids: list[int]
     vocab_size: int
     limit_s: float
+    clock_limit_s: float
 
 
 class CheckRequest(msgspec.Struct):

@@ -33,7 +33,6 @@ KEPT_BYTES = 128 << 20  # a fork that holds so much more after a grammar is not 
 NICENESS = 5
 LOOK_S = 0.02  # so often is looked how long a grammar takes
 SLOW_S = 0.05  # of a processor: what takes longer goes on when nobody else wants the processor
-CLOCK_LIMIT_S = 6.0  # so long may a grammar take where others want the processor
 TOO_LARGE = "it takes too much memory to compile"
 TOO_BUSY = "the machine is too busy to compile it"
 NO_MEMORY = "the machine has no memory left to compile it"
@@ -49,18 +48,18 @@ def main() -> None:
     )
     settings.tokenizer = ""
     gc.freeze()
-    fork = Fork(tokenizer, settings.limit_s)
+    fork = Fork(tokenizer, settings)
     _write(CheckReply(""))
     for line in sys.stdin.buffer:
         reply = fork.check(line)
         if reply is None:
             fork.end()
-            fork = Fork(tokenizer, settings.limit_s)
+            fork = Fork(tokenizer, settings)
             reply = fork.check(line) or CheckReply(NO_MEMORY, is_busy=True)
         _write(reply)
         if not fork.is_usable:  # after the reply: the next grammar is not here yet
             fork.end()
-            fork = Fork(tokenizer, settings.limit_s)
+            fork = Fork(tokenizer, settings)
 
 
 def _write(reply: CheckReply) -> None:
@@ -71,8 +70,8 @@ def _write(reply: CheckReply) -> None:
 class Fork:
     """A copy of this process that compiles. ``end`` it when it is not usable any more."""
 
-    def __init__(self, tokenizer: llguidance.LLTokenizer, limit_s: float) -> None:
-        self._limit_s = limit_s
+    def __init__(self, tokenizer: llguidance.LLTokenizer, settings: CheckSettings) -> None:
+        self._settings = settings
         self._bytes = _used_bytes("self")
         self.is_usable = True
         requests, self._requests = os.pipe()
@@ -83,7 +82,7 @@ class Fork:
             os.close(self._replies)
             os.close(0)
             os.close(1)  # who waits for the end of these waits for the parent alone
-            _serve_fork(tokenizer, limit_s, self._bytes, requests, replies)
+            _serve_fork(tokenizer, settings.limit_s, self._bytes, requests, replies)
         os.close(requests)
         os.close(replies)
 
@@ -91,12 +90,15 @@ class Fork:
         """The reply to a line with a CheckRequest; None where somebody has killed the fork, perhaps long ago."""
         with contextlib.suppress(BrokenPipeError):
             _write_all(self._requests, line)
-        begin_s = _processor_time_s(self._pid)
+        begin_s, end_s = _processor_time_s(self._pid), time.monotonic() + self._settings.clock_limit_s
         while not select.select([self._replies], [], [], LOOK_S)[0]:
             if self.is_usable and _processor_time_s(self._pid) - begin_s > SLOW_S:
                 self.is_usable = False  # the way back from a niceness is for privileged processes only
                 with contextlib.suppress(OSError):
                     _make_idle(self._pid)
+            if time.monotonic() > end_s:
+                self.is_usable = False
+                return CheckReply(TOO_BUSY, is_busy=True)
         data = b""
         while not data.endswith(b"\n") and (part := os.read(self._replies, 1 << 16)):
             data += part
@@ -108,9 +110,7 @@ class Fork:
         self._pid = 0
         ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if ended_by == signal.SIGPROF:
-            return CheckReply(f"it takes longer than {self._limit_s * 1000:.0f} ms of a processor to compile")
-        if ended_by == signal.SIGALRM:
-            return CheckReply(TOO_BUSY, is_busy=True)
+            return CheckReply(f"it takes longer than {self._settings.limit_s * 1000:.0f} ms of a processor to compile")
         return None if ended_by == signal.SIGKILL else CheckReply(TOO_LARGE)
 
     def end(self) -> None:
@@ -127,7 +127,6 @@ def _serve_fork(
 ) -> NoReturn:
     status = 1
     try:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         if used_bytes:
             most = used_bytes + MEMORY_BYTES
@@ -135,10 +134,8 @@ def _serve_fork(
         with os.fdopen(requests, "rb") as lines:
             for line in lines:
                 signal.setitimer(signal.ITIMER_PROF, limit_s)
-                signal.setitimer(signal.ITIMER_REAL, CLOCK_LIMIT_S)
                 reply = check(tokenizer, msgspec.json.decode(line, type=CheckRequest))
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                signal.setitimer(signal.ITIMER_REAL, 0)
                 _write_all(replies, msgspec.json.encode(reply) + b"\n")
         status = 0
     finally:

@@ -21,6 +21,7 @@ from diptych.serving.answers.grammar.grammar_text import Grammar
 logger = logging.getLogger(__name__)
 
 COMPILE_LIMIT_S = 0.5  # of a processor
+CLOCK_LIMIT_S = 6.0  # where others want the processors
 RETRY_AFTER_S = 5.0  # where the machine has no time
 MAX_KNOWN = 512
 MAX_KNOWN_BYTES = 1 << 16  # longer grammars are tried each time
@@ -50,7 +51,7 @@ class GrammarChecker:
     """The grammars of one tokenizer. ``check`` returns what a worker is given; ``close`` ends the process."""
 
     def __init__(self, tokenizer_json: str, eos_token_ids: list[int], vocab_size: int) -> None:
-        self._settings = CheckSettings(tokenizer_json, eos_token_ids, vocab_size, COMPILE_LIMIT_S)
+        self._settings = CheckSettings(tokenizer_json, eos_token_ids, vocab_size, COMPILE_LIMIT_S, CLOCK_LIMIT_S)
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._num_waiting = 0
