@@ -84,7 +84,7 @@ def _unescaped(source: str) -> str:
     return "".join(rf"\u{{{ord(character):x}}}" for character in plain.replace("\\", ""))
 
 
-class Parser:
+class ExpressionReader:
     """Reads an expression; ``tree`` is what it says, with assertions in it."""
 
     def __init__(self, source: str) -> None:
@@ -195,7 +195,7 @@ class Language:
     """The texts in which an expression matches somewhere, or with ``holds`` false all others."""
 
     def __init__(self, source: str, *, holds: bool = True) -> None:
-        parser = Parser(source)
+        parser = ExpressionReader(source)
         self.alphabet = Alphabet(parser.classes)
         self._any = _letters(frozenset(self.alphabet.letters))
         self._all = _star(self._any)

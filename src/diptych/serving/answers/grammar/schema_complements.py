@@ -22,7 +22,7 @@ from diptych.serving.answers.grammar.value_terms import (
     Nulls,
     Numbers,
     Objects,
-    Pattern,
+    TextPattern,
     Term,
     Texts,
     exactly,
@@ -159,7 +159,7 @@ def _string(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Pi
     if high is not None:
         pieces.append(Texts(low=high + 1))
     if (pattern := keywords.text("pattern")) is not None:
-        pieces.append(Texts(patterns=(Pattern(pattern, sets.blame(keywords.node, "pattern"), False),)))
+        pieces.append(Texts(patterns=(TextPattern(pattern, sets.blame(keywords.node, "pattern"), False),)))
     return _complete(sets.meet(terms, pieces, keywords.node, "not"))
 
 

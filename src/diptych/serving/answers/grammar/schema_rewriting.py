@@ -75,7 +75,7 @@ def rewrite(schema: Any, *, is_strict: bool = True, check: Check | None = None, 
         try:
             document = SchemaDocument(schema, frozenset(path for path, keyword in skipped if not keyword))
             sets = SchemaSets(document, frozenset(skipped))
-            written = _Writer(sets, check, form).whole(document.root)
+            written = _SchemaWriter(sets, check, form).whole(document.root)
             break
         except SchemaError as error:
             keyword = (error.keyword,) if error.keyword else ()
@@ -90,7 +90,7 @@ def rewrite(schema: Any, *, is_strict: bool = True, check: Check | None = None, 
     return Rewritten(written, tuple((*path, keyword) if keyword else path for path, keyword in skipped))
 
 
-class _Place:
+class _PartPlace:
     """Where a part will stand."""
 
     __slots__ = ("part",)
@@ -99,7 +99,7 @@ class _Place:
         self.part = part
 
 
-class _Writer:
+class _SchemaWriter:
     """Writes each part once, and then all of them as one schema."""
 
     def __init__(self, sets: SchemaSets, check: Check | None, form: str) -> None:
@@ -129,7 +129,7 @@ class _Writer:
                 self._form_of_objects = "tags" if is_root else "json"
                 self._form_of_values = "tags" if inner in self._values else "json"
             body = self._bodies[inner] = self._body(inner)
-            if is_root and isinstance(body, _Place):
+            if is_root and isinstance(body, _PartPlace):
                 self._roots.add(body.part)
             if len(self._bodies) > MAX_PARTS:
                 raise SchemaError(root, "", f"it has more than {MAX_PARTS} parts")
@@ -153,10 +153,10 @@ class _Writer:
         if part not in self._bodies:
             self._bodies[part] = None
             self._pending.append(part)
-        return _Place(part)
+        return _PartPlace(part)
 
     def _assembled(self, value: Any, depth: int) -> Any:
-        if isinstance(value, _Place):
+        if isinstance(value, _PartPlace):
             body = self._bodies[value.part]
             is_small = not isinstance(body, Mapping) or not any(map(_is_deep, body.values()))
             if depth == 0 or is_small or (self._uses[value.part] == 1 and depth < _INLINE_DEPTH):
@@ -406,7 +406,7 @@ def _union(bodies: list[Any]) -> Any:
 
 
 def _is_deep(value: Any) -> bool:
-    return isinstance(value, _Place | tuple) or (isinstance(value, dict) and bool(value))
+    return isinstance(value, _PartPlace | tuple) or (isinstance(value, dict) and bool(value))
 
 
 def _plain(term: Term) -> str:

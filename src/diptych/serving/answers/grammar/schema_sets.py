@@ -28,7 +28,7 @@ from diptych.serving.answers.grammar.value_terms import (
     Nulls,
     Numbers,
     Objects,
-    Pattern,
+    TextPattern,
     Term,
     Texts,
     common,
@@ -226,9 +226,9 @@ class SchemaSets:
 
     def _texts(self, keywords: Keywords, terms: list[Term]) -> list[Term]:
         low, high = keywords.range("minLength", "maxLength")
-        patterns: tuple[Pattern, ...] = ()
+        patterns: tuple[TextPattern, ...] = ()
         if (pattern := keywords.text("pattern")) is not None:
-            patterns = (Pattern(pattern, self.blame(keywords.node, "pattern")),)
+            patterns = (TextPattern(pattern, self.blame(keywords.node, "pattern")),)
         given = keywords.text("format")
         found = Texts(low, high, patterns, (given,) if given in FORMATS and given is not None else ())
         return self.narrowed(terms, Texts, [found], Blame(keywords.node, keywords.first_of("string")))

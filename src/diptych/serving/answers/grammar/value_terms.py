@@ -89,7 +89,7 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Pattern:
+class TextPattern:
     """A regular expression, and whether texts match it."""
 
     text: str
@@ -103,7 +103,7 @@ class Texts:
 
     low: int = 0
     high: int | None = None
-    patterns: tuple[Pattern, ...] = ()
+    patterns: tuple[TextPattern, ...] = ()
     formats: tuple[str, ...] = ()
     values: tuple[str, ...] | None = None
     excluded: frozenset[str] = frozenset()
