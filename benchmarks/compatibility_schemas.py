@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -224,7 +224,10 @@ def invalid(text: str, schema: Any) -> str:
     """What jsonschema says of an answer; "" when it is valid. Numbers are exact: 0.07 is a multiple of 0.01."""
 
     def number(digits: str) -> Decimal | float:
-        value = Decimal(digits)
+        try:
+            value = Decimal(digits)
+        except InvalidOperation:  # too large even for that
+            return float(digits)
         return value if abs(value.adjusted()) < 100 and len(digits) < 200 else float(digits)
 
     def exact(value: str) -> Any:

@@ -82,36 +82,36 @@ def value_of(sets: "SchemaSets", term: Objects, name: str) -> Conjunction:
     return conjunction(*found) if found else term.others
 
 
-def common_objects(sets: "SchemaSets", one: Objects, other: Objects) -> Objects | None:
+def common_objects(sets: "SchemaSets", left: Objects, other: Objects) -> Objects | None:
     """What is in both of two terms. Names that match a pattern of each are left to the compiler, which refuses them."""
-    high, low = smaller(one.high, other.high), max(one.low, other.low)
+    high, low = smaller(left.high, other.high), max(left.low, other.low)
     if high is not None and high < low:
         return None
-    names = dict.fromkeys((*one.properties, *other.properties))
-    properties = {name: conjunction(value_of(sets, one, name), value_of(sets, other, name)) for name in names}
+    names = dict.fromkeys((*left.properties, *other.properties))
+    properties = {name: conjunction(value_of(sets, left, name), value_of(sets, other, name)) for name in names}
     theirs = {pattern.text: pattern for pattern in other.patterns}
     patterns = []
-    for pattern in one.patterns:
+    for pattern in left.patterns:
         same = theirs.pop(pattern.text, None)
         value = conjunction(pattern.value, same.value if same is not None else other.others)
         patterns.append(PropertyPattern(pattern.text, pattern.blame, value))
     for pattern in theirs.values():
-        patterns.append(PropertyPattern(pattern.text, pattern.blame, conjunction(one.others, pattern.value)))
-    others = conjunction(one.others, other.others)
-    if is_false(others) and not (one.patterns and other.patterns):
+        patterns.append(PropertyPattern(pattern.text, pattern.blame, conjunction(left.others, pattern.value)))
+    others = conjunction(left.others, other.others)
+    if is_false(others) and not (left.patterns and other.patterns):
         patterns = [pattern for pattern in patterns if not is_false(pattern.value)]
-    seen = None if one.seen is None or other.seen is None else one.seen | other.seen
+    seen = None if left.seen is None or other.seen is None else left.seen | other.seen
     return Objects(
         properties,
         tuple(patterns),
         others,
-        tuple(dict.fromkeys((*one.required, *other.required))),
+        tuple(dict.fromkeys((*left.required, *other.required))),
         low,
         high,
-        one.counted or other.counted,
-        one.named or other.named,
+        left.counted or other.counted,
+        left.named or other.named,
         seen,
-        one.seen_patterns | other.seen_patterns,
+        left.seen_patterns | other.seen_patterns,
     )
 
 

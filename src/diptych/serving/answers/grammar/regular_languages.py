@@ -276,7 +276,7 @@ def _expression_of(edges: list[dict[int, set[int]]], ends: list[bool], alphabet:
             table[source, target] = alphabet.written(frozenset(letters))
         if ends[source]:
             table[source, last] = ""
-    for state in sorted(range(1, last), key=lambda one: sum(one in edge for edge in table)):
+    for state in sorted(range(1, last), key=lambda left: sum(left in edge for edge in table)):
         _eliminate(table, state)
     loop = table.get((0, 0))
     rest = table.get((0, last))
@@ -311,14 +311,14 @@ def _star(node: Node) -> Node:
     return node if node[0] == "star" else EMPTY if node in (NONE, EMPTY) else ("star", node)
 
 
-def _then(one: Node, other: Node) -> Node:
-    if NONE in (one, other):
+def _then(left: Node, other: Node) -> Node:
+    if NONE in (left, other):
         return NONE
-    if one == EMPTY or other == EMPTY:
-        return other if one == EMPTY else one
-    if one[0] == "then":
-        return ("then", one[1], _then(one[2], other))
-    return ("then", one, other)
+    if left == EMPTY or other == EMPTY:
+        return other if left == EMPTY else left
+    if left[0] == "then":
+        return ("then", left[1], _then(left[2], other))
+    return ("then", left, other)
 
 
 def _either(nodes: Any) -> Node:
@@ -344,8 +344,8 @@ def _is_nullable(node: Node) -> bool:
     match node:
         case ("empty",) | ("star", _):
             return True
-        case ("then", one, other):
-            return _is_nullable(one) and _is_nullable(other)
+        case ("then", left, other):
+            return _is_nullable(left) and _is_nullable(other)
         case ("either", parts):
             return any(map(_is_nullable, parts))
         case ("both", parts):
@@ -362,9 +362,9 @@ def _derivative(node: Node, letter: int) -> Node:
             return EMPTY if letter in letters else NONE
         case ("star", inner):
             return _then(_derivative(inner, letter), node)
-        case ("then", one, other):
-            after = _then(_derivative(one, letter), other)
-            return _either((after, _derivative(other, letter))) if _is_nullable(one) else after
+        case ("then", left, other):
+            after = _then(_derivative(left, letter), other)
+            return _either((after, _derivative(other, letter))) if _is_nullable(left) else after
         case ("either", parts):
             return _either(_derivative(part, letter) for part in parts)
         case ("both", parts):

@@ -22,8 +22,8 @@ from diptych.serving.answers.grammar.value_terms import (
     Nulls,
     Numbers,
     Objects,
-    TextPattern,
     Term,
+    TextPattern,
     Texts,
     exactly,
     holds,
@@ -323,10 +323,10 @@ def _one_of(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Pi
     found = list(terms)
     for part in parts:
         found = missing(sets, part, found)
-    for one, others in enumerate(sets.overlapping(parts)):
+    for number, others in enumerate(sets.overlapping(parts)):
         for other in others:
-            if other > one:
-                found += sets.holding(parts[other], sets.holding(parts[one], terms))
+            if other > number:
+                found += sets.holding(parts[other], sets.holding(parts[number], terms))
     return _complete(found)
 
 

@@ -39,6 +39,7 @@ MAX_COUNTED = 64  # objects that differ in which of their properties there are
 _LONG_TEXT = 32  # characters that a text with a pattern and a greatest length can have in any case
 _NOT_IN_CALLS = "it cannot be enforced in calls as this model writes them"
 _INLINE_DEPTH = 24  # of parts that stand within others; deeper ones are references
+_LARGEST = Fraction(10**18)  # that an interval can end with
 _NEXT = Fraction(1, 10**9)  # as a share of a number: of the same size as what floating point keeps of it
 _OF_TEXTS = frozenset(("minLength", "maxLength"))
 _NOT_ASSERTED = frozenset(
@@ -222,6 +223,12 @@ class _SchemaWriter:
             return {"enum": list(term.values)}
         found: dict[str, Any] = {"type": "integer" if term.is_integer else "number"}
         term = term if term.is_integer else _without_ends(term)
+        if (term.low is not None and term.low > _LARGEST) or (term.high is not None and term.high < -_LARGEST):
+            raise SchemaError(self._sets.document.root, "", "numbers beyond 2**63 cannot be enforced")
+        if term.low is not None and term.low < -_LARGEST:
+            term = replace(term, low=-_LARGEST, is_low_open=False)
+        if term.high is not None and term.high > _LARGEST:
+            term = replace(term, high=_LARGEST, is_high_open=False)
         if term.low is not None:
             found["exclusiveMinimum" if term.is_low_open else "minimum"] = _number(term.low)
         if term.high is not None:
@@ -415,7 +422,7 @@ def _plain(term: Term) -> str:
 
 
 def _number(value: Fraction) -> int | float:
-    return value.numerator if value.denominator == 1 and abs(value) < 1 << 63 else float(value)
+    return value.numerator if value.denominator == 1 else float(value)
 
 
 def _fits_a_tag(patterns: list[str]) -> bool:

@@ -28,8 +28,8 @@ from diptych.serving.answers.grammar.value_terms import (
     Nulls,
     Numbers,
     Objects,
-    TextPattern,
     Term,
+    TextPattern,
     Texts,
     common,
     exactly,
@@ -316,12 +316,12 @@ class SchemaSets:
         found: list[list[int]] = [[] for _ in parts]
         known = [self.terms(holds(part)) for part in parts]
         by_name = object_terms.told_apart(self, known)
-        for one, other in combinations(range(len(parts)), 2):
+        for number, other in combinations(range(len(parts)), 2):
             if not by_name and any(
-                not self.is_empty_term(term) for term in self.meet(known[one], known[other], parts[one], "oneOf")
+                not self.is_empty_term(term) for term in self.meet(known[number], known[other], parts[number], "oneOf")
             ):
-                found[one].append(other)
-                found[other].append(one)
+                found[number].append(other)
+                found[other].append(number)
         return found
 
     def _union(self, unions: Iterable[list[Term]], node: Node, keyword: str) -> list[Term]:

@@ -185,47 +185,52 @@ def exactly(value: int | float) -> Fraction:
     return Fraction(value) if isinstance(value, int) else Fraction(repr(value))
 
 
-def smaller(one: int | None, other: int | None) -> int | None:
+def smaller(left: int | None, other: int | None) -> int | None:
     """The smaller limit; None is no limit."""
-    return other if one is None else one if other is None else min(one, other)
+    return other if left is None else left if other is None else min(left, other)
 
 
-def common(one: Term, other: Term) -> Term | None:
+def common(left: Term, other: Term) -> Term | None:
     """What is in both of two terms, but for objects (see NameRules); None: nothing is."""
-    if isinstance(one, Nulls) and isinstance(other, Nulls):
-        return one
-    if isinstance(one, Booleans) and isinstance(other, Booleans):
-        values = one.values & other.values
+    if isinstance(left, Nulls) and isinstance(other, Nulls):
+        return left
+    if isinstance(left, Booleans) and isinstance(other, Booleans):
+        values = left.values & other.values
         return Booleans(values) if values else None
-    if isinstance(one, Numbers) and isinstance(other, Numbers):
-        return _common_numbers(one, other)
-    if isinstance(one, Texts) and isinstance(other, Texts):
-        return _common_texts(one, other)
-    if isinstance(one, Arrays) and isinstance(other, Arrays):
-        length = max(len(one.prefix), len(other.prefix))
-        prefix = tuple(conjunction(one.item(number), other.item(number)) for number in range(length))
-        high = smaller(one.high, other.high)
-        low = max(one.low, other.low)
+    if isinstance(left, Numbers) and isinstance(other, Numbers):
+        return _common_numbers(left, other)
+    if isinstance(left, Texts) and isinstance(other, Texts):
+        return _common_texts(left, other)
+    if isinstance(left, Arrays) and isinstance(other, Arrays):
+        length = max(len(left.prefix), len(other.prefix))
+        prefix = tuple(conjunction(left.item(number), other.item(number)) for number in range(length))
+        high = smaller(left.high, other.high)
+        low = max(left.low, other.low)
         if high is not None and high < low:
             return None
         return Arrays(
-            prefix, conjunction(one.rest, other.rest), low, high, one.unique or other.unique, one.placed or other.placed
+            prefix,
+            conjunction(left.rest, other.rest),
+            low,
+            high,
+            left.unique or other.unique,
+            left.placed or other.placed,
         )
     return None
 
 
-def _common_numbers(one: Numbers, other: Numbers) -> Numbers | None:
-    low, is_low_open = _tighter(one.low, one.is_low_open, other.low, other.is_low_open, 1)
-    high, is_high_open = _tighter(one.high, one.is_high_open, other.high, other.is_high_open, -1)
-    multiple = one.multiple or other.multiple
-    if one.multiple and other.multiple:
-        first, second = one.multiple, other.multiple
+def _common_numbers(left: Numbers, other: Numbers) -> Numbers | None:
+    low, is_low_open = _tighter(left.low, left.is_low_open, other.low, other.is_low_open, 1)
+    high, is_high_open = _tighter(left.high, left.is_high_open, other.high, other.is_high_open, -1)
+    multiple = left.multiple or other.multiple
+    if left.multiple and other.multiple:
+        first, second = left.multiple, other.multiple
         divisor = lcm(first.denominator, second.denominator)
         multiple = Fraction(lcm(int(first * divisor), int(second * divisor)), divisor)
-    found = Numbers(low, high, is_low_open, is_high_open, one.is_integer or other.is_integer, multiple)
-    given = one.values if one.values is not None else other.values
+    found = Numbers(low, high, is_low_open, is_high_open, left.is_integer or other.is_integer, multiple)
+    given = left.values if left.values is not None else other.values
     if given is not None:
-        values = tuple(value for value in given if one.contains(value) and other.contains(value))
+        values = tuple(value for value in given if left.contains(value) and other.contains(value))
         return replace(found, values=values) if values else None
     if low is not None and high is not None and (low > high or (low == high and (is_low_open or is_high_open))):
         return None
@@ -233,26 +238,26 @@ def _common_numbers(one: Numbers, other: Numbers) -> Numbers | None:
 
 
 def _tighter(
-    one: Fraction | None, is_one_open: bool, other: Fraction | None, is_other_open: bool, sign: int
+    left: Fraction | None, is_one_open: bool, other: Fraction | None, is_other_open: bool, sign: int
 ) -> tuple[Fraction | None, bool]:
-    if one is None or other is None:
-        return (other, is_other_open) if one is None else (one, is_one_open)
-    if one == other:
-        return one, is_one_open or is_other_open
-    return (one, is_one_open) if (one - other) * sign > 0 else (other, is_other_open)
+    if left is None or other is None:
+        return (other, is_other_open) if left is None else (left, is_one_open)
+    if left == other:
+        return left, is_one_open or is_other_open
+    return (left, is_one_open) if (left - other) * sign > 0 else (other, is_other_open)
 
 
-def _common_texts(one: Texts, other: Texts) -> Texts | None:
-    low, high = max(one.low, other.low), smaller(one.high, other.high)
-    patterns = tuple(dict.fromkeys((*one.patterns, *other.patterns)))
-    formats = tuple(dict.fromkeys((*one.formats, *other.formats)))
-    excluded = one.excluded | other.excluded
+def _common_texts(left: Texts, other: Texts) -> Texts | None:
+    low, high = max(left.low, other.low), smaller(left.high, other.high)
+    patterns = tuple(dict.fromkeys((*left.patterns, *other.patterns)))
+    formats = tuple(dict.fromkeys((*left.formats, *other.formats)))
+    excluded = left.excluded | other.excluded
     if high is not None and high < low:
         return None
-    given = one.values if one.values is not None else other.values
+    given = left.values if left.values is not None else other.values
     if given is None:
         return Texts(low, high, patterns, formats, None, excluded)
-    values = tuple(value for value in given if one.may_contain(value) and other.may_contain(value))
+    values = tuple(value for value in given if left.may_contain(value) and other.may_contain(value))
     return Texts(low, high, patterns, formats, values, frozenset()) if values else None
 
 
