@@ -179,7 +179,10 @@ def _constants(sets: "SchemaSets", union: Sequence[Term], name: str) -> set[obje
     for term in union:
         if not isinstance(term, Objects) or name not in term.required or is_false(value_of(sets, term, name)):
             return None
-        for value in sets.terms(value_of(sets, term, name)):
+        values = sets.known_terms(value_of(sets, term, name))
+        if values is None:
+            return None
+        for value in values:
             match value:
                 case Texts(values=tuple() as texts):
                     found |= set(texts)

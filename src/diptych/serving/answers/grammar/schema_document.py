@@ -43,6 +43,10 @@ class Node:
         return f"Node({'/'.join(self.path)})"
 
 
+class OpenPartError(SchemaError):
+    """A part refers to itself before anything is known of it."""
+
+
 class SchemaDocument:
     """All parts of one schema. ``root`` is the whole; ``child`` and ``target`` lead to others, each of which exists
     once."""
@@ -58,6 +62,8 @@ class SchemaDocument:
         self._paths: dict[int, tuple[tuple[str, ...], str]] = {}
         named = schema.get("$schema") if isinstance(schema, Mapping) else None
         self._has_siblings = not (isinstance(named, str) and any(draft in named for draft in _DRAFTS_WITHOUT_SIBLINGS))
+        is_old = isinstance(named, str) and ("draft-03" in named or "draft-04" in named)
+        self._id_keyword = "id" if is_old else "$id"
         self._index(schema)
         self.root = self.node(schema, ())
 
@@ -130,7 +136,7 @@ class SchemaDocument:
             part, path, base = pending.pop()
             if not isinstance(part, Mapping) or id(part) in self._paths:
                 continue
-            name = part.get("$id", part.get("id"))
+            name = part.get(self._id_keyword)
             if isinstance(name, str) and name.startswith("#"):
                 self._anchors[f"{base}{name}"] = (part, path)
             elif isinstance(name, str):

@@ -34,7 +34,7 @@ from diptych.serving.answers.grammar.value_terms import (
 )
 
 MAX_PARTS = 20_000  # of what is written
-MAX_LEFT_OUT = 40  # keywords, before a schema is left out as a whole
+MAX_LEFT_OUT = 100  # keywords, before a schema is left out as a whole
 MAX_COUNTED = 64  # objects that differ in which of their properties there are
 _LONG_TEXT = 32  # characters that a text with a pattern and a greatest length can have in any case
 _NOT_IN_CALLS = "it cannot be enforced in calls as this model writes them"
@@ -76,16 +76,20 @@ def rewrite(schema: Any, *, is_strict: bool = True, check: Check | None = None, 
         try:
             document = SchemaDocument(schema, frozenset(path for path, keyword in skipped if not keyword))
             sets = SchemaSets(document, frozenset(skipped))
-            written = _SchemaWriter(sets, check, form).whole(document.root)
-            break
+            writer = _SchemaWriter(sets, check, form)
+            written = writer.whole(document.root, stops=is_strict)
+            errors = writer.errors
         except SchemaError as error:
-            keyword = (error.keyword,) if error.keyword else ()
-            place = (error.node.path, error.keyword)
-            if is_strict:
-                raise SchemaRefusedError((*error.node.path, *keyword), error.why, can_be_weakened=True) from None
-            if place in skipped or len(skipped) >= MAX_LEFT_OUT:
-                return Rewritten(True, ((),))
-            skipped[place] = None
+            errors = [error]
+        if not errors:
+            break
+        if is_strict:
+            path = (*errors[0].node.path, *((errors[0].keyword,) if errors[0].keyword else ()))
+            raise SchemaRefusedError(path, errors[0].why, can_be_weakened=True)
+        places = dict.fromkeys((error.node.path, error.keyword) for error in errors)
+        if places.keys() & skipped.keys() or len(skipped) >= MAX_LEFT_OUT:
+            return Rewritten(True, ((),))
+        skipped |= places
     if written is False:
         raise SchemaRefusedError((), "it allows no value")
     return Rewritten(written, tuple((*path, keyword) if keyword else path for path, keyword in skipped))
@@ -106,6 +110,7 @@ class _SchemaWriter:
     def __init__(self, sets: SchemaSets, check: Check | None, form: str) -> None:
         self._sets = sets
         self._form = form
+        self.errors: list[SchemaError] = []
         self._roots: set[Conjunction] = set()  # the whole, and what it refers to
         self._values: set[Conjunction] = set()  # of the properties of the whole
         self._form_of_objects = self._form_of_values = form  # of the part that is written
@@ -116,8 +121,9 @@ class _SchemaWriter:
         self._uses: Counter[Conjunction] = Counter()
         self._names: dict[Conjunction, str] = {}
 
-    def whole(self, root: Node) -> dict[str, Any] | bool:
-        """The schema with all parts that it refers to."""
+    def whole(self, root: Node, *, stops: bool = True) -> dict[str, Any] | bool:
+        """The schema with all parts that it refers to. stops: at the first error, which is raised; others are kept in
+        ``errors``."""
         part = holds(root)
         self._roots.add(part)
         first = self._place(part)
@@ -129,7 +135,13 @@ class _SchemaWriter:
             if self._form == "tags":  # what is in a value is JSON
                 self._form_of_objects = "tags" if is_root else "json"
                 self._form_of_values = "tags" if inner in self._values else "json"
-            body = self._bodies[inner] = self._body(inner)
+            try:
+                body = self._bodies[inner] = self._body(inner)
+            except SchemaError as error:
+                if stops:
+                    raise
+                self.errors.append(error)
+                body = self._bodies[inner] = True
             if is_root and isinstance(body, _PartPlace):
                 self._roots.add(body.part)
             if len(self._bodies) > MAX_PARTS:

@@ -14,7 +14,13 @@ from math import lcm
 from typing import Any
 
 from diptych.serving.answers.grammar import object_terms, schema_complements
-from diptych.serving.answers.grammar.schema_document import MAX_REFERENCES, Node, SchemaDocument, SchemaError
+from diptych.serving.answers.grammar.schema_document import (
+    MAX_REFERENCES,
+    Node,
+    OpenPartError,
+    SchemaDocument,
+    SchemaError,
+)
 from diptych.serving.answers.grammar.schema_keywords import Keywords
 from diptych.serving.answers.grammar.value_terms import (
     EVERYTHING,
@@ -55,6 +61,7 @@ class SchemaSets:
         self._terms: dict[Conjunction, list[Term]] = {}
         self._is_empty: dict[Conjunction, bool] = {}
         self._blame: Blame | None = None
+        self._overlaps: dict[int, list[list[int]]] = {}  # by the number of the part with oneOf
         self._depth = 0
         self._open: set[Conjunction] = set()  # whose terms are being found
         self._work = 0
@@ -69,17 +76,23 @@ class SchemaSets:
         if found is not None:
             return found
         if part in self._open:
-            raise SchemaError(*self.blame(part[0].node, "$ref"), "it leads to itself")
+            raise OpenPartError(*self.blame(part[0].node, "$ref"), "it leads to itself")
         self._open.add(part)
         depth, self._depth = self._depth, 0
-        found = list(EVERYTHING)
-        for literal in sorted(part, key=lambda literal: not literal.holds):
-            found = self._with(literal, found)
-        found = [_listed_texts(term) if isinstance(term, Texts) else term for term in found]
-        found = self._terms[part] = [term for term in found if not self.is_empty_term(term)]
-        self._depth = depth
-        self._open.remove(part)
+        try:
+            found = list(EVERYTHING)
+            for literal in sorted(part, key=lambda literal: not literal.holds):
+                found = self._with(literal, found)
+            found = [_listed_texts(term) if isinstance(term, Texts) else term for term in found]
+            found = self._terms[part] = [term for term in found if not self.is_empty_term(term)]
+        finally:
+            self._depth = depth
+            self._open.remove(part)
         return found
+
+    def known_terms(self, part: Conjunction) -> list[Term] | None:
+        """The terms of a part; None where they are being found."""
+        return None if part in self._open else self.terms(part)
 
     def _with(self, literal: Literal, terms: Sequence[Term]) -> list[Term]:
         with self.under(literal.blame):
@@ -89,9 +102,18 @@ class SchemaSets:
 
     def is_empty(self, part: Conjunction) -> bool:
         """Whether no value is known to be possible."""
+        if part in self._open:
+            return False  # it is not known yet
         if part not in self._is_empty:
             self._is_empty[part] = False  # a part that contains itself
-            self._is_empty[part] = not self.terms(part)
+            try:
+                self._is_empty[part] = not self.terms(part)
+            except OpenPartError:
+                del self._is_empty[part]
+                return False
+            except SchemaError:
+                del self._is_empty[part]
+                raise
         return self._is_empty[part]
 
     def is_empty_term(self, term: Term) -> bool:
@@ -119,6 +141,8 @@ class SchemaSets:
         before, self._blame = self._blame, self._blame or blame
         try:
             yield
+        except OpenPartError as error:
+            raise OpenPartError(*self._blame, error.why) from None
         except SchemaError as error:
             raise SchemaError(*self._blame, error.why) from None
         finally:
@@ -302,7 +326,9 @@ class SchemaSets:
         return self._union(self._only_one(parts, keywords.node, terms), keywords.node, "oneOf")
 
     def _only_one(self, parts: Sequence[Node], node: Node, terms: Sequence[Term]) -> Iterator[list[Term]]:
-        overlaps = self.overlapping(parts)
+        overlaps = self._overlaps.get(node.number)
+        if overlaps is None:
+            overlaps = self._overlaps[node.number] = self.overlapping(parts)
         for number, part in enumerate(parts):
             found = self.holding(part, terms)
             with self.under(Blame(node, "oneOf")):
