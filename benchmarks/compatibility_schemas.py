@@ -234,7 +234,8 @@ def invalid(text: str, schema: Any) -> str:
         return json.loads(value, parse_float=number)
 
     schema = exact(json.dumps(schema))
-    default = jsonschema.Draft4Validator if "components" in schema else jsonschema.Draft202012Validator
+    is_openapi = isinstance(schema, dict) and "components" in schema
+    default = jsonschema.Draft4Validator if is_openapi else jsonschema.Draft202012Validator
     validator = jsonschema.validators.validator_for(schema, default=default)
     try:
         error = next(validator(schema).iter_errors(exact(text)), None)
