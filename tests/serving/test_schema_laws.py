@@ -234,6 +234,27 @@ def test_a_schema_that_allows_nothing_is_refused_in_any_case(schema: Any) -> Non
             rewrite(schema, is_strict=is_strict)
 
 
+@pytest.mark.parametrize("limit", [1e400, 1e300, 2**70, -1e400])
+def test_numbers_beyond_all_limits_are_read(limit: float) -> None:
+    for keyword in ("maximum", "minimum", "const"):
+        for is_strict in (True, False):
+            try:
+                written = rewrite({"type": "number", keyword: limit}, is_strict=is_strict)
+            except SchemaRefusedError:
+                continue
+            for value in (-7, 0, 7):
+                allowed = allows(compiled(written.schema), value) if keyword != "const" else False
+                assert is_valid({"type": "number", keyword: limit}, value) or not allowed or written.left_out
+
+
+def test_a_schema_that_is_nested_without_end_is_refused() -> None:
+    deep: Any = {"type": "string"}
+    for _ in range(3000):
+        deep = {"not": deep}
+    with pytest.raises(SchemaRefusedError):
+        rewrite(deep)
+
+
 def random_schema(rnd: random.Random, depth: int = 0) -> Any:
     """A schema of any keywords, often contradictory."""
     if depth > 2 or rnd.random() < 0.1:

@@ -193,6 +193,8 @@ def check(tokenizer: llguidance.LLTokenizer, request: CheckRequest) -> CheckRepl
                 error = _error_of(tokenizer, text)
         except InvalidRequestError as refusal:
             return CheckReply(refusal.message.removeprefix(f"{refusal.param}: "), refusal.param or "")
+        except Exception as failure:  # of ours; without it, the end of the fork would be taken for a lack of memory
+            return CheckReply(f"the schema cannot be read ({type(failure).__name__})")
     if error:
         return CheckReply(_first_line(error))
     return CheckReply("", text=text, left_out=left_out, compile_s=time.process_time() - start)

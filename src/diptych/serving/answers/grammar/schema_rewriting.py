@@ -81,6 +81,8 @@ def rewrite(schema: Any, *, is_strict: bool = True, check: Check | None = None, 
             errors = writer.errors
         except SchemaError as error:
             errors = [error]
+        except RecursionError:
+            raise SchemaRefusedError((), "it is nested too deeply") from None
         if not errors:
             break
         if is_strict:

@@ -7,7 +7,7 @@ parts of the schema, of which each holds or does not hold.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import lcm
+from math import isfinite, lcm
 from typing import Any, NamedTuple
 
 from diptych.serving.answers.grammar.schema_document import Node
@@ -28,6 +28,7 @@ class Literal(NamedTuple):
     blame: Blame | None = None
 
 
+_BEYOND = Fraction(10**400)
 Conjunction = tuple[Literal, ...]
 TRUE: Conjunction = ()
 
@@ -182,7 +183,9 @@ TYPES: Mapping[str, type[Any]] = {
 
 def exactly(value: int | float) -> Fraction:
     """The number that stands in the JSON text."""
-    return Fraction(value) if isinstance(value, int) else Fraction(repr(value))
+    if isinstance(value, int):
+        return Fraction(value)
+    return Fraction(repr(value)) if isfinite(value) else _BEYOND * (1 if value > 0 else -1)  # 1e400 is read as inf
 
 
 def smaller(left: int | None, other: int | None) -> int | None:
