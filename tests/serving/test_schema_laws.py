@@ -303,7 +303,10 @@ def check_random_schemas(seeds: range) -> None:
             assert "allows no value" not in refusal.why or not any(is_valid(schema, value) for value in VALUES), seed
             continue
         matcher = compiled(written.schema)
-        assert not matcher.is_error(), (seed, matcher.get_error())
+        if matcher.is_error():  # texts of which only the compiler knows that there are none
+            assert "nsatisfiable" in matcher.get_error(), (seed, matcher.get_error())
+            assert not any(is_valid(schema, value) for value in VALUES), (seed, schema)
+            continue
         for value in VALUES:
             assert is_valid(schema, value) or not allows(matcher, value), (seed, schema, value)
 
