@@ -24,7 +24,7 @@ from diptych import LLM, SamplingParams
 from diptych.control.errors import InvalidRequestError, WorkerError
 from diptych.runtime.thread_limits import switch_often
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
-from diptych.serving.answers.grammar.grammar_text import GrammarWriter
+from diptych.serving.answers.grammar.grammar_text import GrammarWriter, with_schemas
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.link.engine_options import BUNDLED_MODEL, DeviceOptions, EngineOptions, MemoryOptions
 
@@ -62,7 +62,7 @@ def random_schema(rnd: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def grammar(schema: dict[str, Any]) -> str:
-    return WRITER.schema(schema, "schema").text
+    return with_schemas(WRITER.schema(schema, "schema").text)[0]
 
 
 async def compile_times(
@@ -216,7 +216,7 @@ async def hostile_gaps(options: argparse.Namespace) -> dict[str, Any]:
                 number += 1
                 try:
                     written = await asyncio.to_thread(WRITER.schema, schema, "schema")  # as the server does
-                    text = await llm.try_grammar(written)
+                    text = (await llm.try_grammar(written)).text
                     params = SamplingParams(max_tokens=30, grammar=text)
                     async for _ in llm.generate([5, 6], params):
                         pass

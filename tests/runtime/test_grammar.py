@@ -12,7 +12,7 @@ pytest.importorskip("llguidance")
 
 from diptych.control.errors import ConstraintError
 from diptych.runtime.grammar import GrammarConstraint, Grammars
-from diptych.serving.answers.grammar.grammar_text import GrammarWriter
+from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter, with_schemas
 from diptych.serving.answers.response.bundled_templates import TEMPLATES
 from diptych.serving.answers.response.response_parser import ReadAnswer, ResponseParser
 from diptych.serving.answers.response.response_template import load_response_template
@@ -50,6 +50,11 @@ def grammars() -> Grammars:
     return Grammars(TOKENIZER.fast.to_str(), 4096, EOS)
 
 
+def compiled(grammar: Grammar) -> str:
+    """The text that a worker is given."""
+    return with_schemas(grammar.text)[0]
+
+
 def tokens_of(mask: bytes | None) -> list[int]:
     assert mask is not None
     return [8 * index + bit for index, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
@@ -74,26 +79,26 @@ def walk(constraint: GrammarConstraint, rnd: random.Random, limit: int = 400) ->
 
 @pytest.mark.parametrize("number", range(len(SCHEMAS)))
 def test_any_tokens_that_are_allowed_make_a_valid_answer(grammars: Grammars, number: int) -> None:
-    grammar = WRITER.schema(SCHEMAS[number], "x").text
+    grammar = compiled(WRITER.schema(SCHEMAS[number], "x"))
     for seed in range(8):
         tokens = walk(grammars.constraint(grammar), random.Random(seed))
         jsonschema.validate(json.loads(TOKENIZER.decode(tokens)), SCHEMAS[number])
 
 
 def test_forced_tokens_stay_forced_and_nothing_else_is_allowed_by_their_text(grammars: Grammars) -> None:
-    constraint = grammars.constraint(WRITER.schema(SCHEMAS[3], "x").text)
+    constraint = grammars.constraint(compiled(WRITER.schema(SCHEMAS[3], "x")))
     forced = list(constraint.forced(99))
     assert TOKENIZER.decode(forced).startswith('{"field_0":')
     assert constraint.forced(2) == forced[:2]
     for number, token in enumerate(forced):
         assert list(constraint.forced(99)) == forced[number:]
         constraint.accept([token])
-    off = grammars.constraint(WRITER.schema(SCHEMAS[3], "x").text, forces=False)
+    off = grammars.constraint(compiled(WRITER.schema(SCHEMAS[3], "x")), forces=False)
     assert off.forced(99) == ()
 
 
 def test_what_is_undone_or_replayed_leaves_no_trace(grammars: Grammars) -> None:
-    grammar = WRITER.schema(SCHEMAS[0], "x").text
+    grammar = compiled(WRITER.schema(SCHEMAS[0], "x"))
     rnd = random.Random(5)
     tokens = walk(grammars.constraint(grammar), rnd)
     constraint = grammars.constraint(grammar)
@@ -131,14 +136,16 @@ def test_calls_that_a_grammar_allows_are_read_as_calls(grammars: Grammars, name:
     assert template.calls is not None
     tools = {"f": SCHEMAS[0], "g.h": SCHEMAS[3]}
     for seed, max_calls in ((1, None), (2, 1)):
-        tokens = walk(grammars.constraint(WRITER.calls(template.calls, tools, max_calls).text), random.Random(seed))
+        tokens = walk(
+            grammars.constraint(compiled(WRITER.calls(template.calls, tools, max_calls, tools))), random.Random(seed)
+        )
         parser, answer = ResponseParser(template, tools=tools), ReadAnswer()
         answer.add([*parser.push(TOKENIZER.decode(tokens)), *parser.finish()])
         assert answer.content is None
         assert answer.calls and (max_calls is None or len(answer.calls) == 1)
         for call in answer.calls:
             jsonschema.validate(json.loads(call.arguments), tools[call.name])
-    form, free = template.calls, grammars.constraint(WRITER.text_with_calls(template.calls, tools).text)
+    form, free = template.calls, grammars.constraint(compiled(WRITER.text_with_calls(template.calls, tools)))
     head = form.first + form.begin
     right, wrong = ('"f"', '"nope"') if form.quotes_name else ("f", "nope")
     for called, is_right in ((right, True), (wrong, False)):

@@ -13,6 +13,7 @@ from diptych.control.request import FinishReason, RequestOptions, SamplingParams
 from diptych.control.slo import LatencyBreakdown
 from diptych.control.step import TokenLogprobs
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
+from diptych.serving.answers.grammar.grammar_checker import TriedGrammar
 from diptych.serving.answers.grammar.grammar_text import Grammar
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.fleet.fleet import Fleet
@@ -89,9 +90,9 @@ class FakeLLM:
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         return self.tokenizer.encode_chat(messages, **options)
 
-    async def try_grammar(self, grammar: Grammar) -> str:
+    async def try_grammar(self, grammar: Grammar) -> TriedGrammar:
         self.grammars.append(grammar)
-        return grammar.text
+        return TriedGrammar(grammar.text, grammar.left_out)
 
     async def decode_all(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[str]:
         return [self.tokenizer.decode(prompt, **options) for prompt in prompts]

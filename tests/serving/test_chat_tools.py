@@ -151,14 +151,39 @@ async def test_a_model_that_writes_calls_in_tags_can_be_made_to_call(tmp_path: P
     llm = FakeLLM(answer=answer, tokenizer=Tokenizer(tmp_path / "hermes"))
     async with client_of(llm) as client:
         reply = await client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS, tool_choice="required")
-        with pytest.raises(openai.BadRequestError, match=r"properties\.city: oneOf cannot be enforced") as refused:
-            wrong = {"type": "object", "properties": {"city": {"oneOf": [{"type": "string"}]}}}
-            tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": wrong}}]
+        with pytest.raises(openai.BadRequestError, match=r"properties\.city\.pattern: it cannot be") as refused:
+            wrong = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^a|b$"}}}
+            tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": wrong, "strict": True}}]
             await client.chat.completions.create(model="fake", messages=ASK, tools=tools, tool_choice="required")
-    assert refused.value.param == "tools.0.function.parameters.properties.city"
+    assert refused.value.param == "tools.0.function.parameters.properties.city.pattern"
     [call] = reply.choices[0].message.tool_calls or []
     assert json.loads(call.function.arguments) == {"city": "Bern"}  # type: ignore[union-attr]
     assert "<parameter=city>" in llm.submitted[0].sampling.grammar
+
+
+async def test_what_is_not_enforced_of_a_schema_is_named_in_a_header(tmp_path: Path) -> None:
+    template = (tool_model(tmp_path / "hermes") / "tokenizer_config.json").read_text()
+    config = tmp_path / "hermes" / "tokenizer_config.json"
+    config.write_text(template.replace('{\\"name\\": ..., \\"arguments\\": ...}', "<function=...>"))
+    llm = FakeLLM(answer="Sunny.", tokenizer=Tokenizer(tmp_path / "hermes"))
+
+    async def named(names: list[str]) -> list[str]:
+        properties = {name: {"type": "string", "pattern": "^a|b$"} for name in names}
+        function = {"name": "weather", "parameters": {"type": "object", "properties": properties}}
+        tools: Any = [{"type": "function", "function": function}]
+        reply = await client.chat.completions.with_raw_response.create(
+            model="fake", messages=ASK, tools=tools, tool_choice="required"
+        )
+        return reply.headers["x-diptych-not-enforced"].split(", ")
+
+    async with client_of(llm) as client:
+        where = "tools.0.function.parameters.properties"
+        assert await named(["city"]) == [f"{where}.city.pattern"]
+        assert await named(["où, 1"]) == [f"{where}.o%C3%B9%2C%201.pattern"]
+        many = await named([f"p{number}" for number in range(30)])
+        assert many[-1] == "and 10 more" and len(many) == 21
+        plain = await client.chat.completions.with_raw_response.create(model="fake", messages=ASK, tools=TOOLS)
+        assert "x-diptych-not-enforced" not in plain.headers
 
 
 async def test_a_prediction_reaches_the_engine_and_may_be_text_or_parts(tokenizer: Tokenizer) -> None:

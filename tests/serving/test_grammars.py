@@ -11,11 +11,13 @@ import pytest
 pytest.importorskip("llguidance")
 
 from diptych.control.commands import Drop, Prefill, Reserve, Serve
-from diptych.control.errors import InvalidRequestError
+from diptych.control.errors import InvalidRequestError, UnavailableError
 from diptych.control.request import SamplingParams
 from diptych.serving.answers.grammar import grammar_checker
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
-from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter, Thinking
+from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter, Thinking, with_schemas
+from diptych.serving.answers.response.bundled_templates import TEMPLATES
+from diptych.serving.answers.response.response_template import load_response_template
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.protocol import CompletionBody
 from diptych.serving.api.structured import wanted_grammar
@@ -41,7 +43,7 @@ def test_each_way_to_ask_for_a_form_is_a_grammar() -> None:
         wanted(guided_json='{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], '
                '"additionalProperties": false}'),
     ]  # fmt: skip
-    assert len({grammar.text for grammar in texts if grammar is not None}) == 1
+    assert len({with_schemas(grammar.text)[0] for grammar in texts if grammar is not None}) == 1
     assert wanted(response_format={"type": "text"}, structured_outputs=None, guided_json=None) is None
     for fields in (
         {"guided_regex": "a/b"},
@@ -108,12 +110,13 @@ def test_grammars_are_tried_and_errors_have_their_path(monkeypatch: pytest.Monke
     slow = {"type": "object", "properties": {f"k{n}": {"type": "string", "maxLength": 1000} for n in range(2000)}}
     thinking = GrammarWriter({"</think>": 2}, Thinking("<think>", "</think>", is_open=True))
     good = [WRITER.schema(GOOD, "x"), thinking.schema(GOOD, "x"), Grammar("", foreign='root ::= "a" | "b"')]
+    twice = {"properties": {"x": {"type": "array", "uniqueItems": True}}}
     bad = [
-        (WRITER.schema(nested, "format.schema"), "format.schema.$defs.b format.schema.$defs.b: Invalid type: strin"),
-        (WRITER.schema({"properties": {"x": {"not": {}}}}, "s"), "s.properties.x s.properties.x: Unimplemented keys"),
+        (WRITER.schema(nested, "f.schema"), "f.schema.$defs.b.type f.schema.$defs.b.type: it is 'strin', and must be"),
+        (WRITER.schema(twice, "s"), "s.properties.x.uniqueItems s.properties.x.uniqueItems: it cannot be enforced"),
         (WRITER.regex("(a", "guided_regex"), "guided_regex guided_regex: invalid regex"),
         (Grammar("", param="g", foreign="start: nothing"), "g g: unknown name"),
-        (WRITER.schema(slow, "s"), "s s: it takes longer than 100 ms to compile"),
+        (WRITER.schema(slow, "s"), "s s: it takes longer than 100 ms of a processor to compile"),
     ]
     found = check_all([*good, *(grammar for grammar, _ in bad), good[0]])
     assert found[:3] == ["", "", ""]
@@ -168,6 +171,78 @@ def test_a_fork_serves_until_a_grammar_was_too_much_for_it_or_it_is_killed(monke
         third.wait(10)  # the fork ends with its parent
 
     asyncio.run(main())
+
+
+def test_a_machine_without_time_is_said_and_nothing_is_kept_against_the_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar_checker, "CLOCK_LIMIT_S", 0.3)
+
+    async def main() -> None:
+        before = psutil.Process().children()
+        checker = GrammarChecker(TOKENIZER.fast.to_str(), [0, 2], 4096)
+        await checker.check(WRITER.choice(["a"], "x"))
+        [fork] = started_since(before).children()
+        fork.suspend()  # as where others have all processors
+        grammar = WRITER.schema(GOOD, "format")
+        with pytest.raises(UnavailableError, match="format: the machine is too busy") as refused:
+            await checker.check(grammar)
+        assert (refused.value.status, refused.value.code) == (503, "grammar_timeout")
+        assert refused.value.retry_after_s and refused.value.retry_after_s >= 1
+        assert (await checker.check(grammar)).text
+        await checker.close()
+
+    asyncio.run(main())
+
+
+def test_what_is_left_out_of_a_schema_is_named_where_strict_is_false() -> None:
+    twice = {"properties": {"x": {"type": "array", "uniqueItems": True}}}
+
+    async def main() -> None:
+        checker = GrammarChecker(TOKENIZER.fast.to_str(), [0, 2], 4096)
+        for strict, hint in ((None, '"strict": false'), (True, '"strict": false')):
+            described = {"name": "n", "schema": twice, "strict": strict}
+            grammar = wanted(response_format={"type": "json_schema", "json_schema": described})
+            assert grammar is not None
+            with pytest.raises(InvalidRequestError, match=hint) as refused:
+                await checker.check(grammar)
+            assert refused.value.param == "response_format.json_schema.schema.properties.x.uniqueItems"
+        described = {"name": "n", "schema": twice, "strict": False}
+        grammar = wanted(response_format={"type": "json_schema", "json_schema": described})
+        assert grammar is not None
+        for _ in range(2):  # known, it is named, too
+            tried = await checker.check(grammar)
+            assert tried.left_out == ("response_format.json_schema.schema.properties.x.uniqueItems",)
+        form = load_response_template("hermes", TEMPLATES["hermes"]).calls
+        assert form is not None
+        calls = WRITER.calls(form, {"f": twice, "g": GOOD}, None)
+        assert (await checker.check(calls)).left_out == ("tools.0.function.parameters.properties.x.uniqueItems",)
+        with pytest.raises(InvalidRequestError, match=r"properties\.x\.uniqueItems: it cannot be enforced"):
+            await checker.check(WRITER.calls(form, {"f": twice, "g": GOOD}, None, ["f"]))
+        guided = wanted(guided_json=twice)  # has no field strict
+        assert guided is not None
+        with pytest.raises(InvalidRequestError, match=r"cannot be enforced$"):
+            await checker.check(guided)
+        await checker.close()
+
+    asyncio.run(main())
+
+
+def test_schemas_of_calls_in_tags_and_python_are_weakened_by_the_same_rules() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"oneOf": [{"type": "integer"}, {"type": "null"}]}, "s": {"type": "string"}},
+        "minProperties": 1,
+    }
+    for name in ("qwen_xml", "pythonic"):
+        form = load_response_template(name, TEMPLATES[name]).calls
+        assert form is not None
+        assert WRITER.calls(form, {"f": schema}, 1).left_out == ("tools.0.function.parameters.minProperties",)
+        with pytest.raises(InvalidRequestError) as refused:
+            WRITER.calls(form, {"f": schema}, 1, ["f"])
+        assert refused.value.param == "tools.0.function.parameters.minProperties"
+        choices = {"oneOf": [{"properties": {"k": {"const": kind}}, "required": ["k"]} for kind in ("a", "b")]}
+        assert WRITER.calls(form, {"f": choices}, 1, ["f"]).left_out == ()
 
 
 class SlowGrammars:

@@ -13,7 +13,7 @@ pytest.importorskip("llguidance")
 
 from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.request import SamplingParams
-from diptych.serving.answers.grammar.grammar_text import GrammarWriter
+from diptych.serving.answers.grammar.grammar_text import GrammarWriter, with_schemas
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
@@ -33,11 +33,12 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 GRAMMAR = GrammarWriter({}).schema(SCHEMA, "schema")
+TEXT = with_schemas(GRAMMAR.text)[0]
 PROMPTS = [[5 + number, 6, 7] * 20 for number in range(6)]
 OPTIONS = EngineOptions(device=DeviceOptions(threads=1), memory=MemoryOptions(kv_cache_bytes=64 * 2**20))
 
 
-def sampling(number: int, text: str = GRAMMAR.text) -> SamplingParams:
+def sampling(number: int, text: str = TEXT) -> SamplingParams:
     return SamplingParams(max_tokens=600, temperature=number % 2 * 1.0, seed=number, grammar=text)
 
 
@@ -50,7 +51,7 @@ def expected() -> list[list[int]]:
 
 
 async def answers(llm: AsyncLLM, on_token: Any = lambda: None) -> list[list[int]]:
-    text = await llm.try_grammar(GRAMMAR)
+    text = (await llm.try_grammar(GRAMMAR)).text
 
     async def answer(number: int) -> list[int]:
         tokens: list[int] = []

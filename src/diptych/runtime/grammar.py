@@ -53,7 +53,14 @@ class Grammars:
         """The state of an answer that begins; waits until the grammar is compiled. forces: tokens that are certain are
         not sampled. Raises ConstraintError."""
         self.prepare(text)
-        return GrammarConstraint(self._compiled[text].result().deep_copy(), self.eos_token_ids, forces=forces)
+        try:
+            matcher = self._compiled[text].result()
+        except ConstraintError:
+            raise
+        except Exception as failure:  # no word about the grammar: the next request tries it again
+            del self._compiled[text]
+            raise ConstraintError(f"the grammar was not compiled: {failure!r}"[:300]) from failure
+        return GrammarConstraint(matcher.deep_copy(), self.eos_token_ids, forces=forces)
 
     def constraint_of(self, sampling: SamplingParams) -> "GrammarConstraint":
         """The same as a request wants it. Where log probabilities are wanted, every token is sampled."""

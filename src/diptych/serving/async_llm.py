@@ -19,7 +19,7 @@ from diptych.control.errors import ContextLengthError, InvalidRequestError, Over
 from diptych.control.request import DEFAULT_OPTIONS, MAX_SEED, RequestOptions, SamplingParams, Submission
 from diptych.control.slo import Slo
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
-from diptych.serving.answers.grammar.grammar_checker import GrammarChecker, is_installed
+from diptych.serving.answers.grammar.grammar_checker import GrammarChecker, TriedGrammar, is_installed
 from diptych.serving.answers.grammar.grammar_text import Grammar
 from diptych.serving.answers.stream_journal import StreamJournal, StreamRecord, replay
 from diptych.serving.answers.tokenizer import Tokenizer
@@ -160,8 +160,9 @@ class AsyncLLM(ServedFleet):
         decode = partial(self.tokenizer.decode, skip_special_tokens=skip_special_tokens, param=param)
         return await self._compute(lambda: [decode(prompt) for prompt in prompts], sum(map(len, prompts)))
 
-    async def try_grammar(self, grammar: Grammar) -> str:
-        """A grammar as SamplingParams take it, when it compiles in time. Raises InvalidRequestError."""
+    async def try_grammar(self, grammar: Grammar) -> TriedGrammar:
+        """A grammar whose text SamplingParams take, when it compiles in time. Raises InvalidRequestError or
+        UnavailableError."""
         if not is_installed():
             raise InvalidRequestError(
                 f"{grammar.param} needs llguidance: pip install '.[structured]' in the checkout",

@@ -189,6 +189,7 @@ class Generation:
         "_unread_since_ns",
         "_waiter",
         "count_unsent",
+        "not_enforced",
         "num_open",
         "on_new",
         "request_id",
@@ -200,6 +201,7 @@ class Generation:
         self.request_id = request_id
         self.streams = list(streams)
         self.num_open = len(self.streams)
+        self.not_enforced: Sequence[str] = ()  # paths of keywords in schemas of the request
         self._dirty: list[AnswerStream] = []
         self._error: Exception | None = None
         self.unread_ns = 0  # how long deltas waited for a reader that was busy (with a client that does not read)

@@ -17,6 +17,7 @@ from pydantic.json_schema import models_json_schema
 
 from diptych import __version__, compiled_modules
 from diptych.control.errors import InvalidRequestError
+from diptych.serving.answers.grammar.grammar_checker import NO_GRAMMAR
 from diptych.serving.answers.grammar.grammar_text import GrammarWriter
 from diptych.serving.answers.stream_journal import StreamHead, StreamRecord
 from diptych.serving.api import error_responses as errors
@@ -121,9 +122,9 @@ class Service:
         if wants_structure(body):
             grammars = GrammarWriter(llm.tokenizer.special_token_ids)
             grammar = await asyncio.to_thread(wanted_grammar, body, grammars)
-        text = "" if grammar is None else await llm.try_grammar(grammar)
+        tried = NO_GRAMMAR if grammar is None else await llm.try_grammar(grammar)
         scored = body.logprobs if body.echo and body.logprobs is not None else None
-        sampling = sampling_of(body, max_tokens, body.logprobs, scored, text)
+        sampling = sampling_of(body, max_tokens, body.logprobs, scored, tried.text)
         if body.echo and not texts:
             for prompt in prompts:
                 check_prompt(prompt, sampling, ready)
@@ -136,6 +137,7 @@ class Service:
             shown=shown_tokens(llm.tokenizer, body),
             resumed=resumed,
         )
+        generation.not_enforced = tried.left_out
         created = int(time.time()) if resumed is None else resumed.head.created
         context = ReplyContext(generation, body, llm.tokenizer, self.model_name, created)
         writer = self._recorded(CompletionWriter(context, body, texts), context, body, ("cmpl", tenant), resumed)

@@ -11,6 +11,7 @@ from typing import Any
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.answers.answer_stream import Generation
+from diptych.serving.answers.grammar.grammar_checker import NO_GRAMMAR
 from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter, Thinking
 from diptych.serving.answers.response.response_parser import ResponseParser
 from diptych.serving.answers.response.response_template import ResponseTemplate
@@ -63,9 +64,9 @@ async def start_chat(
     wants_form = tools is not None or wants_structure(body)  # large schemas take long to write
     parser = parsers[0] if parsers else None
     grammar = await asyncio.to_thread(_grammar, body, llm.tokenizer, tools, parser) if wants_form else None
-    text = "" if grammar is None else await llm.try_grammar(grammar)
+    tried = NO_GRAMMAR if grammar is None else await llm.try_grammar(grammar)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = sampling_of(body, max_tokens_of(body, len(prompt), ready), logprobs, grammar=text)
+    sampling = sampling_of(body, max_tokens_of(body, len(prompt), ready), logprobs, grammar=tried.text)
     if body.thinking_token_budget is not None:
         sampling = replace(sampling, **_budget(body.thinking_token_budget, llm.tokenizer, parser))
     if body.prediction is not None:
@@ -74,6 +75,7 @@ async def start_chat(
     request_id = f"{id_prefix}{uuid.uuid4().hex}" if resumed is None else resumed.stream_id
     generation = llm.submit([prompt], sampling, request_id, options_of(body, tenant), shown=shown, resumed=resumed)
     created = int(time.time()) if resumed is None else resumed.head.created
+    generation.not_enforced = tried.left_out
     context = ReplyContext(generation, body, llm.tokenizer, model_name, created)
     return StartedChat(generation, AnswerReader(parsers), context, template.id_length if template is not None else 0)
 
@@ -119,11 +121,11 @@ def _grammar(
             code="unsupported",
         )
     if tools.must_call:
-        return writer.calls(template.calls, tools.callable_schemas, tools.max_calls)
+        return writer.calls(template.calls, tools.callable_schemas, tools.max_calls, tools.strict)
     if wanted is not None:
         if wanted.foreign:
             return wanted
-        return wanted.otherwise(writer.calls(template.calls, tools.schemas, tools.max_calls))
+        return wanted.otherwise(writer.calls(template.calls, tools.schemas, tools.max_calls, tools.strict))
     return writer.text_with_calls(template.calls, tools.enforced_schemas)
 
 

@@ -1,4 +1,4 @@
-"""Headers of every reply: the id of the request, and the fields of its body that were ignored.
+"""Headers of every reply: the id of the request, and what was ignored: fields of its body, and keywords of its schemas.
 
 A client may give an id (X-Request-Id: up to 128 letters, digits and ._:-); it comes back, and is in the access log
 beside the id that the reply has in its body, in the timeline and in recordings. Without one, the two are the same.
@@ -6,21 +6,23 @@ beside the id that the reply has in its body, in the timeline and in recordings.
 
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-REQUEST_ID, IGNORED = b"x-request-id", b"x-ignored-fields"
+REQUEST_ID, IGNORED, NOT_ENFORCED = b"x-request-id", b"x-ignored-fields", b"x-diptych-not-enforced"
 ANTHROPIC_ID, ANTHROPIC_PATH = b"request-id", "/v1/messages"  # where Anthropic's clients look for the same
-MAX_IGNORED = 20  # fields that are named
+MAX_IGNORED = 20  # fields or keywords that are named
+MAX_PATH = 200  # characters of the path of a keyword
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _FIELD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class ReplyHeaders:
     """Adds the headers to each reply. ``scope["state"]`` has ``request_id`` from the start; a route may set
-    ``reply_id`` and ``ignored_fields`` before it replies."""
+    ``reply_id``, ``generation`` and ``ignored_fields`` before it replies."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -42,6 +44,9 @@ class ReplyHeaders:
                     headers.append((ANTHROPIC_ID, request_id.encode()))
                 if ignored := state.get("ignored_fields"):
                     headers.append((IGNORED, shown(ignored).encode()))
+                generation = state.get("generation")
+                if generation is not None and generation.not_enforced:
+                    headers.append((NOT_ENFORCED, shown_paths(generation.not_enforced).encode()))
                 message = {**message, "headers": [*message.get("headers", ()), *headers]}
             await send(message)
 
@@ -53,3 +58,10 @@ def shown(fields: Iterable[str]) -> str:
     names = [name for name in fields if _FIELD.fullmatch(name)]
     more = [f"and {len(names) - MAX_IGNORED} more"] if len(names) > MAX_IGNORED else []
     return ", ".join(names[:MAX_IGNORED] + more)
+
+
+def shown_paths(paths: Sequence[str]) -> str:
+    """Paths of keywords for a header, percent-encoded where a character could not stand there."""
+    names = [quote(path[:MAX_PATH], safe="/$.-_~#[]()*+=") for path in paths[:MAX_IGNORED]]
+    more = [f"and {len(paths) - MAX_IGNORED} more"] if len(paths) > MAX_IGNORED else []
+    return ", ".join(names + more)

@@ -32,7 +32,9 @@ def wanted_grammar(body: GenerationBody, writer: GrammarWriter) -> Grammar | Non
     if whitespace is not None and not isinstance(whitespace, str):
         raise InvalidRequestError("structured_outputs.whitespace_pattern is no text", param="structured_outputs")
     if form == "json":
-        return writer.schema(_schema(value, param), param, whitespace)
+        described = (body.response_format or {}).get("json_schema") if param.startswith("response_format") else None
+        is_strict = not isinstance(described, dict) or described.get("strict") is not False
+        return writer.schema(_schema(value, param), param, whitespace, is_strict=is_strict)
     if form == "json_object":
         return writer.schema({"type": "object"}, param, whitespace)
     if form == "choice":

@@ -90,7 +90,7 @@ class TaggedArguments(CallArguments):
             if not texts:
                 refuse(param, "none of its values can stand in a tag")
             return " | ".join(quoted(f"{text}\n{self._end}") for text in texts)
-        conditions = _patterns(schema, param)
+        conditions = patterns_of(schema, param)
         if not conditions:
             return self._any_text()
         end = self._end.replace("/", r"\/")
@@ -220,7 +220,7 @@ def _may_be_text(schema: Mapping[str, Any]) -> bool:
     return schema.get("type") in (None, "string")
 
 
-def _patterns(schema: Mapping[str, Any], param: str) -> list[str]:
+def patterns_of(schema: Mapping[str, Any], param: str) -> list[str]:
     """Regular expressions that a text fits whole, each between slashes."""
     found = []
     low, high = range_of(schema, "minLength", "maxLength", param)

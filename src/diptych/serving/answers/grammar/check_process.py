@@ -1,9 +1,10 @@
 """``python -m diptych.serving.answers.grammar.check_process``: tries grammars, one at a time, in a fork of itself.
 
-A fork that takes longer than the limit is ended by its own alarm, and one that takes too much memory fails; the next
-grammar gets a new one. So no grammar holds up this process for longer than the limit, and none can harm another. A fork
-that is fine is used again: to make one takes several times as long as to compile a usual schema. Reads and writes lines
-of JSON: the first one is a CheckSettings, then a CheckRequest in and a CheckReply out (check_messages.py).
+A fork that uses a processor for longer than the limit is ended by its own alarm, and one that takes too much memory
+fails; the next grammar gets a new one. So no grammar holds up this process, and none can harm another. An end by the
+clock says that the machine is busy, and nothing of the grammar. A fork that is fine is used again: to make one takes
+several times as long as to compile a usual schema. Reads and writes lines of JSON: the first one is a CheckSettings,
+then a CheckRequest in and a CheckReply out (check_messages.py).
 """
 
 import contextlib
@@ -16,44 +17,49 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import llguidance
 import msgspec
 
+from diptych.control.errors import InvalidRequestError
 from diptych.runtime.grammar import MASK_LIMITS
 from diptych.serving.answers.grammar.check_messages import CheckReply, CheckRequest, CheckSettings
+from diptych.serving.answers.grammar.grammar_text import SCHEMA, with_schemas
 
 MEMORY_BYTES = 2 << 30  # a fork may take so much more
 KEPT_BYTES = 128 << 20  # a fork that holds so much more after a grammar is not used again
 NICENESS = 5
-SLOW_S = 0.02  # what takes longer goes on when nobody else wants the processor
-WAITS = 4  # times the limit: so long may a grammar take by the clock where others want the processor
+LOOK_S = 0.02  # so often is looked how long a grammar takes
+SLOW_S = 0.05  # of a processor: what takes longer goes on when nobody else wants the processor
 TOO_LARGE = "it takes too much memory to compile"
+TOO_BUSY = "the machine is too busy to compile it"
+NO_MEMORY = "the machine has no memory left to compile it"
 
 
 def main() -> None:
     """Serve until the end of the input."""
     os.nice(NICENESS)
+    sys.setrecursionlimit(20_000)  # schemas are nested
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=CheckSettings)
     tokenizer = llguidance.LLTokenizer(
         settings.tokenizer, n_vocab=settings.vocab_size, eos_token=settings.eos_token_ids or None
     )
     settings.tokenizer = ""
     gc.freeze()
-    fork = Fork(tokenizer, settings.limit_s)
+    fork = Fork(tokenizer, settings)
     _write(CheckReply(""))
     for line in sys.stdin.buffer:
         reply = fork.check(line)
         if reply is None:
             fork.end()
-            fork = Fork(tokenizer, settings.limit_s)
-            reply = fork.check(line) or CheckReply(TOO_LARGE)
+            fork = Fork(tokenizer, settings)
+            reply = fork.check(line) or CheckReply(NO_MEMORY, is_busy=True)
         _write(reply)
         if not fork.is_usable:  # after the reply: the next grammar is not here yet
             fork.end()
-            fork = Fork(tokenizer, settings.limit_s)
+            fork = Fork(tokenizer, settings)
 
 
 def _write(reply: CheckReply) -> None:
@@ -64,8 +70,8 @@ def _write(reply: CheckReply) -> None:
 class Fork:
     """A copy of this process that compiles. ``end`` it when it is not usable any more."""
 
-    def __init__(self, tokenizer: llguidance.LLTokenizer, limit_s: float) -> None:
-        self._limit_s = limit_s
+    def __init__(self, tokenizer: llguidance.LLTokenizer, settings: CheckSettings) -> None:
+        self._settings = settings
         self._bytes = _used_bytes("self")
         self.is_usable = True
         requests, self._requests = os.pipe()
@@ -76,7 +82,7 @@ class Fork:
             os.close(self._replies)
             os.close(0)
             os.close(1)  # who waits for the end of these waits for the parent alone
-            _serve_fork(tokenizer, limit_s, self._bytes, requests, replies)
+            _serve_fork(tokenizer, settings.limit_s, self._bytes, requests, replies)
         os.close(requests)
         os.close(replies)
 
@@ -84,10 +90,15 @@ class Fork:
         """The reply to a line with a CheckRequest; None where somebody has killed the fork, perhaps long ago."""
         with contextlib.suppress(BrokenPipeError):
             _write_all(self._requests, line)
-        if not select.select([self._replies], [], [], SLOW_S)[0]:
-            self.is_usable = False  # the way back from a niceness is for privileged processes only
-            with contextlib.suppress(OSError):
-                _make_idle(self._pid)
+        begin_s, end_s = _processor_time_s(self._pid), time.monotonic() + self._settings.clock_limit_s
+        while not select.select([self._replies], [], [], LOOK_S)[0]:
+            if self.is_usable and _processor_time_s(self._pid) - begin_s > SLOW_S:
+                self.is_usable = False  # the way back from a niceness is for privileged processes only
+                with contextlib.suppress(OSError):
+                    _make_idle(self._pid)
+            if time.monotonic() > end_s:
+                self.is_usable = False
+                return CheckReply(TOO_BUSY, is_busy=True)
         data = b""
         while not data.endswith(b"\n") and (part := os.read(self._replies, 1 << 16)):
             data += part
@@ -98,8 +109,8 @@ class Fork:
         _, status = os.waitpid(self._pid, 0)
         self._pid = 0
         ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        if ended_by in (signal.SIGALRM, signal.SIGPROF):
-            return CheckReply(f"it takes longer than {self._limit_s * 1000:.0f} ms to compile")
+        if ended_by == signal.SIGPROF:
+            return CheckReply(f"it takes longer than {self._settings.limit_s * 1000:.0f} ms of a processor to compile")
         return None if ended_by == signal.SIGKILL else CheckReply(TOO_LARGE)
 
     def end(self) -> None:
@@ -116,7 +127,6 @@ def _serve_fork(
 ) -> NoReturn:
     status = 1
     try:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         if used_bytes:
             most = used_bytes + MEMORY_BYTES
@@ -124,10 +134,8 @@ def _serve_fork(
         with os.fdopen(requests, "rb") as lines:
             for line in lines:
                 signal.setitimer(signal.ITIMER_PROF, limit_s)
-                signal.setitimer(signal.ITIMER_REAL, limit_s * WAITS)
                 reply = check(tokenizer, msgspec.json.decode(line, type=CheckRequest))
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                signal.setitimer(signal.ITIMER_REAL, 0)
                 _write_all(replies, msgspec.json.encode(reply) + b"\n")
         status = 0
     finally:
@@ -140,6 +148,15 @@ def _make_idle(process: int) -> None:
         os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
     else:
         os.setpriority(os.PRIO_PROCESS, process, 19)
+
+
+def _processor_time_s(process: int) -> float:
+    """That a process has used; where that cannot be known, the clock."""
+    try:
+        with open(f"/proc/{process}/schedstat") as schedstat:
+            return int(schedstat.read().split()[0]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return time.monotonic()
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -158,20 +175,29 @@ def _used_bytes(process: str) -> int:
 
 def check(tokenizer: llguidance.LLTokenizer, request: CheckRequest) -> CheckReply:
     """Compile a grammar and compute its first mask, as a worker will."""
-    start = time.perf_counter()
+    start = time.process_time()
+    left_out: list[str] = []
     text = request.text
     if request.is_foreign:
         try:
             text = llguidance.grammar_from("grammar", text)
         except (ValueError, RecursionError) as refusal:
             return CheckReply(str(refusal)[:1000])
-    error = _error_of(tokenizer, text)
+        error = _error_of(tokenizer, text)
+    else:
+        try:
+            text, left_out = with_schemas(request.text)
+            error = _error_of(tokenizer, text)
+            if error and SCHEMA in request.text:  # perhaps a regular expression that it does not know
+                text, left_out = with_schemas(request.text, partial(_schema_error, tokenizer))
+                error = _error_of(tokenizer, text)
+        except InvalidRequestError as refusal:
+            return CheckReply(refusal.message.removeprefix(f"{refusal.param}: "), refusal.param or "")
+        except Exception as failure:  # of ours; without it, the end of the fork would be taken for a lack of memory
+            return CheckReply(f"the schema cannot be read ({type(failure).__name__})")
     if error:
-        for param, schema in request.schemas:
-            if path := _wrong_part(tokenizer, schema):
-                return CheckReply(_first_line(path[1]), ".".join((param, *path[0])))
         return CheckReply(_first_line(error))
-    return CheckReply("", text=text, compile_s=time.perf_counter() - start)
+    return CheckReply("", text=text, left_out=left_out, compile_s=time.process_time() - start)
 
 
 def _error_of(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
@@ -181,49 +207,14 @@ def _error_of(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
     return matcher.get_error() if matcher.is_error() else ""
 
 
+def _schema_error(tokenizer: llguidance.LLTokenizer, schema: Any) -> str:
+    return _error_of(tokenizer, "start: %json " + json.dumps(schema) + "\n")
+
+
 def _first_line(error: str) -> str:
     """What the compiler says, without the place in the text that we wrote."""
     said = " ".join(error.split("<state>")[0].split(" 1 | ")[0].split())
     return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", said)[:500]
-
-
-def _wrong_part(tokenizer: llguidance.LLTokenizer, schema: Any) -> tuple[list[str], str] | None:
-    """The path of the innermost part of a schema that does not compile by itself, and why."""
-    root = schema if isinstance(schema, dict) else {}
-    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    error = _schema_error(tokenizer, schema, {})
-    if not error:
-        return None
-    path: list[str] = []
-    while True:
-        for inner_path, part in _parts(schema):
-            if inner := _schema_error(tokenizer, part, shared):
-                path, schema, error = [*path, *inner_path], part, inner
-                break
-        else:
-            return path, error
-
-
-def _schema_error(tokenizer: llguidance.LLTokenizer, schema: Any, shared: dict[str, Any]) -> str:
-    if not isinstance(schema, dict | bool):
-        return "it is no schema"
-    whole = {**shared, **schema} if isinstance(schema, dict) else schema
-    return _error_of(tokenizer, "start: %json " + json.dumps(whole) + "\n") if whole is not True else ""
-
-
-def _parts(schema: Any) -> Iterator[tuple[list[str], Any]]:
-    """The schemas directly within a schema."""
-    if not isinstance(schema, dict):
-        return
-    for key in ("$defs", "definitions", "properties", "patternProperties"):
-        if isinstance(schema.get(key), dict):
-            yield from (([key, name], part) for name, part in schema[key].items())
-    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        if isinstance(schema.get(key), list):
-            yield from (([key, str(number)], part) for number, part in enumerate(schema[key]))
-    for key in ("items", "additionalProperties", "contains", "if", "then", "else"):
-        if isinstance(schema.get(key), dict):
-            yield [key], schema[key]
 
 
 if __name__ == "__main__":

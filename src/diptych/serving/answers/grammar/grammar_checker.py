@@ -1,6 +1,7 @@
 """Tries grammars in a process of their own before a request is sent to a worker: see check_process.py.
 
-The process begins with the first grammar and holds the tokenizer. Grammars that were tried are known by their text.
+The process begins with the first grammar and holds the tokenizer. Grammars that were tried are known by their text;
+where the machine had no time for one, nothing is known of it.
 """
 
 import asyncio
@@ -8,6 +9,8 @@ import importlib.util
 import logging
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,12 +20,26 @@ from diptych.serving.answers.grammar.grammar_text import Grammar
 
 logger = logging.getLogger(__name__)
 
-COMPILE_LIMIT_S = 0.5
+COMPILE_LIMIT_S = 0.5  # of a processor
+CLOCK_LIMIT_S = 6.0  # where others want the processors
+RETRY_AFTER_S = 5.0  # where the machine has no time
 MAX_KNOWN = 512
 MAX_KNOWN_BYTES = 1 << 16  # longer grammars are tried each time
 MAX_WAITING = 64
 START_LIMIT_S = 30.0
+REPLY_LIMIT_S = 20.0  # by the clock, which is more than the process takes for one grammar
 LINE_BYTES = 1 << 28
+
+
+class TriedGrammar(NamedTuple):
+    """A grammar as a worker takes it, the paths of what it does not enforce, and the processor time that it took."""
+
+    text: str
+    left_out: Sequence[str] = ()
+    compile_s: float = 0.0
+
+
+NO_GRAMMAR = TriedGrammar("")
 
 
 def is_installed() -> bool:
@@ -34,14 +51,15 @@ class GrammarChecker:
     """The grammars of one tokenizer. ``check`` returns what a worker is given; ``close`` ends the process."""
 
     def __init__(self, tokenizer_json: str, eos_token_ids: list[int], vocab_size: int) -> None:
-        self._settings = CheckSettings(tokenizer_json, eos_token_ids, vocab_size, COMPILE_LIMIT_S)
+        self._settings = CheckSettings(tokenizer_json, eos_token_ids, vocab_size, COMPILE_LIMIT_S, CLOCK_LIMIT_S)
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         self._known: OrderedDict[str, CheckReply] = OrderedDict()
 
-    async def check(self, grammar: Grammar) -> str:
-        """The grammar in Lark. Raises InvalidRequestError that names the field, with the path in a schema."""
+    async def check(self, grammar: Grammar) -> TriedGrammar:
+        """The grammar in Lark. Raises InvalidRequestError that names the field, with the path in a schema, and
+        UnavailableError where the machine is too busy."""
         reply = self._known.get(grammar.text)
         if reply is None:
             if self._num_waiting >= MAX_WAITING:
@@ -52,6 +70,10 @@ class GrammarChecker:
                     reply = self._known.get(grammar.text) or await self._ask(grammar)
             finally:
                 self._num_waiting -= 1
+            if reply.is_busy:
+                error = UnavailableError(f"{grammar.param}: {reply.error}", code="grammar_timeout")
+                error.retry_after_s = RETRY_AFTER_S
+                raise error
             if len(grammar.text) <= MAX_KNOWN_BYTES:
                 self._known[grammar.text] = reply
             while len(self._known) > MAX_KNOWN:
@@ -61,7 +83,7 @@ class GrammarChecker:
         if reply.error:
             param = reply.param or grammar.param
             raise InvalidRequestError(f"{param}: {reply.error}", param=param, code="invalid_grammar")
-        return reply.text
+        return TriedGrammar(reply.text, (*grammar.left_out, *reply.left_out), reply.compile_s)
 
     async def _ask(self, grammar: Grammar) -> CheckReply:
         """A process that was killed is started again, once."""
@@ -71,12 +93,12 @@ class GrammarChecker:
             return await self._ask_once(grammar)
 
     async def _ask_once(self, grammar: Grammar) -> CheckReply:
-        request = CheckRequest(grammar.text, list(grammar.schemas), bool(grammar.foreign))
+        request = CheckRequest(grammar.text, bool(grammar.foreign))
         try:
             process = self._process = self._process or await self._start()
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(request) + b"\n")
-            return await self._reply(process, COMPILE_LIMIT_S + 10)
+            return await self._reply(process, REPLY_LIMIT_S)
         except BaseException:
             self._kill()  # the reply to this grammar would be taken for that to the next
             raise

@@ -6,40 +6,43 @@ certain without the model.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from keyword import iskeyword
 from typing import Any
 
 from diptych.control.errors import InvalidRequestError
-from diptych.serving.answers.grammar.call_arguments import PythonArguments, TaggedArguments, quoted
+from diptych.serving.answers.grammar.call_arguments import CallArguments, PythonArguments, TaggedArguments, quoted
 from diptych.serving.answers.grammar.schema_parts import Schema, refuse
+from diptych.serving.answers.grammar.schema_rewriting import Check, SchemaRefusedError, rewrite
 from diptych.serving.answers.response.response_template import CallForm
 
 MAX_GRAMMAR_BYTES = 1 << 17  # to write a longer one would hold up the other streams of the front end
 MAX_DEPTH = 100  # of a schema
 MAX_PARTS = 10_000  # of a schema: values, at any depth
-_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SCHEMA = "%schema "  # in a rule: a schema that is yet to be written as the compiler takes it, on one line of JSON
 _ARGUMENTS = {"tags": TaggedArguments, "python": PythonArguments}
 _ANY_TEXT = r"/(?s:.*)/"
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar. rule: what the answer is; rules: those that it names. schemas: in it, with the fields of the request
-    that they came from. start: of the text, in which ``answer`` is a name. foreign: the client's own text instead, in
-    Lark or GBNF."""
+    """A grammar. rule: what the answer is; rules: those that it names. start: of the text, in which ``answer`` is a
+    name. foreign: the client's own text instead, in Lark or GBNF. left_out: paths of keywords that are not enforced, as
+    far as that is known before it is tried."""
 
     rule: str
     rules: str = ""
-    schemas: tuple[tuple[str, Schema], ...] = ()
     param: str = "response_format"
     start: str = "start: answer\n"
     foreign: str = ""
+    left_out: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        """In Lark, or as the client wrote it. Raises InvalidRequestError for one that is too long."""
+        """In Lark, with schemas as clients wrote them (see SCHEMA), or the client's own. Raises InvalidRequestError for
+        one that is too long."""
         text = self.foreign or f"{self.start}answer: {self.rule}\n{self.rules}"
         if len(text) > MAX_GRAMMAR_BYTES:
             raise InvalidRequestError(
@@ -50,7 +53,7 @@ class Grammar:
     def otherwise(self, other: "Grammar") -> "Grammar":
         """Answers of this grammar or of the other one. The names of their rules differ."""
         rule, rules = f"{self.rule} | {other.rule}", self.rules + other.rules
-        return Grammar(rule, rules, self.schemas + other.schemas, self.param, self.start)
+        return Grammar(rule, rules, self.param, self.start, left_out=self.left_out + other.left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +72,41 @@ class GrammarWriter:
         self._special_tokens = special_tokens
         self._thinking = thinking
 
-    def schema(self, schema: Schema, param: str, whitespace: str | None = None) -> Grammar:
-        """Values of a JSON schema. whitespace: a regular expression for what may stand between its parts."""
-        rules = f"value: {json_rule(schema, param, whitespace)}\n"
-        return Grammar("value", rules, ((param, schema),), param, self._start())
+    def schema(self, schema: Schema, param: str, whitespace: str | None = None, *, is_strict: bool = True) -> Grammar:
+        """Values of a JSON schema. whitespace: a regular expression for what may stand between its parts. is_strict:
+        what cannot be enforced is refused, and not left out."""
+        rules = f"value: {json_rule(schema, param, whitespace, is_strict=is_strict)}\n"
+        return Grammar("value", rules, param, self._start())
 
     def regex(self, pattern: str, param: str) -> Grammar:
         """Texts that a regular expression matches whole."""
-        return Grammar("VALUE", f"VALUE: /{_without_slashes(pattern)}/\n", (), param, self._start())
+        return Grammar("VALUE", f"VALUE: /{_without_slashes(pattern)}/\n", param, self._start())
 
     def choice(self, choices: Sequence[str], param: str) -> Grammar:
         """One of these texts."""
-        return Grammar("value", "value: " + " | ".join(map(quoted, choices)) + "\n", (), param, self._start())
+        return Grammar("value", "value: " + " | ".join(map(quoted, choices)) + "\n", param, self._start())
 
-    def calls(self, form: CallForm, schemas: Mapping[str, Schema], max_calls: int | None) -> Grammar:
-        """Calls of these tools, at least one, and nothing else."""
+    def calls(
+        self,
+        form: CallForm,
+        schemas: Mapping[str, Schema],
+        max_calls: int | None,
+        strict: Collection[str] = (),
+    ) -> Grammar:
+        """Calls of these tools, at least one, and nothing else. strict: tools of whose schemas nothing is left out."""
         more = "" if max_calls == 1 or form.separator is None else f" ({self.text(form.separator)} call)*"
         rule = f"{self.text(form.first)} call{more} {self.text(form.last)}"
-        rules = "\n".join(self._call_rules(form, schemas)) + "\n"
-        return Grammar(rule, rules, _arguments_of(schemas), "tools", self._start())
+        rules, left_out = self._call_rules(form, schemas, strict)
+        return Grammar(rule, "\n".join(rules) + "\n", "tools", self._start(), left_out=left_out)
 
     def text_with_calls(self, form: CallForm, schemas: Mapping[str, Schema]) -> Grammar:
-        """Text, in which calls of these tools follow their schemas."""
+        """Text, in which calls of these tools follow their schemas, of which nothing is left out."""
         if form.is_whole:
-            free = Grammar(
-                "FREE", rf"FREE: /[^\s{re.escape((form.first or form.begin)[0])}](?s:.*)/" + "\n", (), "tools"
-            )
-            return self.calls(form, schemas, None).otherwise(free)
+            free = Grammar("FREE", rf"FREE: /[^\s{re.escape((form.first or form.begin)[0])}](?s:.*)/" + "\n", "tools")
+            return self.calls(form, schemas, None, schemas).otherwise(free)
         mark = form.first or form.begin.split("\n")[0].split("{")[0]
         token = self._special_tokens.get(mark)
-        rules = self._call_rules(form, schemas)
+        rules, _ = self._call_rules(form, schemas, schemas)
         if form.first:
             body = f"call ({self.text(form.separator or '')} call)* {self.text(form.last)}"
         else:
@@ -108,7 +116,7 @@ class GrammarWriter:
         marked = "" if token is not None else f"\nmarked[lazy]: TEXT {quoted(mark)}"
         free_text = f"{_ANY_TEXT} & ~/(?s:.*){form.twin}(?s:.*)/" if form.twin else _ANY_TEXT
         text = f"tag: {opening} {body}{marked}\nTEXT: {free_text}\n" + "\n".join(rules) + "\n"
-        return Grammar("(tag)* TEXT", text, _arguments_of(schemas), "tools")
+        return Grammar("(tag)* TEXT", text, "tools")
 
     def text(self, text: str) -> str:
         """A fixed text in Lark; special tokens by their ids."""
@@ -124,26 +132,29 @@ class GrammarWriter:
             if piece
         )
 
-    def _call_rules(self, form: CallForm, schemas: Mapping[str, Schema]) -> list[str]:
+    def _call_rules(
+        self, form: CallForm, schemas: Mapping[str, Schema], strict: Collection[str]
+    ) -> tuple[list[str], tuple[str, ...]]:
+        """The rules, and what of the schemas is left out."""
         rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(schemas)))]
         others = _ARGUMENTS.get(form.arguments, PythonArguments)()
+        left_out: list[str] = []
         for number, (name, schema) in enumerate(schemas.items()):
-            written = json.dumps(name) if form.quotes_name else name
+            written, param = json.dumps(name) if form.quotes_name else name, f"tools.{number}.function.parameters"
             arguments = {"type": "object", **schema} if isinstance(schema, Mapping) else {"type": "object"}
             rules.append(
                 f"call_{number}: {self.text(form.begin)} {self.text(written + form.between)} "
                 f"arguments_{number} {self.text(form.end)}"
             )
             if form.arguments == "json":
-                rules.append(f"arguments_{number}: {json_rule(arguments, _arguments_param(number))}")
+                rules.append(f"arguments_{number}: {json_rule(arguments, param, is_strict=name in strict)}")
                 continue
             if form.arguments == "python" and not all(
                 part.isidentifier() and not iskeyword(part) for part in name.split(".")
             ):
                 refuse(f"tools.{number}.function.name", f"{name!r} is no name in Python")
-            check_size(arguments, _arguments_param(number))
-            others.add(f"arguments_{number}", arguments, _arguments_param(number))
-        return rules + [f"{name}: {right}" for name, right in others.rules.items()]
+            left_out += add_arguments(others, f"arguments_{number}", arguments, param, form.arguments, name in strict)
+        return rules + [f"{name}: {right}" for name, right in others.rules.items()], tuple(left_out)
 
     def _start(self) -> str:
         """The beginning of a grammar: reasoning comes first where the model does so."""
@@ -159,14 +170,71 @@ class GrammarWriter:
         return start + f"thinking: {'' if thinking.is_open else begin} {thought}\n"
 
 
-def json_rule(schema: Schema, param: str, whitespace: str | None = None) -> str:
+def json_rule(schema: Schema, param: str, whitespace: str | None = None, *, is_strict: bool = True) -> str:
     """The right side of a rule for values of a schema. Raises InvalidRequestError for one that is too deep."""
     check_size(schema, param)
-    options: dict[str, Any] = dict(_SEPARATORS)
+    options: dict[str, Any] = dict(SEPARATORS)
     if whitespace is not None:
         options = {"whitespace_pattern": whitespace}
-    as_object = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
-    return "%json " + json.dumps({**as_object, "x-guidance": options}, ensure_ascii=False)
+    described = {"param": param, "schema": schema, "is_strict": is_strict, "options": options}
+    return SCHEMA + json.dumps(described, ensure_ascii=False)
+
+
+def with_schemas(text: str, check: Check | None = None) -> tuple[str, list[str]]:
+    """The text of a grammar with its schemas as the compiler takes them, and the paths of what is left out of them.
+    check: see ``rewrite``. Raises InvalidRequestError for a schema that is refused."""
+    left_out: list[str] = []
+    lines = []
+    for line in text.split("\n"):
+        head, mark, described = line.partition(SCHEMA)
+        if not mark or not re.fullmatch(r"\w+: ", head):
+            lines.append(line)
+            continue
+        given = json.loads(described)
+        try:
+            written = rewrite(given["schema"], is_strict=given["is_strict"], check=check)
+        except SchemaRefusedError as refusal:
+            raise refused(refusal, given["param"]) from None
+        left_out += [".".join((given["param"], *path)) for path in written.left_out]
+        schema = {} if written.schema is True else written.schema
+        assert isinstance(schema, dict)
+        whole = json.dumps({**schema, "x-guidance": given["options"]}, ensure_ascii=False)
+        lines.append(f"{head}%json {whole}")
+    return "\n".join(lines), left_out
+
+
+def add_arguments(
+    rules: CallArguments, name: str, schema: Schema, param: str, form: str, is_strict: bool
+) -> Iterator[str]:
+    """Add the rules of arguments that are not JSON; yields what of their schema is left out. Raises
+    InvalidRequestError."""
+    check_size(schema, param)
+    try:
+        written = rewrite(schema, is_strict=is_strict, form=form)
+    except SchemaRefusedError as refusal:
+        raise refused(refusal, param) from None
+    yield from (".".join((param, *path)) for path in written.left_out)
+    whole = written.schema if isinstance(written.schema, Mapping) else {"type": "object"}
+    unions = whole.get("anyOf", ())
+    if not unions:
+        rules.add(name, whole, param)
+        return
+    shared = {key: whole[key] for key in ("$defs",) if key in whole}
+    for number, choice in enumerate(unions):
+        rules.add(f"{name}_x{number}", {**shared, **choice}, param)
+    rules.rule(name, " | ".join(f"{name}_x{number}" for number in range(len(unions))))
+
+
+def refused(refusal: SchemaRefusedError, param: str) -> InvalidRequestError:
+    """The error for a schema that is refused."""
+    path = ".".join((param, *refusal.path))
+    hint = '; with "strict": false it is left out' if refusal.can_be_weakened and takes_strict(param) else ""
+    return InvalidRequestError(f"{path}: {refusal.why}{hint}", param=path, code="invalid_grammar")
+
+
+def takes_strict(param: str) -> bool:
+    """Whether there is a field ``strict`` beside a schema."""
+    return param.startswith(("response_format", "tools", "text"))
 
 
 def check_size(schema: Any, param: str) -> None:
@@ -198,14 +266,6 @@ def _path_down(schema: Any, depth: int) -> tuple[str, ...]:
         pairs = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
         nodes += [(value, (*path, str(key))) for key, value in pairs]
     return ()
-
-
-def _arguments_of(schemas: Mapping[str, Schema]) -> tuple[tuple[str, Schema], ...]:
-    return tuple((_arguments_param(number), schema) for number, schema in enumerate(schemas.values()))
-
-
-def _arguments_param(number: int) -> str:
-    return f"tools.{number}.function.parameters"
 
 
 def _without_slashes(pattern: str) -> str:

@@ -1,7 +1,7 @@
 """JSON schemas taken apart, for grammars of values that are not written as JSON.
 
-What such a grammar cannot say is refused with its path in the request: nothing of a schema is passed over, but for
-annotations (``format`` is one, as JSON Schema has it by default).
+They are written anew before (schema_rewriting.py), for such values. What a grammar cannot say is refused with its path:
+nothing is passed over, but for annotations (``format`` is one, as JSON Schema has it by default).
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,10 @@ _KEYWORDS: dict[str, frozenset[str]] = {
     "string": frozenset(("minLength", "maxLength", "pattern")),
     "integer": _NUMBERS,
     "number": _NUMBERS,
-    "array": frozenset(("items", "minItems", "maxItems")),
-    "object": frozenset(("properties", "required", "additionalProperties")),
+    "array": frozenset(("items", "prefixItems", "minItems", "maxItems")),
+    "object": frozenset(
+        ("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties")
+    ),
     "boolean": frozenset(),
     "null": frozenset(),
 }
