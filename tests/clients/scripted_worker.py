@@ -1,0 +1,125 @@
+"""A worker process whose answers are written beforehand: the text of the prompt decides which one comes.
+
+A script belongs to the conversations that hold its marker. It is a list of tool calls and a last answer: after k
+results of tools comes call number k, after the last one the answer, in which {results} stands for what a regular
+expression finds in the results. A prompt that offers no tools is answered with TITLE, as clients ask for titles on the
+way. Every prompt and its answer go into a file, a JSON object a line.
+"""
+
+import argparse
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
+
+from fake_worker import EOS_TOKEN, VOCAB_SIZE, FakeRunner, FakeState, fake_connect
+
+from diptych.control.config import CacheConfig, EngineConfig
+from diptych.control.engine.engine_core import EngineCore
+from diptych.control.request import SamplingParams
+from diptych.control.step import StepTokens
+from diptych.serving.answers.tokenizer import Tokenizer
+from diptych.serving.link.engine_options import EngineOptions
+from diptych.serving.link.messages import Ready
+from diptych.serving.worker.load_engine import LoadedEngine
+from diptych.serving.worker.worker_loop import die_with_parent, serve
+
+MAX_MODEL_LEN = 1_000_000  # the system prompts of agents have 100 kB and more, in tokens of a small vocabulary
+NUM_BLOCKS = 2**16
+TITLE = "A title"
+TOOL_RESULT = "<|im_start|>tool\n"  # as the chat template of tool_model.py writes it
+TOOLS_OFFERED = "# Tools\n"
+
+
+@dataclass
+class ScriptedState(FakeState):
+    """One request. answer: what is left to say, in tokens; None until its first token is asked for."""
+
+    answer: list[int] | None = field(default=None)
+
+
+class ScriptedRunner(FakeRunner):
+    """An Executor that answers by scripts. scripts: by marker the calls (of a name and arguments), the answer, and the
+    regular expression for its results."""
+
+    def __init__(self, tokenizer: Tokenizer, scripts: dict[str, Any], log: Path) -> None:
+        super().__init__()
+        self._tokenizer, self._scripts, self._log = tokenizer, scripts, log
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, **more: Any
+    ) -> None:
+        """See FakeRunner."""
+        assert request_id not in self.requests, request_id
+        self.requests[request_id] = ScriptedState(list(prompt_token_ids), sampling)
+
+    def _sample(self, request_id: str, payload: StepTokens) -> bool:
+        state = self.requests[request_id]
+        assert isinstance(state, ScriptedState)
+        if state.answer is None:
+            state.answer = self._answer(state.prompt)
+        token_id = state.answer.pop(0) if state.answer else EOS_TOKEN
+        state.num_outputs += 1
+        payload.request_ids.append(request_id)
+        payload.token_ids.append(token_id)
+        return token_id == EOS_TOKEN
+
+    def _answer(self, prompt: Sequence[int]) -> list[int]:
+        text = self._tokenizer.decode(prompt, skip_special_tokens=False)
+        answer = scripted_answer(text, self._scripts)
+        with self._log.open("a") as log:
+            log.write(json.dumps({"prompt": text, "answer": answer}) + "\n")
+        return self._tokenizer.encode(answer, add_special_tokens=False)
+
+
+def scripted_answer(prompt: str, scripts: dict[str, Any]) -> str:
+    """What the script whose marker is in the prompt has for it."""
+    script = next((script for marker, script in scripts.items() if marker in prompt), None)
+    if script is None or TOOLS_OFFERED not in prompt:
+        return TITLE
+    num_results = prompt.count(TOOL_RESULT)
+    if num_results >= len(script["calls"]):
+        results = prompt.partition(TOOL_RESULT)[2]
+        return str(script["answer"]).format(results=", ".join(dict.fromkeys(re.findall(script["results"], results))))
+    return f"Step {num_results + 1}.\n<tool_call>\n{json.dumps(script['calls'][num_results])}\n</tool_call>"
+
+
+def scripted_load(scripts: Path, log: Path) -> Callable[..., LoadedEngine[ScriptedRunner]]:
+    """What ``serve`` calls instead of loading a model."""
+
+    def load(options: EngineOptions, report: Callable[..., None]) -> LoadedEngine[ScriptedRunner]:
+        cache = CacheConfig(NUM_BLOCKS, options.memory.block_size)
+        engine = EngineCore(EngineConfig(cache, options.scheduler, options.slo, MAX_MODEL_LEN))
+        runner = ScriptedRunner(Tokenizer(Path(options.model)), json.loads(scripts.read_text()), log)
+        scheduler = options.scheduler
+        capacity, waiting, seqs = engine.kv.capacity_tokens, scheduler.max_waiting, scheduler.max_num_seqs
+        ready = Ready(VOCAB_SIZE, MAX_MODEL_LEN, capacity, waiting, seqs, [EOS_TOKEN], "scripted", embedding_size=2)
+        return LoadedEngine(engine, runner, ready, None)
+
+    return load
+
+
+def scripted_command(scripts: Path, log: Path) -> tuple[str, ...]:
+    """The command line for a Supervisor."""
+    return (sys.executable, __file__, str(scripts), str(log))
+
+
+def main() -> int:
+    """As diptych.serving.worker.worker_loop.main, with the scripts."""
+    parser = argparse.ArgumentParser()
+    for name in ("scripts", "log", "directory"):
+        parser.add_argument(name, type=Path)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(arguments.directory)
+    return serve(arguments.directory, scripted_load(arguments.scripts, arguments.log), fake_connect)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
