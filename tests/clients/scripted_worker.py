@@ -35,6 +35,8 @@ NUM_BLOCKS = 2**16
 TITLE = "A title"
 TOOL_RESULT = "<|im_start|>tool\n"  # as the chat template of tool_model.py writes it
 TOOLS_OFFERED = "# Tools\n"
+REASONING_BEGUN = "<think>\n"  # at the end of a prompt whose request asks for reasoning
+REASONING = "The script says what comes next.\n</think>\n\n"
 
 
 @dataclass
@@ -73,6 +75,8 @@ class ScriptedRunner(FakeRunner):
     def _answer(self, prompt: Sequence[int]) -> list[int]:
         text = self._tokenizer.decode(prompt, skip_special_tokens=False)
         answer = scripted_answer(text, self._scripts)
+        if text.endswith(REASONING_BEGUN):
+            answer = REASONING + answer
         with self._log.open("a") as log:
             log.write(json.dumps({"prompt": text, "answer": answer}) + "\n")
         return self._tokenizer.encode(answer, add_special_tokens=False)
