@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from scripted_server import API_KEY, MODEL_NAME
-from scripted_worker import TOOL_RESULT
+from scripted_worker import TOOLS_OFFERED, written_call
 from servers import running
 from tool_model import tool_model
 
@@ -29,6 +29,7 @@ MODULES = HERE / "node_modules"
 WORDS = {"first.txt": "word-apricot", "second.txt": "word-quince"}
 WORD = r"word-\w+"
 ANSWER = "All is read: {results}."
+TOOL_RESULT = "<|im_start|>tool\n"  # as the chat template of tool_model.py writes it
 TIMEOUT_S = 240.0  # far more than on a machine that has nothing else to do
 NOWHERE = "http://127.0.0.1:9"  # a proxy that nothing listens at
 
@@ -37,14 +38,16 @@ NOWHERE = "http://127.0.0.1:9"  # a proxy that nothing listens at
 class Agent:
     """A client with tools of its own. packages: the first one's version is that of the agent. calls: what its script
     lets it call, from the folder that it works in. command: from the server's address and the prompt. settings: what it
-    finds in its environment. files: in its home, from the server's address."""
+    finds in its environment. files: in its home, from the server's address. answer_tool: a tool with which it wants its
+    answer, in an argument "answer"; most want none."""
 
     name: str
     packages: tuple[str, ...]
     calls: Callable[[Path], Sequence[tuple[str, Mapping[str, Any]]]]
     command: Callable[[str], Sequence[str]]
     settings: Callable[[str], Mapping[str, str]] = lambda url: {}
-    files: Callable[[str], Mapping[str, str]] = field(default=lambda url: {})
+    files: Callable[[str], Mapping[str, str]] = lambda url: {}
+    answer_tool: str = ""
 
     @property
     def marker(self) -> str:
@@ -55,6 +58,11 @@ class Agent:
     def prompt(self) -> str:
         """What its user types."""
         return f"{self.marker} Which words are in the files?"
+
+    @property
+    def answer(self) -> str:
+        """What the model says in the end; see scripted_worker.py."""
+        return written_call({"name": self.answer_tool, "arguments": {"answer": ANSWER}}) if self.answer_tool else ANSWER
 
     @property
     def version(self) -> str:
@@ -206,7 +214,7 @@ class AgentServer:
     def prompts(self, agent: Agent) -> list[str]:
         """What the model was given of an agent's conversation, but for requests that offer no tools."""
         found = [entry["prompt"] for entry in self._entries("prompts.jsonl")]
-        return [prompt for prompt in found if agent.marker in prompt and "# Tools\n" in prompt]
+        return [prompt for prompt in found if agent.marker in prompt and TOOLS_OFFERED in prompt]
 
     def requests(self, agent: Agent) -> list[dict[str, Any]]:
         """The requests of its conversation, each with its reply."""
@@ -229,7 +237,7 @@ def agent_server(folder: Path, agents: Sequence[Agent]) -> Iterator[AgentServer]
         for name, word in WORDS.items():
             (workspace / name).write_text(f"The word here is {word}\n")
         calls = [{"name": name, "arguments": arguments} for name, arguments in agent.calls(workspace)]
-        scripts[agent.marker] = {"calls": calls, "answer": ANSWER, "results": WORD}
+        scripts[agent.marker] = {"calls": calls, "answer": agent.answer, "results": WORD}
     (folder / "scripts.json").write_text(json.dumps(scripts))
     command = (sys.executable, str(HERE / "scripted_server.py"), str(folder))
     with running(command, folder / "server.log") as process:
@@ -265,7 +273,7 @@ def run_agent(server: AgentServer, agent: Agent) -> "subprocess.CompletedProcess
 
 def expected_answer() -> str:
     """What an agent says whose history held the results of all its calls."""
-    return ANSWER.format(results=", ".join(WORDS.values()))
+    return ANSWER.replace("{results}", ", ".join(WORDS.values()))
 
 
 def words_of_results(prompt: str) -> list[str]:

@@ -1,9 +1,9 @@
 """A worker process whose answers are written beforehand: the text of the prompt decides which one comes.
 
-A script belongs to the conversations that hold its marker. It is a list of tool calls and a last answer: after k
-results of tools comes call number k, after the last one the answer, in which {results} stands for what a regular
-expression finds in the results. A prompt that offers no tools is answered with TITLE, as clients ask for titles on the
-way. Every prompt and its answer go into a file, a JSON object a line.
+A script belongs to the conversations that hold its marker. It is a list of tool calls, a regular expression for what
+their results bring, and a last answer: while k different matches are in the prompt, call number k comes, then the answer,
+in which {results} stands for all matches. A prompt that offers no tools is answered with TITLE, as clients ask for titles
+on the way. Every prompt and its answer go into a file, a JSON object a line.
 """
 
 import argparse
@@ -33,7 +33,6 @@ from diptych.serving.worker.worker_loop import die_with_parent, serve
 MAX_MODEL_LEN = 1_000_000  # the system prompts of agents have 100 kB and more, in tokens of a small vocabulary
 NUM_BLOCKS = 2**16
 TITLE = "A title"
-TOOL_RESULT = "<|im_start|>tool\n"  # as the chat template of tool_model.py writes it
 TOOLS_OFFERED = "# Tools\n"
 REASONING_BEGUN = "<think>\n"  # at the end of a prompt whose request asks for reasoning
 REASONING = "The script says what comes next.\n</think>\n\n"
@@ -87,11 +86,15 @@ def scripted_answer(prompt: str, scripts: dict[str, Any]) -> str:
     script = next((script for marker, script in scripts.items() if marker in prompt), None)
     if script is None or TOOLS_OFFERED not in prompt:
         return TITLE
-    num_results = prompt.count(TOOL_RESULT)
-    if num_results >= len(script["calls"]):
-        results = prompt.partition(TOOL_RESULT)[2]
-        return str(script["answer"]).format(results=", ".join(dict.fromkeys(re.findall(script["results"], results))))
-    return f"Step {num_results + 1}.\n<tool_call>\n{json.dumps(script['calls'][num_results])}\n</tool_call>"
+    results = dict.fromkeys(re.findall(script["results"], prompt))
+    if len(results) >= len(script["calls"]):
+        return str(script["answer"]).replace("{results}", ", ".join(results))
+    return f"Step {len(results) + 1}.\n{written_call(script['calls'][len(results)])}"
+
+
+def written_call(call: Any) -> str:
+    """A call of a tool as the model of tool_model.py writes it."""
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
 def scripted_load(scripts: Path, log: Path) -> Callable[..., LoadedEngine[ScriptedRunner]]:
