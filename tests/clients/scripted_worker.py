@@ -1,9 +1,9 @@
 """A worker process whose answers are written beforehand: the text of the prompt decides which one comes.
 
 A script belongs to the conversations that hold its marker. It is a list of tool calls, a regular expression for what
-their results bring, and a last answer: while k different matches are in the prompt, call number k comes, then the answer,
-in which {results} stands for all matches. A prompt that offers no tools is answered with TITLE, as clients ask for titles
-on the way. Every prompt and its answer go into a file, a JSON object a line.
+their results bring, and a last answer: while k different matches are in the prompt, call number k comes, then the
+answer, in which {results} stands for all matches. A prompt that offers no tools is answered with TITLE, as clients ask
+for titles on the way. Every prompt and its answer go into a file, a JSON object a line.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 from fake_worker import EOS_TOKEN, VOCAB_SIZE, FakeRunner, FakeState, fake_connect
 
 from diptych.control.config import CacheConfig, EngineConfig
+from diptych.control.constraint import TokenConstraint
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.request import SamplingParams
 from diptych.control.step import StepTokens
+from diptych.runtime.grammar import Grammars
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.messages import Ready
@@ -40,9 +42,11 @@ REASONING = "The script says what comes next.\n</think>\n\n"
 
 @dataclass
 class ScriptedState(FakeState):
-    """One request. answer: what is left to say, in tokens; None until its first token is asked for."""
+    """One request. answer: what is left to say, in tokens; None until its first token is asked for. constraint: what it
+    must obey, if anything."""
 
-    answer: list[int] | None = field(default=None)
+    answer: list[int] | None = None
+    constraint: TokenConstraint | None = None
 
 
 class ScriptedRunner(FakeRunner):
@@ -54,11 +58,17 @@ class ScriptedRunner(FakeRunner):
         self._tokenizer, self._scripts, self._log = tokenizer, scripts, log
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams, **more: Any
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        constraint: TokenConstraint | None = None,
+        **more: Any,
     ) -> None:
         """See FakeRunner."""
         assert request_id not in self.requests, request_id
-        self.requests[request_id] = ScriptedState(list(prompt_token_ids), sampling)
+        self.requests[request_id] = ScriptedState(list(prompt_token_ids), sampling, constraint=constraint)
 
     def _sample(self, request_id: str, payload: StepTokens) -> bool:
         state = self.requests[request_id]
@@ -66,6 +76,8 @@ class ScriptedRunner(FakeRunner):
         if state.answer is None:
             state.answer = self._answer(state.prompt)
         token_id = state.answer.pop(0) if state.answer else EOS_TOKEN
+        if state.constraint is not None and token_id != EOS_TOKEN:
+            state.constraint.accept([token_id])  # raises where a script breaks the grammar of a request
         state.num_outputs += 1
         payload.request_ids.append(request_id)
         payload.token_ids.append(token_id)
@@ -103,11 +115,13 @@ def scripted_load(scripts: Path, log: Path) -> Callable[..., LoadedEngine[Script
     def load(options: EngineOptions, report: Callable[..., None]) -> LoadedEngine[ScriptedRunner]:
         cache = CacheConfig(NUM_BLOCKS, options.memory.block_size)
         engine = EngineCore(EngineConfig(cache, options.scheduler, options.slo, MAX_MODEL_LEN))
-        runner = ScriptedRunner(Tokenizer(Path(options.model)), json.loads(scripts.read_text()), log)
+        tokenizer = Tokenizer(Path(options.model))
+        runner = ScriptedRunner(tokenizer, json.loads(scripts.read_text()), log)
+        grammars = Grammars(tokenizer.fast.to_str(), VOCAB_SIZE, [EOS_TOKEN])
         scheduler = options.scheduler
         capacity, waiting, seqs = engine.kv.capacity_tokens, scheduler.max_waiting, scheduler.max_num_seqs
         ready = Ready(VOCAB_SIZE, MAX_MODEL_LEN, capacity, waiting, seqs, [EOS_TOKEN], "scripted", embedding_size=2)
-        return LoadedEngine(engine, runner, ready, None)
+        return LoadedEngine(engine, runner, ready, grammars=grammars)
 
     return load
 
