@@ -121,7 +121,7 @@ def row_of(server: AgentServer, agent: Agent, version: str) -> Mapping[str, Any]
         "agent": agent.name,
         "version": version,
         "routes": ", ".join(sorted({entry["path"] for entry in requests})),
-        "requests": len(requests),
+        "requests": len(server.prompts(agent)),
         "loop": "FAILED" if wrong else "ok",
         "seconds": round(time.monotonic() - begin, 1),
         "error": wrong,
