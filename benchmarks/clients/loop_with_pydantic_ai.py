@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import AsyncIterable
 from typing import Any
 
 import loop
@@ -24,11 +25,16 @@ def model(kind: str) -> Any:
     return {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[kind](loop.MODEL, provider=provider)
 
 
+async def read(context: Any, events: AsyncIterable[Any]) -> None:
+    """Take what streams in, as an interface would that shows it."""
+    async for _ in events:
+        pass
+
+
 async def main() -> None:
-    """By the dialect that the first argument names."""
+    """By the dialect that the first argument names. (Its run_stream would end at the first text, before the calls.)"""
     agent = Agent(model(sys.argv[1]), tools=list(loop.TOOLS.values()))
-    async with agent.run_stream(loop.PROMPT) as result:
-        print(await result.get_output())
+    print((await agent.run(loop.PROMPT, event_stream_handler=read)).output)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class ScriptedRunner(FakeRunner):
         state = self.requests[request_id]
         assert isinstance(state, ScriptedState)
         if state.answer is None:
-            state.answer = self._answer(state.prompt)
+            state.answer = self._answer(state)
         token_id = state.answer.pop(0) if state.answer else EOS_TOKEN
         if state.constraint is not None and token_id != EOS_TOKEN:
             state.constraint.accept([token_id])  # raises where a script breaks the grammar of a request
@@ -83,25 +83,29 @@ class ScriptedRunner(FakeRunner):
         payload.token_ids.append(token_id)
         return token_id == EOS_TOKEN
 
-    def _answer(self, prompt: Sequence[int]) -> list[int]:
-        text = self._tokenizer.decode(prompt, skip_special_tokens=False)
-        answer = scripted_answer(text, self._scripts)
+    def _answer(self, state: ScriptedState) -> list[int]:
+        """What the script says, in tokens; without the words before a call where a grammar allows none."""
+        text = self._tokenizer.decode(state.prompt, skip_special_tokens=False)
+        words, rest = scripted_answer(text, self._scripts)
         if text.endswith(REASONING_BEGUN):
-            answer = REASONING + answer
+            words = REASONING + words
+        answer = self._tokenizer.encode(words + rest, add_special_tokens=False)
+        if state.constraint is not None and state.constraint.count_allowed(answer) < len(answer):
+            answer = self._tokenizer.encode(rest, add_special_tokens=False)
         with self._log.open("a") as log:
-            log.write(json.dumps({"prompt": text, "answer": answer}) + "\n")
-        return self._tokenizer.encode(answer, add_special_tokens=False)
+            log.write(json.dumps({"prompt": text, "answer": self._tokenizer.decode(answer)}) + "\n")
+        return answer
 
 
-def scripted_answer(prompt: str, scripts: dict[str, Any]) -> str:
-    """What the script whose marker is in the prompt has for it."""
+def scripted_answer(prompt: str, scripts: dict[str, Any]) -> tuple[str, str]:
+    """What the script whose marker is in the prompt has for it: (words before a call, the call or the answer)."""
     script = next((script for marker, script in scripts.items() if marker in prompt), None)
     if script is None or TOOLS_OFFERED not in prompt:
-        return TITLE
+        return "", TITLE
     results = dict.fromkeys(re.findall(script["results"], prompt))
     if len(results) >= len(script["calls"]):
-        return str(script["answer"]).replace("{results}", ", ".join(results))
-    return f"Step {len(results) + 1}.\n{written_call(script['calls'][len(results)])}"
+        return "", str(script["answer"]).replace("{results}", ", ".join(results))
+    return f"Step {len(results) + 1}.\n", written_call(script["calls"][len(results)])
 
 
 def written_call(call: Any) -> str:
