@@ -41,8 +41,8 @@ MAY_IMPORT = {
     "web": {"control", "diagnosis", "length_prefix", "report", "simulation", "timeline", "workload"},
     "bundled": set(),
     "cli": {
-        "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload", "report", "search",
-        "timeline", "calibration", "child_process", "compiled_modules", "processor", "tls", "__version__",
+        "byte_size", "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload", "report",
+        "search", "timeline", "calibration", "child_process", "compiled_modules", "processor", "tls", "__version__",
     },
     "__init__": {"compiled_modules", "control", "serving"},
 }  # fmt: skip

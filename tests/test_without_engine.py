@@ -27,3 +27,10 @@ def test_the_library_says_it_when_a_model_is_made() -> None:
     result = run(code)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("computing needs torch and numpy")
+
+
+def test_models_are_described_all_the_same() -> None:
+    result = run("sys.argv = ['diptych', 'models']\nfrom diptych.cli.main import main; main()")
+    assert result.returncode == 0, result.stderr
+    assert any("stdlib-python" in line and "not here" in line for line in result.stdout.splitlines())
+    assert "computing needs torch and numpy" in result.stdout

@@ -1,6 +1,7 @@
 """Reading checkpoints: single and sharded files, every dtype, and an error that names the tensor and the file."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,28 @@ def test_a_tensor_of_an_unknown_dtype_is_named(tmp_path: Path) -> None:
     tensors["model.norm.weight"] = torch.zeros(64, dtype=torch.int64)
     with pytest.raises(UnsupportedModelError, match=r"tensor model\.norm\.weight has dtype I64; supported: BF16"):
         load(write(tmp_path, tensors))
+
+
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+
+
+@pytest.mark.skipif(
+    not OVERCOMMIT.exists() or OVERCOMMIT.read_text().strip() == "2", reason="this system reserves memory for every map"
+)
+def test_a_file_that_is_larger_than_the_memory_of_the_machine_can_be_read(tmp_path: Path) -> None:
+    size = 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    entries = {"large": (0, size), "last": (size, size + 8)}
+    header = {
+        name: {"dtype": "F32", "shape": [(end - at) // 4], "data_offsets": [at, end]}
+        for name, (at, end) in entries.items()
+    }
+    head = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + size)  # of which the disk keeps nothing
+        file.seek(0, os.SEEK_END)
+        file.write(bytes(range(8)))
+    assert bytes(SafetensorsFile(tmp_path / "model.safetensors").data("last")) == bytes(range(8))
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-5, 0.001, 0.5, 0.999])

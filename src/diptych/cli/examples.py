@@ -45,6 +45,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "diptych serve --both 0 --listen-workers 127.0.0.1:7000 --key-file KEY",
         "diptych worker --join 127.0.0.1:7000 --key-file KEY",
     ),
+    "models": ("diptych models", "diptych models MODEL", "diptych models MODEL --json"),
     "guide": ("diptych guide", "diptych guide --port 9000 --open"),
     "cache": ("diptych serve --kv-disk FOLDER --kv-disk-gb 1", "diptych cache ls FOLDER"),
     "cache ls": ("diptych cache ls FOLDER",),

@@ -22,6 +22,7 @@ from diptych.cli.bench import bench
 from diptych.cli.cache import cache
 from diptych.cli.calibrate import calibrate, replay
 from diptych.cli.command_line import Command, CommandGroup, own_command
+from diptych.cli.describe_models import models
 from diptych.cli.diagnose import diagnose
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.examples import examples
@@ -290,7 +291,7 @@ def version() -> None:
     print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
-for command in (advise, alerts, bench, calibrate, chat, diagnose, front, plan, replay, simulate, worker, guide):
+for command in (advise, alerts, bench, calibrate, chat, diagnose, front, models, plan, replay, simulate, worker, guide):
     app.command(cls=Command, epilog=examples(command.__name__))(command)
 app.add_typer(batch, name="batch", epilog=examples("batch"))
 app.add_typer(cache, name="cache", epilog=examples("cache"))

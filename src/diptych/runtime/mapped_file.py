@@ -4,9 +4,16 @@ Writes to the views stay in this process.
 """
 
 import mmap
+import platform
+import sys
 from pathlib import Path
 
 from diptych.control.errors import ConfigError
+
+# Without a reservation Linux also maps a file that is larger than the memory of the machine, of which little is touched
+# at a time. The mmap module has no name for the flag.
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
+_FLAGS = mmap.MAP_PRIVATE | _MAP_NORESERVE
 
 
 class MappedFile:
@@ -16,7 +23,7 @@ class MappedFile:
         """Raises ConfigError."""
         try:
             with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._map = mmap.mmap(file.fileno(), 0, flags=_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file", param="model") from None
         except (OSError, ValueError) as error:

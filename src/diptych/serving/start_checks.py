@@ -34,12 +34,17 @@ def check_start(options: EngineOptions, processor: Processor | None = None) -> N
 
 def check_kv_memory(kv_cache_bytes: int | None, root: Path = ROOT) -> None:
     """Raises ConfigError for a KV cache that is larger than the memory of this machine or of its container."""
-    total_bytes, limit_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limit_bytes(root)
-    is_limited = limit_bytes is not None and limit_bytes < total_bytes
-    most_bytes = min(total_bytes, limit_bytes or total_bytes)
+    most_bytes, where = most_memory(root)
     if kv_cache_bytes is not None and kv_cache_bytes > most_bytes:
-        where = "the control group of this process" if is_limited else "this machine"
         raise ConfigError(
             f"kv_cache_bytes is {kv_cache_bytes / 2**30:,.1f} GiB; {where} has {most_bytes / 2**30:,.1f} GiB of memory",
             param="kv_cache_bytes",
         )
+
+
+def most_memory(root: Path = ROOT) -> tuple[int, str]:
+    """(bytes of memory that a process can have here, what limits them)."""
+    total_bytes, limit_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limit_bytes(root)
+    if limit_bytes is not None and limit_bytes < total_bytes:
+        return limit_bytes, "the control group of this process"
+    return total_bytes, "this machine"
