@@ -85,6 +85,7 @@ def read_gguf_fields(path: Path) -> GgufFields:
     if values["num_hidden_layers"] > len(file.tensors):
         raise metadata.unsupported(keys["num_hidden_layers"], f"at most {len(file.tensors)}, the number of tensors")
     values["head_dim"] = _head_dim(file, architecture, values)
+    values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
     if not values["sliding_window"] or values["sliding_window"] >= values["max_position_embeddings"]:
         values["sliding_window"] = None  # no context is longer
     values["architectures"] = [_class_name(file, architecture, values)]
