@@ -110,10 +110,11 @@ class Llama:
 
     def __init__(self, config: LlamaConfig, load: LayerLoader) -> None:
         self.config = config
-        self.embed_tokens = load.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+        is_tied = config.tie_word_embeddings
+        self.embed_tokens = load.embedding("model.embed_tokens", config.vocab_size, config.hidden_size, is_tied=is_tied)
         self.layers = [LlamaLayer(config, load, index) for index in range(config.num_layers)]
         self.norm = load.rms_norm("model.norm", config.hidden_size, config.norm_eps)
-        self.lm_head = load.lm_head(self.embed_tokens, is_tied=config.tie_word_embeddings)
+        self.lm_head = load.lm_head(self.embed_tokens, is_tied=is_tied)
         self.native_step = load.native_step(self.layers, self.norm)
 
     @classmethod
