@@ -85,8 +85,8 @@ class Weights:
 
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors of the checkpoint are stored alike, in floating point, and hold the same values."""
-        one, two = self._stored(name), self._stored(other)
-        if (one.dtype, one.shape) != (two.dtype, two.shape) or one.format is not None:
+        first, second = self._stored(name), self._stored(other)
+        if (first.dtype, first.shape) != (second.dtype, second.shape) or first.format is not None:
             return False
         return torch.equal(self._reader.read(name), self._reader.read(other))
 

@@ -24,6 +24,7 @@ from diptych.runtime.required_packages import require_packages
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.tokenizer import Tokenizer, flatten_content
 from diptych.serving.async_llm import check_prompt, derive_seed
+from diptych.serving.embedding_recipe import read_embedding_recipe
 from diptych.serving.link.engine_options import (
     BUNDLED_MODEL,
     DeviceName,
@@ -150,13 +151,25 @@ class LLM:
         return self.generate(prompts, params, progress=progress)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", *, progress: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling | None = None,
+        *,
+        prompt_name: str | None = None,
+        progress: bool = True,
     ) -> list[list[float]]:
         """A vector of length 1 for each prompt (a text, token ids, or a list of those): the hidden state behind the
-        final norm of its last token, or the mean of those of all its tokens. Raises what ``generate`` raises."""
-        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
+        final norm of its last token, or the mean of those of all its tokens.
+
+        pooling, prompt_name: as of /v1/embeddings; None: as the model's files say. Raises what ``generate`` raises, and
+        InvalidRequestError for files that ask for more than there is here.
+        """
+        recipe, batch = read_embedding_recipe(Path(self.options.model)), _as_batch(prompts)
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=recipe.pooling(pooling))
+        before = recipe.prompt(prompt_name, recipe.pooling(pooling))
+        batch = [before + prompt if isinstance(prompt, str) else prompt for prompt in batch]
         try:
-            streams = [self._submit(prompt, params).generation.streams[0] for prompt in _as_batch(prompts)]
+            streams = [self._submit(prompt, params).generation.streams[0] for prompt in batch]
             self._run(progress)
         finally:
             self._clear()
