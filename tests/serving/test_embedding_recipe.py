@@ -17,6 +17,7 @@ from diptych.serving.link.engine_options import BUNDLED_MODEL
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.base.modules.Normalize"}
+TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
 
 
 def write(directory: Path, **files: Any) -> Path:
@@ -72,6 +73,18 @@ def test_the_pooling_is_where_the_modules_say(tmp_path: Path) -> None:
     assert read_embedding_recipe(tmp_path).pooling(None) == "last"
 
 
+def test_what_the_transformer_module_usually_says_is_taken(tmp_path: Path) -> None:
+    newer = {
+        "transformer_task": "feature-extraction",
+        "modality_config": {"text": TEXT},
+        "module_output_name": "token_embeddings",
+        "unpad_inputs": True,
+    }
+    for transformer in ({}, {"max_seq_length": 512, "do_lower_case": False}, newer):
+        recipe = read_embedding_recipe(write(tmp_path, transformer=transformer, pooling={"pooling_mode": "mean"}))
+        assert recipe.pooling(None) == "mean"
+
+
 def test_a_model_without_such_files_gives_the_last_tokens_state(tmp_path: Path) -> None:
     recipe = read_embedding_recipe(tmp_path)
     assert (recipe.pooling(None), recipe.prompt(None, "last")) == ("last", "")
@@ -100,7 +113,17 @@ def test_modules_in_another_order_are_refused(modules: list[Any], tmp_path: Path
         ({"pooling": "[]"}, r"1_Pooling/config\.json: cannot be read"),
         ({"modules": "{}"}, r"modules\.json: cannot be read"),
         ({"prompts": {"prompts": ["a"]}}, r"config_sentence_transformers\.json: cannot be read"),
-        ({"transformer": {"do_lower_case": True}}, r"sentence_bert_config\.json: do_lower_case is true"),
+        ({"transformer": {"do_lower_case": True}}, r"sentence_bert_config\.json: do_lower_case is True"),
+        ({"transformer": {"processing_kwargs": {"text": {"max_length": 9}}}}, "processing_kwargs is {'text': "),
+        ({"transformer": {"transformer_task": "text-generation"}}, "transformer_task is 'text-generation'"),
+        (
+            {"transformer": {"modality_config": {"text": TEXT, "message": TEXT | {"format": "flat"}}}},
+            "the chat template",
+        ),
+        (
+            {"transformer": {"modality_config": {"text": {"method_output_name": "logits"}}}},
+            "is 'logits'; served: last_h",
+        ),
     ],
 )
 def test_files_that_cannot_be_followed_are_named(files: dict[str, Any], message: str, tmp_path: Path) -> None:

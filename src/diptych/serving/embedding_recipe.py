@@ -19,6 +19,14 @@ MODULES_FILE = "modules.json"
 POOLING_FILE = "1_Pooling/config.json"  # where there is no MODULES_FILE that says it
 PROMPTS_FILE = "config_sentence_transformers.json"
 TRANSFORMER_FILE = "sentence_bert_config.json"
+# Its fields that change vectors: the value that changes none, and what another would mean.
+TRANSFORMER_FIELDS: Mapping[str, tuple[Any, str]] = {
+    "do_lower_case": (False, "texts in lower case"),
+    "processing_kwargs": ({}, "another use of the tokenizer"),
+    "transformer_task": ("feature-extraction", "another head"),
+    "query_expansion": (None, "a vector for each token"),
+}
+STATES = "last_hidden_state"
 # Vectors have length 1, so that a mean and a sum divided by anything else are the same.
 POOLINGS: Mapping[str, Pooling] = {"lasttoken": "last", "mean": "mean", "mean_sqrt_len_tokens": "mean"}
 OLD_MODE = "pooling_mode_"  # one field for each mode, up to version 5
@@ -74,8 +82,7 @@ def read_embedding_recipe(model: Path) -> EmbeddingRecipe:
     if is_gguf(model):
         return EmbeddingRecipe((GGUF_MODES.get(_gguf_pooling(model), "an unknown kind"),))
     pooling_file = model / _pooling_path(model)
-    if (_object(model / TRANSFORMER_FILE) or {}).get("do_lower_case"):
-        raise _unsupported(f"{model / TRANSFORMER_FILE}: do_lower_case is true, which is not served")
+    _check_transformer(model / TRANSFORMER_FILE)
     pooling = _object(pooling_file)
     prompts: _Prompts = _read(model / PROMPTS_FILE, _Prompts) or _Prompts()
     texts = {name: text or "" for name, text in (prompts.prompts or {}).items()}
@@ -85,6 +92,21 @@ def read_embedding_recipe(model: Path) -> EmbeddingRecipe:
         prompts.default_prompt_name,
         pooling is None or pooling.get("include_prompt", True) is not False,
     )
+
+
+def _check_transformer(path: Path) -> None:
+    """Raise for what makes other tokens of a text, or takes other states of the model, than is done here."""
+    found = _object(path) or {}
+    for name, (neutral, meaning) in TRANSFORMER_FIELDS.items():
+        if (value := found.get(name)) and value != neutral:
+            raise _unsupported(f"{path}: {name} is {value!r}, which is not served: {meaning}")
+    modalities = found.get("modality_config") or {}
+    if "message" in modalities:
+        meaning = "texts would go through the chat template"
+        raise _unsupported(f"{path}: modality_config has 'message', which is not served: {meaning}")
+    states = (modalities.get("text") or {}).get("method_output_name", STATES)
+    if states != STATES:
+        raise _unsupported(f"{path}: modality_config.text.method_output_name is {states!r}; served: {STATES}")
 
 
 def _pooling_path(model: Path) -> str:
