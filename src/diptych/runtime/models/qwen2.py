@@ -29,7 +29,7 @@ def read_qwen_windows(fields: ConfigFields) -> tuple[int | None, ...]:
             raise fields.unsupported("max_window_layers", "a whole number of at least 0")
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
-        raise fields.unsupported("layer_types", f"{num_layers} times {' or '.join(LAYER_TYPES)}")
+        raise fields.unsupported("layer_types", f"num_hidden_layers ({num_layers}) times {' or '.join(LAYER_TYPES)}")
     if "sliding_attention" in kinds and not fields.flag("use_sliding_window"):
         raise fields.unsupported("layer_types", "full_attention, as use_sliding_window is false")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
