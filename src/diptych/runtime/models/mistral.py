@@ -5,7 +5,7 @@ from diptych.runtime.models.llama import Llama, LlamaConfig, read_llama_config
 
 DEFAULT_WINDOW = 4096  # what a config means that does not say
 DEFAULT_KV_HEADS = 8  # likewise
-LAYER_TYPES = {False: "full_attention", True: "sliding_attention"}  # by whether layers have a window
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Mistral(Llama):
@@ -15,9 +15,9 @@ class Mistral(Llama):
     def read_config(cls, fields: ConfigFields) -> LlamaConfig:
         """See LanguageModel."""
         window = _window(fields)
-        kind = LAYER_TYPES[window is not None]
-        if any(found != kind for found in fields.values.get("layer_types") or ()):
-            raise fields.unsupported("layer_types", f"{kind} in every layer, as sliding_window says")
+        kinds = (SLIDING,) if window is not None else (FULL, SLIDING)  # alike where no context is longer
+        if any(kind not in kinds for kind in fields.values.get("layer_types") or ()):
+            raise fields.unsupported("layer_types", f"{' or '.join(kinds)} in every layer, as sliding_window says")
         windows = () if window is None else (window,) * fields.integer("num_hidden_layers")
         return read_llama_config(fields, windows=windows, kv_heads=DEFAULT_KV_HEADS)
 
