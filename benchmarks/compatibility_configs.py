@@ -328,7 +328,10 @@ def compare(base: Path, variant: Variant, tokens: Sequence[int]) -> dict[str, An
             with redirect_stderr(StringIO()):
                 whole, stepwise = their_logits(directory, tokens)
         except Exception as error:  # whatever it is: there is nothing to compare with
-            return {"found": "not theirs", "message": f"{type(error).__name__}: {error}"[:160]}
+            return {
+                "found": "not theirs",
+                "message": f"{type(error).__name__}: {error}".replace(name, "the folder")[:160],
+            }
     apart = float((whole - stepwise).abs().max())
     difference = float((ours - whole).abs().max())
     if apart > TOLERANCE:
