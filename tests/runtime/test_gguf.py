@@ -1,6 +1,7 @@
 """GGUF files: the model in one is the model that its checkpoint is, and whatever is wrong with one is said by name."""
 
 import random
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from diptych.cli.options import model_name, model_path
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.gguf.ggml_types import GGML_TYPES
+from diptych.runtime.gguf.gguf_config import HARMLESS, NEUTRAL, READ
 from diptych.runtime.gguf.gguf_decoding import read_float, read_quantized
 from diptych.runtime.gguf.gguf_file import GgufFile
 from diptych.runtime.instruction_set import TORCH
@@ -238,6 +240,10 @@ def test_hostile_lengths_counts_and_types_are_refused(content: bytes, message: s
         ({"llama.rope.scaling.factor": -2.0}, "llama.rope.scaling.factor is -2.0; supported: a positive number"),
         ({"llama.attention.layer_norm_rms_epsilon": True}, "epsilon is True; supported: a number"),
         ({"llama.logit_scale": 0.25}, "llama.logit_scale is 0.25; supported: 0.0 or 1.0"),
+        ({"llama.attention.causal": False}, "llama.attention.causal is False; supported: True"),
+        ({"llama.rope.scaling.alpha": 2.0}, "llama.rope.scaling.alpha is 2.0; supported: no such key"),
+        ({"llama.attention.sliding_window_pattern": [0, 1]}, "sliding_window_pattern is 2 values; supported: no such"),
+        ({"llama.of_the_future": "x"}, "llama.of_the_future is 'x'; supported: no such key"),
         ({"tokenizer.ggml.tokens": ["x"] * 400}, "tokens has 400 entries; token_embd.weight has 384"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens is 2 values; supported: an array of texts"),
         ({"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.eos_token_id": 9}, "eos_token_id is 9; supported: less"),
@@ -248,6 +254,50 @@ def test_what_the_engine_has_not_is_refused_by_the_key(changes: dict[str, Any], 
     with pytest.raises(UnsupportedModelError if "entries" not in message else ConfigError) as error:
         read_model_config(write_model(tmp_path / "m.gguf", **changes))
     assert str(error.value).startswith(f"{tmp_path}/m.gguf: ") and message in str(error.value)
+
+
+def keys_of_the_format(holder: type = gguf.Keys) -> set[str]:
+    """The keys of an architecture that the gguf package knows, without its name."""
+    found = set()
+    for value in vars(holder).values():
+        if isinstance(value, type):
+            found |= keys_of_the_format(value)
+        elif isinstance(value, str) and value.startswith("{arch}."):
+            found.add(value.removeprefix("{arch}."))
+    return found
+
+
+def test_each_key_that_the_format_has_is_read_or_harmless_or_refused_by_its_name(tmp_path: Path) -> None:
+    keys = keys_of_the_format()
+    assert len(keys) > 90 and set(NEUTRAL) & keys
+    for architecture, family in (("llama", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")):
+        metadata = model_metadata(reference(family).directory)
+        tensors = model_tensors(reference(family).directory)
+        plain = read_model_config(write_gguf(tmp_path / "m.gguf", metadata, tensors))
+        for key in sorted(keys - READ):
+            name = f"{architecture}.{key}"
+            for value in (*NEUTRAL.get(key, (0,)), ...):
+                given = {name: 7 if value is ... else value}
+                path = write_gguf(tmp_path / "m.gguf", metadata | given, tensors)
+                if value is not ... or key in HARMLESS:
+                    assert read_model_config(path) == plain
+                    continue
+                with pytest.raises(UnsupportedModelError, match=rf"m\.gguf: {re.escape(name)} is 7; supported: "):
+                    read_model_config(path)
+
+
+@pytest.mark.parametrize("key", ["rope.freq_base", "attention.layer_norm_rms_epsilon", "rope.scaling.factor"])
+def test_what_a_key_says_is_read(key: str, tmp_path: Path) -> None:
+    assert key in READ
+    plain = read_model_config(write_model(tmp_path / "m.gguf"))
+    assert read_model_config(write_model(tmp_path / "m.gguf", **{f"llama.{key}": 7.0})) != plain
+
+
+def test_a_file_without_a_number_of_key_heads_has_as_many_as_heads(tmp_path: Path) -> None:
+    for family in ("llama", "qwen2", "qwen3"):
+        name = "llama" if family == "llama" else family
+        path = write_model(tmp_path / "m.gguf", family, **{f"{name}.attention.head_count_kv": None})
+        assert read_model_config(path).attention.num_kv_heads == 4
 
 
 def test_uniform_counts_of_layers_are_one_count(tmp_path: Path) -> None:

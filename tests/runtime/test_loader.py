@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
@@ -19,7 +20,8 @@ from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.safetensors_directory import SafetensorsDirectory
 from diptych.runtime.safetensors_file import SafetensorsFile
 from diptych.runtime.safetensors_reader import read_tensor
-from tests.runtime.checkpoints import prompt_of, reference
+from diptych.runtime.weight_bytes import loaded_weight_bytes
+from tests.runtime.checkpoints import Reference, prompt_of, reference
 from tests.runtime.driving import generate, greedy
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
@@ -120,6 +122,30 @@ def test_buffers_of_old_exports_and_a_tied_head_are_ignored(tmp_path: Path) -> N
     tensors = tensors_of("qwen2") | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     load(write(tmp_path, tensors, "qwen2"))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("stored", ["embedding", "both, equal", "both, different", "head"])
+def test_a_tied_head_is_what_transformers_makes_of_the_tensors(stored: str, is_tied: bool, tmp_path: Path) -> None:
+    tensors = tensors_of("qwen2")
+    head = tensors["model.embed_tokens.weight"].clone()
+    if stored != "embedding":
+        tensors["lm_head.weight"] = head.flip(0).contiguous() if stored == "both, different" else head
+    if stored == "head":
+        del tensors["model.embed_tokens.weight"]
+    write(tmp_path, tensors, "qwen2", tie_word_embeddings=is_tied)
+    if not is_tied and not stored.startswith("both"):
+        with pytest.raises(ConfigError, match=r"tensor (lm_head|model\.embed_tokens)\.weight is missing"):
+            load(tmp_path)
+        return
+    theirs = Reference(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval(), tmp_path)
+    prompt = prompt_of(40)
+    tokens, _ = generate(load(tmp_path), prompt, [40], greedy(20))
+    theirs.check_greedy(prompt, tokens)
+    num_bytes = loaded_weight_bytes(tmp_path, "float32", "none")
+    vocabulary = 2 * head.numel() * 4  # rows to look up, and packed to multiply
+    layers = [tensor for name, tensor in tensors.items() if "layers" in name or "model.norm" in name]
+    assert num_bytes == vocabulary + sum(tensor.numel() * 4 for tensor in layers)
 
 
 def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """config.json is read as transformers reads it, and what we lack is refused by name."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,60 @@ def test_the_sliding_window_of_mistral(tmp_path: Path) -> None:
     assert windows(sliding_window=9000) == {None}  # no context is longer
 
 
+def test_layers_of_mistral_are_all_alike_and_those_of_llama_have_no_window(tmp_path: Path) -> None:
+    full, sliding = ["full_attention"] * 4, ["sliding_attention"] * 4
+    for kinds, window, is_read in (
+        (full, None, True),
+        (sliding, 64, True),
+        (sliding, 2048, True),
+        (full, 64, False),
+        ([*full[:2], *sliding[:2]], 64, False),
+    ):
+        path = write(tmp_path, architectures=["MistralForCausalLM"], layer_types=kinds, sliding_window=window)
+        if is_read:
+            read_model_config(path)
+        else:
+            with pytest.raises(
+                UnsupportedModelError, match=r"layer_types is .*; supported: sliding_attention in every"
+            ):
+                read_model_config(path)
+    for changes in ({"layer_types": full, "sliding_window": None}, {"sliding_window": 64, "use_sliding_window": False}):
+        config = read_model_config(write(tmp_path, **changes))
+        assert {layer.window for layer in config.attention.layers} == {None}
+    for changes in ({"sliding_window": 64}, {"layer_types": sliding}):
+        with pytest.raises(UnsupportedModelError, match=f"{next(iter(changes))} is .*; supported: "):
+            read_model_config(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_where_rotary_fields_are_said_twice_transformers_is_followed(kind: str, tmp_path: Path) -> None:
+    rope = YARN_ROPE if kind == "yarn" else LLAMA3_ROPE
+    linear = {"rope_type": "linear", "factor": 2.5}
+    for changes in (
+        {"rope_parameters": rope, "rope_scaling": linear},
+        {"rope_parameters": rope, "rope_scaling": linear, "rope_theta": 50.0},
+        {"rope_parameters": linear, "rope_scaling": rope},
+        {"rope_parameters": rope, "rope_scaling": {}},
+        {"rope_parameters": rope, "rope_scaling": None},
+        {"rope_parameters": rope, "rope_theta": 50.0},
+        {"rope_parameters": rope, "original_max_position_embeddings": 128},
+        {"rope_parameters": None, "rope_scaling": rope, "original_max_position_embeddings": 128},
+    ):
+        ours = read_model_config(write(tmp_path, **changes)).rope
+        theirs = transformers.LlamaConfig(**copy.deepcopy(LLAMA | changes))  # (which writes into what it is given)
+        theirs.standardize_rope_params()  # as its models do when they compute the frequencies
+        expected = {"rope_theta": ours.theta, "rope_type": ours.kind, "factor": ours.factor}
+        if ours.kind != "linear":
+            expected["original_max_position_embeddings"] = ours.original_max_positions
+        assert expected.items() <= theirs.rope_parameters.items()
+
+
+def test_null_in_truncate_is_false_and_mscale_may_be_nothing(tmp_path: Path) -> None:
+    for changes, truncate in (({}, True), ({"truncate": None}, False), ({"truncate": True, "mscale": 0}, True)):
+        rope = read_model_config(write(tmp_path, rope_parameters={**YARN_ROPE, **changes})).rope
+        assert (rope.truncate, rope.mscale, rope.attention_factor) == (truncate, 0.0, None)
+
+
 def test_biases_by_family(tmp_path: Path) -> None:
     def biases(family: str, **changes: Any) -> tuple[bool, bool, bool]:
         config = read_model_config(write(tmp_path, architectures=[f"{family}ForCausalLM"], head_dim=16, **changes))
@@ -159,6 +214,11 @@ def test_biases_by_family(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type is 'dynamic'; supported: default"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type is 'longrope'; supported: default"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "supported: one flat object for all layers"),
+        ({"rope_parameters": {**YARN_ROPE, "attention_factor": 0}}, "attention_factor is 0; supported: a positive"),
+        (
+            {"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}},
+            "high_freq_factor is 1.0; supported: a number a",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None; supported: a positive number"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; supported: 1.0"),
         ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn'; supported: bfloat16, float32, float16"),

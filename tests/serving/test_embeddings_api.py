@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from fake_llm import FakeLLM
 
-from diptych.control.errors import InvalidRequestError, OverloadedError
+from diptych.control.errors import OverloadedError
 from diptych.serving.api import embeddings
 from diptych.serving.api.app import build_app
-from diptych.serving.api.embeddings import POOLING_FILE, shortened, usual_pooling
+from diptych.serving.api.embeddings import shortened
+from diptych.serving.embedding_recipe import MODULES_FILE, POOLING_FILE, PROMPTS_FILE
 
 pytestmark = pytest.mark.asyncio
 
@@ -131,23 +133,26 @@ async def test_another_model_a_full_queue_and_a_reply_that_would_be_too_large(mo
         assert len((await client.embeddings.create(model="fake", input=["a"] * 8, dimensions=2)).data) == 8
 
 
-@pytest.mark.parametrize(
-    ("config", "pooling"),
-    [
-        ("", "last"),
-        ("[]", "last"),
-        ('{"word_embedding_dimension": 8, "pooling_mode_lasttoken": true, "pooling_mode_cls_token": false}', "last"),
-        ('{"pooling_mode_mean_tokens": true}', "mean"),
-        ('{"pooling_mode_cls_token": true}', None),
-        ('{"pooling_mode_mean_tokens": true, "pooling_mode_max_tokens": true}', None),
-    ],
-)
-async def test_the_default_is_what_the_model_says(tmp_path: Path, config: str, pooling: str | None) -> None:
-    assert usual_pooling(tmp_path) == "last"
-    (tmp_path / POOLING_FILE).parent.mkdir()
-    (tmp_path / POOLING_FILE).write_text(config)
-    if pooling is not None:
-        assert usual_pooling(tmp_path) == pooling
-    else:
-        with pytest.raises(InvalidRequestError, match="pooling_mode_"):
-            usual_pooling(tmp_path)
+async def test_the_models_own_pooling_and_prompts_are_the_default(tmp_path: Path) -> None:
+    llm = FakeLLM()
+    llm.options = msgspec.structs.replace(llm.options, model=str(tmp_path))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / POOLING_FILE).write_text('{"pooling_mode": "mean"}')
+    (tmp_path / PROMPTS_FILE).write_text('{"prompts": {"query": "q: "}, "default_prompt_name": "query"}')
+    async with client_of(llm) as client:
+
+        async def ask(given: Any, **extra: Any) -> tuple[list[list[int]], str | None]:
+            await client.embeddings.create(model="fake", input=given, extra_body=extra)
+            return llm.submitted[-1].prompts, llm.submitted[-1].sampling.pooling
+
+        encode = llm.tokenizer.encode
+        assert await ask(["a", "b"]) == ([encode("q: a"), encode("q: b")], "mean")
+        assert await ask("a", prompt_name="", pooling="last") == ([encode("a")], "last")
+        assert await ask("a", prompt_name="document") == ([encode("a")], "mean")
+        assert await ask([5, 6]) == ([[5, 6]], "mean")
+        for given, name, message in (("a", "other", "one of: query, document"), ([5], "query", "is for texts")):
+            with pytest.raises(openai.BadRequestError, match=message):
+                await ask(given, prompt_name=name)
+        (tmp_path / MODULES_FILE).write_text('[{"type": "a.Transformer"}, {"type": "a.Dense", "path": "2_Dense"}]')
+        with pytest.raises(openai.BadRequestError, match="2_Dense is a Dense, which is not served"):
+            await ask("a", pooling="last")

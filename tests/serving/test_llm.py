@@ -1,14 +1,20 @@
 """LLM: offline batches with the bundled model."""
 
+import contextlib
+import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
+import torch
 from servers import RunningServer
 
 from diptych import LLM, SamplingParams
 from diptych.control.errors import ConfigError, ContextLengthError, InvalidRequestError
+from diptych.runtime.threads import TASKS
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0)
 PROMPTS = ["def f(x):\n", "class Reader:\n    def", "import os\nimport sys\n\n\n"]
@@ -116,3 +122,67 @@ def test_a_text_that_the_tokenizer_panics_on_is_refused_and_leaves_nothing_behin
     with pytest.raises(InvalidRequestError, match="retry-limit"):
         llm.chat([{"role": "user", "content": endless}], GREEDY)
     assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids == expected
+
+
+def affinities() -> dict[int, set[int]]:
+    """The CPUs that each thread of this process may run on."""
+    found = {}
+    for task in TASKS.iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            found[int(task.name)] = os.sched_getaffinity(int(task.name))
+    return found
+
+
+def test_a_program_keeps_its_cpus_and_threads_and_may_have_several_models() -> None:
+    if not TASKS.is_dir():
+        pytest.skip("the system has no /proc")
+    cpus, before = os.sched_getaffinity(0), torch.get_num_threads()
+    count = len(cpus)
+    first, second = LLM(threads=count), LLM(threads=1)
+    seen: list[int] = []
+    for model in (first, second):
+        step = model._engine.step
+        model._engine.step = lambda step=step: (seen.append(torch.get_num_threads()), step())[1]  # type: ignore[method-assign]
+    expected = first.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids
+    assert set(seen) == {count}
+    seen.clear()
+    assert second.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids == expected
+    assert set(seen) == {1}
+    seen.clear()
+    pieces = first.stream(PROMPTS[0], GREEDY)
+    next(pieces)
+    assert torch.get_num_threads() == before
+    second.embed(PROMPTS[0])
+    assert {*pieces} and set(seen) == {1, count}
+    answers: list[list[int]] = []
+    other = threading.Thread(target=lambda: answers.append(first.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids))
+    other.start()
+    other.join()
+    assert answers == [expected]
+    first.close()
+    second.close()
+    assert torch.get_num_threads() == before
+    assert all(found == cpus for found in affinities().values())
+    with pytest.raises(ConfigError, match=f"threads is {count + 1}; between 1 and {count}"):
+        LLM(threads=count + 1)
+    assert torch.get_num_threads() == before
+
+
+def test_a_program_is_kept_to_named_cores_until_the_model_is_closed() -> None:
+    if not TASKS.is_dir():
+        pytest.skip("the system has no /proc")
+    cpus, before = os.sched_getaffinity(0), torch.get_num_threads()
+    core = min(cpus)
+    with LLM(threads=1) as plain:
+        options = msgspec.structs.replace(
+            plain.options, device=msgspec.structs.replace(plain.options.device, cores=str(core), threads=None)
+        )
+    with LLM(options=options) as llm:
+        assert os.sched_getaffinity(0) == {core}
+        assert llm.generate(PROMPTS[0], GREEDY)[0].finished
+    assert torch.get_num_threads() == before
+    assert all(found == cpus for found in affinities().values())
+    missing = msgspec.structs.replace(options, max_model_len=1)
+    with pytest.raises(ConfigError, match="max_model_len"):
+        LLM(options=missing)
+    assert os.sched_getaffinity(0) == cpus and torch.get_num_threads() == before

@@ -79,6 +79,17 @@ class Weights:
 
         return QuantizedSource(common_format(formats), sum(rows), columns, read)
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds this tensor."""
+        return name in self._checkpoint.tensors
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors of the checkpoint are stored alike, in floating point, and hold the same values."""
+        first, second = self._stored(name), self._stored(other)
+        if (first.dtype, first.shape) != (second.dtype, second.shape) or first.format is not None:
+            return False
+        return torch.equal(self._reader.read(name), self._reader.read(other))
+
     def ignore(self, name: str) -> None:
         """A tensor that the checkpoint may hold but the model does not need."""
         self._left.pop(name, None)

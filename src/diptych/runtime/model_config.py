@@ -69,6 +69,7 @@ class ModelConfig:
 
     path: the directory or GGUF file. dtype: as the checkpoint says (None: it does not). eos_token_ids: from
     generation_config.json, else config.json. quantization: how the weights of a directory are quantised (None: not).
+    notes: what people should know of the model, though it is served.
     """
 
     path: Path
@@ -80,6 +81,7 @@ class ModelConfig:
     dtype: str | None
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None
+    notes: tuple[str, ...]
 
     @property
     def num_layers(self) -> int:
@@ -174,13 +176,18 @@ def read_common(fields: ConfigFields) -> dict[str, Any]:
         "dtype": _dtype(fields),
         "eos_token_ids": _eos_token_ids(fields),
         "quantization": read_quantization(fields),
+        "notes": _notes(fields),
     }
 
 
-def read_heads(fields: ConfigFields, default_head_dim: int | None = None) -> tuple[int, int, int]:
-    """(num_heads, num_kv_heads, head_dim). default_head_dim None: hidden_size divided by the number of heads."""
+def read_heads(
+    fields: ConfigFields, default_head_dim: int | None = None, default_kv_heads: int | None = None
+) -> tuple[int, int, int]:
+    """(num_heads, num_kv_heads, head_dim). default_head_dim None: hidden_size divided by the number of heads.
+    default_kv_heads: where there is no such field (None: num_heads, as where it is null)."""
     num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    is_absent = "num_key_value_heads" not in fields.values
+    num_kv_heads = fields.integer("num_key_value_heads", (is_absent and default_kv_heads) or num_heads)
     if num_heads % num_kv_heads:
         raise fields.unsupported("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
     hidden_size = fields.integer("hidden_size")
@@ -193,13 +200,12 @@ def read_heads(fields: ConfigFields, default_head_dim: int | None = None) -> tup
 
 
 def read_rope(fields: ConfigFields) -> RopeConfig:
-    """From ``rope_parameters`` (newer) or ``rope_theta`` with ``rope_scaling`` (older)."""
-    fields.require("partial_rotary_factor", 1.0, None)
-    name = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
+    """From ``rope_parameters`` (newer), or ``rope_theta`` with ``rope_scaling`` (older). Where a file has both objects,
+    transformers takes the older one alone, and so does this."""
+    name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     scaling = fields.nested(name)
     if any(isinstance(value, dict) for value in scaling.values.values()):
         raise fields.unsupported(name, "one flat object for all layers")
-    scaling.require("partial_rotary_factor", 1.0, None)
     key = "rope_type" if "rope_type" in scaling.values else "type"
     scaling.require(key, *ROPE_KINDS)
     kind = scaling.values.get(key, "default")
@@ -210,31 +216,54 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
         return RopeConfig(theta=theta, kind=kind, factor=scaling.number("factor"))
     if kind == "factors":
         return RopeConfig(theta=theta, kind=kind, factors=scaling.positive_numbers("factors"))
-    max_positions = fields.integer("max_position_embeddings")
-    original = scaling.integer(
-        "original_max_position_embeddings", fields.integer("original_max_position_embeddings", max_positions)
-    )
+    original = _original_max_positions(fields, scaling)
     if kind == "llama3":
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        if low >= high:
+            raise scaling.unsupported("high_freq_factor", f"a number above low_freq_factor ({low})")
         return RopeConfig(
             theta=theta,
             kind=kind,
             factor=scaling.number("factor"),
             original_max_positions=original,
-            low_freq_factor=scaling.number("low_freq_factor"),
-            high_freq_factor=scaling.number("high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
         )
+    return _read_yarn(scaling, theta, original, fields.integer("max_position_embeddings"))
+
+
+def _read_yarn(scaling: ConfigFields, theta: float, original: int, max_positions: int) -> RopeConfig:
+    is_given = scaling.values.get("attention_factor") is not None
     return RopeConfig(
         theta=theta,
-        kind=kind,
+        kind="yarn",
         factor=scaling.number("factor", max_positions / original),
         original_max_positions=original,
-        attention_factor=scaling.number("attention_factor") if scaling.values.get("attention_factor") else None,
+        attention_factor=scaling.number("attention_factor") if is_given else None,
         beta_fast=scaling.number("beta_fast", 32.0),
         beta_slow=scaling.number("beta_slow", 1.0),
-        truncate=scaling.flag("truncate", True),
-        mscale=float(scaling.values.get("mscale") or 0.0),
-        mscale_all_dim=float(scaling.values.get("mscale_all_dim") or 0.0),
+        truncate=scaling.flag("truncate", default="truncate" not in scaling.values),  # null is false to transformers
+        mscale=scaling.number("mscale") if scaling.values.get("mscale") else 0.0,
+        mscale_all_dim=scaling.number("mscale_all_dim") if scaling.values.get("mscale_all_dim") else 0.0,
     )
+
+
+def _original_max_positions(fields: ConfigFields, scaling: ConfigFields) -> int:
+    """The context length before scaling. Beside the object, it counts for more than within it, as in transformers."""
+    name = "original_max_position_embeddings"
+    if fields.values.get(name) is not None:
+        return fields.integer(name)
+    return scaling.integer(name, fields.integer("max_position_embeddings"))
+
+
+def _notes(fields: ConfigFields) -> tuple[str, ...]:
+    """Code that the directory brings along is never run; where it is the model's, somebody may count on it."""
+    code = fields.nested("auto_map").values
+    own = [str(value) for name, value in code.items() if str(name).startswith("AutoModel") and value]
+    if not own:
+        return ()
+    architecture = fields.values["architectures"][0]
+    return (f"auto_map names code of its own ({own[0]}), which is not run: the model is {architecture}",)
 
 
 def _dtype(fields: ConfigFields) -> str | None:

@@ -392,7 +392,9 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     if progress is not None:
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
     kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool, config.shared_host)
-    loaded = LoadedModel(model, formats, instruction_set, "; ".join(filter(None, (note, why_private))))
+    loaded = LoadedModel(
+        model, formats, instruction_set, "; ".join(filter(None, (note, why_private, *model_config.notes)))
+    )
     offered = OfferedTokens(drafts=speculates(config.speculation, instruction_set))
     return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, offered)
 

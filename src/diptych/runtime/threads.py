@@ -9,7 +9,8 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +102,49 @@ class ThreadPool:
         Raises ConfigError as ``configure_threads`` does, and then nothing has changed."""
         settings = self._settings
         self._settings = configure_threads(share.num_threads, share.cpus, bind=True, processor=settings.processor)
+
+
+class BorrowedThreads:
+    """The threads of a model inside of a program that is not its own. Made before the model is loaded, with
+    ``bind=False``. In ``with``, they are as many as were set when it was loaded; outside, as many as the program has.
+    """
+
+    def __init__(self) -> None:
+        self._outer = [torch.get_num_threads()]
+        self._own = self._outer[0]
+        self._before = dict(_affinities())
+        self._pinned: set[int] | None = None
+
+    def loaded(self, cores: Iterable[int] | None) -> None:
+        """What is set now is the model's. cores: the CPUs that were named for it, to which the program is kept."""
+        self._pinned = None if cores is None else set(cores)
+        self.__exit__()
+
+    def __enter__(self) -> None:
+        self._outer.append(torch.get_num_threads())
+        torch.set_num_threads(self._own)
+
+    def __exit__(self, *_: object) -> None:
+        self._own = torch.get_num_threads()
+        torch.set_num_threads(self._outer.pop())
+
+    def give_back(self) -> None:
+        """Threads that are kept to named CPUs may run again where they could; those made since, where the calling
+        thread could."""
+        pinned, self._pinned = self._pinned, None
+        ours = self._before.get(threading.get_native_id())
+        for thread, cpus in _affinities() if pinned else ():
+            wanted = self._before.get(thread, ours)
+            if cpus == pinned and wanted:
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    os.sched_setaffinity(thread, wanted)
+
+
+def _affinities() -> Iterator[tuple[int, set[int]]]:
+    """Each thread of this process, and the CPUs that it may run on."""
+    for thread in TASKS.iterdir() if TASKS.is_dir() and hasattr(os, "sched_getaffinity") else ():
+        with contextlib.suppress(ProcessLookupError):
+            yield int(thread.name), os.sched_getaffinity(int(thread.name))
 
 
 def _pin_process(cpus: Iterable[int]) -> None:

@@ -33,7 +33,7 @@ def loaded_weight_bytes(model: str | Path, dtype: str, quantize: str) -> int:
         if number is not None:
             total += number.num_bytes(rows, columns)
         else:
-            is_shared = name == EMBEDDING and HEAD not in checkpoint.tensors
+            is_shared = is_vocabulary and not {EMBEDDING, HEAD} <= checkpoint.tensors.keys()
             total += rows * columns * itemsize * (2 if is_shared else 1)
     return total
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,6 +24,7 @@ from diptych.runtime.required_packages import require_packages
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.async_llm import check_prompt, derive_seed
+from diptych.serving.embedding_recipe import read_embedding_recipe
 from diptych.serving.link.engine_options import (
     BUNDLED_MODEL,
     DeviceName,
@@ -34,6 +35,7 @@ from diptych.serving.link.engine_options import (
     MemoryOptions,
     QuantizeName,
     SpeculationName,
+    parse_cores,
 )
 from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
@@ -52,8 +54,10 @@ class LLM:
 
     model: a Hugging Face directory, a GGUF file, or a name of the Hub that is in its cache; None takes the bundled one.
     shape: chunked or unified.
-    kv_cache_bytes None: a share of the free memory. instruction_set, quantize: see DeviceOptions. speculation: see
-    EngineOptions. ``ready`` says what was loaded. Raises ConfigError for what cannot be loaded.
+    threads: of the model while it computes; the program keeps its own, and its CPUs (but where ``options`` name cores:
+    then it is kept to these until ``close``, which ``with`` calls). kv_cache_bytes None: a share of the free memory.
+    instruction_set, quantize: see DeviceOptions. speculation: see EngineOptions. ``ready`` says what was loaded. Raises
+    ConfigError for what cannot be loaded.
     """
 
     def __init__(
@@ -88,17 +92,36 @@ class LLM:
             )
         self.options = options
         self.tokenizer = Tokenizer(Path(options.model))
-        loaded = load_engine(options, lambda stage, fraction=None: None)
-        self.ready = loaded.ready
         from diptych.runtime.local_engine import LocalEngine
+        from diptych.runtime.threads import BorrowedThreads
+
+        self._threads = BorrowedThreads()
+        cores = parse_cores(options.device.cores) if options.device.cores else None
+        try:
+            loaded = load_engine(options, lambda stage, fraction=None: None, owns_process=False)
+        except BaseException:
+            self._threads.loaded(cores)
+            self._threads.give_back()
+            raise
+        self._threads.loaded(cores)
+        self.ready = loaded.ready
 
         self._engine = LocalEngine(loaded.engine, loaded.runner, grammars=loaded.grammars, tiers=loaded.tiers)
         self._open: dict[str, AnswerStream] = {}
         self._num_requests = 0
 
     def close(self) -> None:
-        """Finish what is being written to a disk tier. Needed only where ``options`` name one."""
-        self._engine.close()
+        """Finish what is being written to a disk tier, and let the program run on all its CPUs again. Needed only where
+        ``options`` name a tier or cores."""
+        with self._threads:
+            self._engine.close()
+        self._threads.give_back()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -150,13 +173,25 @@ class LLM:
         return self.generate(prompts, params, progress=progress)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", *, progress: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling | None = None,
+        *,
+        prompt_name: str | None = None,
+        progress: bool = True,
     ) -> list[list[float]]:
         """A vector of length 1 for each prompt (a text, token ids, or a list of those): the hidden state behind the
-        final norm of its last token, or the mean of those of all its tokens. Raises what ``generate`` raises."""
-        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
+        final norm of its last token, or the mean of those of all its tokens.
+
+        pooling, prompt_name: as of /v1/embeddings; None: as the model's files say. Raises what ``generate`` raises, and
+        InvalidRequestError for files that ask for more than there is here.
+        """
+        recipe, batch = read_embedding_recipe(Path(self.options.model)), _as_batch(prompts)
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=recipe.pooling(pooling))
+        before = recipe.prompt(prompt_name, recipe.pooling(pooling))
+        batch = [before + prompt if isinstance(prompt, str) else prompt for prompt in batch]
         try:
-            streams = [self._submit(prompt, params).generation.streams[0] for prompt in _as_batch(prompts)]
+            streams = [self._submit(prompt, params).generation.streams[0] for prompt in batch]
             self._run(progress)
         finally:
             self._clear()
@@ -207,7 +242,8 @@ class LLM:
     def _steps(self) -> Iterator[None]:
         """One step each time, until every request has ended."""
         while self._open:
-            outcome = self._engine.step()
+            with self._threads:
+                outcome = self._engine.step()
             if outcome is None:
                 raise WorkerError("the scheduler has work but no step for it; this is a bug")
             self._take(outcome)
@@ -252,8 +288,9 @@ class LLM:
         for request_id in self._open:
             self._engine.abort(request_id)
         self._open.clear()
-        while self._engine.step() is not None:
-            pass
+        with self._threads:
+            while self._engine.step() is not None:
+                pass
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

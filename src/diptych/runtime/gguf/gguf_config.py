@@ -1,11 +1,11 @@
 """The metadata of a GGUF file as the fields that a config.json has, so that each family reads both alike.
 
-Says what it cannot serve by the key of the metadata. Keys that change what a model computes and have no field here must
-have the value that changes nothing; other keys are ignored, as the format asks.
+Says what it cannot serve by the key of the metadata. Keys of the architecture that have no field here must have a value
+that changes nothing, also those that are not known; keys of other namespaces are ignored, as the format asks.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,32 @@ WHOLE_NUMBERS = {
 }
 NUMBERS = {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"}
 MAY_BE_ABSENT = ("num_key_value_heads", "head_dim", "sliding_window", "rope_theta")
-# Keys behind "ARCHITECTURE." that have no field, with the values that change nothing.
+READ = frozenset(
+    {
+        *WHOLE_NUMBERS.values(),
+        *NUMBERS.values(),
+        "attention.value_length",
+        "pooling_type",  # where embeddings are made
+        "rope.dimension_count",
+        "rope.scale_linear",
+        "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.type",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+    }
+)
+HARMLESS: Mapping[str, str] = {
+    "attention.layer_norm_epsilon": "of norms that are not in these architectures",
+    "rope.scaling.finetuned": "a label",
+    "tensor_data_layout": "the order of rows is that of the architecture",
+    "vocab_size": "the tensors say it",
+}
+# Keys behind "ARCHITECTURE." that have no field, with the values that change nothing; of all others, 0 and "" do.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "attention.causal": (True,),
+    "attention.max_alibi_bias": (0.0,),
     "attention.scale": (0.0,),
     "attention.temperature_scale": (0.0,),
     "attention.clamp_kqv": (0.0,),
@@ -85,6 +107,7 @@ def read_gguf_fields(path: Path) -> GgufFields:
     if values["num_hidden_layers"] > len(file.tensors):
         raise metadata.unsupported(keys["num_hidden_layers"], f"at most {len(file.tensors)}, the number of tensors")
     values["head_dim"] = _head_dim(file, architecture, values)
+    values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
     if not values["sliding_window"] or values["sliding_window"] >= values["max_position_embeddings"]:
         values["sliding_window"] = None  # no context is longer
     values["architectures"] = [_class_name(file, architecture, values)]
@@ -108,10 +131,20 @@ def _check_kind(file: GgufFile, architecture: str) -> None:
         raise metadata.unsupported("general.type", "model")
     if (metadata.integer("split.count") or 1) > 1:
         raise metadata.unsupported("split.count", "1: the parts of a split model must be merged into one file first")
-    for name, neutral in NEUTRAL.items():
-        key = f"{architecture}.{name}"
-        if metadata.values.get(key, neutral[0]) not in neutral:
-            raise metadata.unsupported(key, " or ".join(map(str, neutral)))
+    for key, value in metadata.values.items():
+        prefix, _, name = key.partition(".")
+        if prefix != architecture or name in READ or name in HARMLESS:
+            continue
+        if (neutral := NEUTRAL.get(name)) is not None:
+            if value not in neutral:
+                raise metadata.unsupported(key, " or ".join(map(str, neutral)))
+        elif any(_entries(value)):
+            raise metadata.unsupported(key, "no such key")
+
+
+def _entries(value: Any) -> Sequence[Any]:
+    """Of an array; a single value is one."""
+    return value if isinstance(value, Sequence | memoryview) and not isinstance(value, str) else (value,)
 
 
 def _class_name(file: GgufFile, architecture: str, values: Mapping[str, Any]) -> str:

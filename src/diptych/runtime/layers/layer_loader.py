@@ -17,6 +17,8 @@ from diptych.runtime.quantized_weight import QuantizedSource, quantize
 from diptych.runtime.rope import RotaryTables
 from diptych.runtime.weight_format import NO_QUANTIZATION, Quantization, WeightFormat
 
+HEAD = "lm_head"
+
 
 class LayerLoader:
     """Loads the parts of one model; a family calls it with what it has. Names are without ``.weight`` and ``.bias``."""
@@ -36,13 +38,19 @@ class LayerLoader:
         self._ops = ops
         self._attention = attention
         self._rotary = rotary
+        self._embedding = ""  # the name of the embedding, once it is loaded
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """A tensor as it is in the checkpoint, in the model's dtype."""
         return self._weights.tensor(name, shape)
 
-    def embedding(self, name: str, vocab_size: int, width: int) -> Embedding | QuantizedEmbedding:
-        """A table of one row per token."""
+    def embedding(
+        self, name: str, vocab_size: int, width: int, *, is_tied: bool = False
+    ) -> Embedding | QuantizedEmbedding:
+        """A table of one row per token. is_tied: the checkpoint may hold it as the lm_head alone."""
+        if is_tied and not self._weights.has(f"{name}.weight") and self._weights.has(f"{HEAD}.weight"):
+            name = HEAD
+        self._embedding = name
         weight = self._quantized([name], width, [vocab_size], is_vocabulary=True)
         if weight is None:
             return Embedding(self.tensor(f"{name}.weight", vocab_size, width))
@@ -83,10 +91,12 @@ class LayerLoader:
         return Attention(how)
 
     def lm_head(self, embedding: Embedding | QuantizedEmbedding, *, is_tied: bool) -> Linear:
-        """Hidden states to logits, with the weights of the embedding or its own (``lm_head``)."""
-        if not is_tied:
-            return self._linear(["lm_head"], embedding.width, [embedding.vocab_size], is_vocabulary=True)
-        self._weights.ignore("lm_head.weight")
+        """Hidden states to logits. is_tied: with the weights of the embedding, unless the checkpoint holds others, as
+        transformers has it."""
+        head, embedded = f"{HEAD}.weight", f"{self._embedding}.weight"
+        if not is_tied or (self._weights.has(head) and not self._weights.are_equal(head, embedded)):
+            return self._linear([HEAD], embedding.width, [embedding.vocab_size], is_vocabulary=True)
+        self._weights.ignore(head)
         if isinstance(embedding, QuantizedEmbedding):
             return embedding.linear
         return self._ops.pack_linear(embedding.weight, None, self._memory)

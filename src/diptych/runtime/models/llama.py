@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from diptych.runtime.layers.layer_loader import LayerLoader
 
 
+FULL_ATTENTION = "full_attention"  # in layer_types
+
+
 @dataclass(frozen=True, slots=True)
 class LlamaConfig(ModelConfig):
     """qk_norm: queries and keys are normed, head by head, before they are rotated."""
@@ -44,15 +47,16 @@ def read_llama_config(
     *,
     windows: Sequence[int | None] = (),
     head_dim: int | None = None,
+    kv_heads: int | None = None,
     qkv_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
 ) -> LlamaConfig:
     """What the family's variants read alike. windows: one per layer (none given: no layer has one). head_dim: where the
-    file does not say it (None: hidden_size divided by the number of heads)."""
-    fields.require("hidden_act", "silu")
-    heads = read_heads(fields, head_dim)
+    file does not say it (None: hidden_size divided by the number of heads). kv_heads: likewise (None: as many as there
+    are heads)."""
+    heads = read_heads(fields, head_dim, kv_heads)
     scale = heads[-1] ** -0.5
     layers = tuple(LayerAttention(scale, window) for window in windows or (None,) * fields.integer("num_hidden_layers"))
     return LlamaConfig(
@@ -67,6 +71,17 @@ def read_llama_config(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
     )
+
+
+def _check_no_windows(fields: ConfigFields) -> None:
+    """Raise for a file that asks for windows, which no layer of Llama has."""
+    window, is_off = fields.values.get("sliding_window"), fields.values.get("use_sliding_window") is False
+    if window is not None and not is_off:
+        limit = fields.integer("max_position_embeddings")
+        if fields.integer("sliding_window") < limit:
+            raise fields.unsupported("sliding_window", f"null, or at least max_position_embeddings ({limit})")
+    if any(kind != FULL_ATTENTION for kind in fields.values.get("layer_types") or ()):
+        raise fields.unsupported("layer_types", FULL_ATTENTION)
 
 
 class LlamaLayer:
@@ -95,15 +110,17 @@ class Llama:
 
     def __init__(self, config: LlamaConfig, load: LayerLoader) -> None:
         self.config = config
-        self.embed_tokens = load.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+        is_tied = config.tie_word_embeddings
+        self.embed_tokens = load.embedding("model.embed_tokens", config.vocab_size, config.hidden_size, is_tied=is_tied)
         self.layers = [LlamaLayer(config, load, index) for index in range(config.num_layers)]
         self.norm = load.rms_norm("model.norm", config.hidden_size, config.norm_eps)
-        self.lm_head = load.lm_head(self.embed_tokens, is_tied=config.tie_word_embeddings)
+        self.lm_head = load.lm_head(self.embed_tokens, is_tied=is_tied)
         self.native_step = load.native_step(self.layers, self.norm)
 
     @classmethod
     def read_config(cls, fields: ConfigFields) -> LlamaConfig:
         """See LanguageModel."""
+        _check_no_windows(fields)
         bias = fields.flag("attention_bias")
         return read_llama_config(fields, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias"))
 

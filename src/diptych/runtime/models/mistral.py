@@ -4,6 +4,8 @@ from diptych.runtime.model_config import ConfigFields
 from diptych.runtime.models.llama import Llama, LlamaConfig, read_llama_config
 
 DEFAULT_WINDOW = 4096  # what a config means that does not say
+DEFAULT_KV_HEADS = 8  # likewise
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Mistral(Llama):
@@ -12,9 +14,17 @@ class Mistral(Llama):
     @classmethod
     def read_config(cls, fields: ConfigFields) -> LlamaConfig:
         """See LanguageModel."""
-        if "sliding_window" in fields.values and fields.values["sliding_window"] is None:
-            return read_llama_config(fields)
-        window = fields.integer("sliding_window", DEFAULT_WINDOW)
-        if window >= fields.integer("max_position_embeddings"):  # no context is longer
-            return read_llama_config(fields)
-        return read_llama_config(fields, windows=(window,) * fields.integer("num_hidden_layers"))
+        window = _window(fields)
+        kinds = (SLIDING,) if window is not None else (FULL, SLIDING)  # alike where no context is longer
+        if any(kind not in kinds for kind in fields.values.get("layer_types") or ()):
+            raise fields.unsupported("layer_types", f"{' or '.join(kinds)} in every layer, as sliding_window says")
+        windows = () if window is None else (window,) * fields.integer("num_hidden_layers")
+        return read_llama_config(fields, windows=windows, kv_heads=DEFAULT_KV_HEADS)
+
+
+def _window(fields: ConfigFields) -> int | None:
+    """The window of every layer; None where no context is longer."""
+    if "sliding_window" in fields.values and fields.values["sliding_window"] is None:
+        return None
+    window = fields.integer("sliding_window", DEFAULT_WINDOW)
+    return None if window >= fields.integer("max_position_embeddings") else window

@@ -5,6 +5,7 @@ from diptych.runtime.models.llama import Llama, LlamaConfig, read_llama_config
 
 DEFAULT_WINDOW = 4096  # what a config means that does not say
 DEFAULT_FIRST_WINDOW_LAYER = 28  # likewise
+DEFAULT_KV_HEADS = 32  # likewise
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -14,24 +15,29 @@ class Qwen2(Llama):
     @classmethod
     def read_config(cls, fields: ConfigFields) -> LlamaConfig:
         """See LanguageModel."""
-        return read_llama_config(fields, windows=read_qwen_windows(fields), qkv_bias=True)
+        return read_llama_config(fields, windows=read_qwen_windows(fields), kv_heads=DEFAULT_KV_HEADS, qkv_bias=True)
 
 
 def read_qwen_windows(fields: ConfigFields) -> tuple[int | None, ...]:
     """Each layer's sliding window. A window that no context can exceed counts as none."""
     num_layers = fields.integer("num_hidden_layers")
-    none = (None,) * num_layers
-    if not fields.flag("use_sliding_window") or fields.values.get("sliding_window", DEFAULT_WINDOW) is None:
-        return none
-    window = fields.integer("sliding_window", DEFAULT_WINDOW)
-    if window >= fields.integer("max_position_embeddings"):
-        return none
+    window = _window(fields)
     kinds = fields.values.get("layer_types")
     if kinds is None:
         first = fields.values.get("max_window_layers", DEFAULT_FIRST_WINDOW_LAYER)
-        if not isinstance(first, int) or first < 0:
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise fields.unsupported("max_window_layers", "a whole number of at least 0")
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
-        raise fields.unsupported("layer_types", f"{num_layers} times {' or '.join(LAYER_TYPES)}")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
+        raise fields.unsupported("layer_types", f"num_hidden_layers ({num_layers}) times {' or '.join(LAYER_TYPES)}")
+    if "sliding_attention" in kinds and not fields.flag("use_sliding_window"):
+        raise fields.unsupported("layer_types", "full_attention, as use_sliding_window is false")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _window(fields: ConfigFields) -> int | None:
+    """The window of the layers that have one; None where there is none, or where no context is longer."""
+    if not fields.flag("use_sliding_window") or fields.values.get("sliding_window", DEFAULT_WINDOW) is None:
+        return None
+    window = fields.integer("sliding_window", DEFAULT_WINDOW)
+    return None if window >= fields.integer("max_position_embeddings") else window

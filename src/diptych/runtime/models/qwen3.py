@@ -2,7 +2,7 @@
 
 from diptych.runtime.model_config import ConfigFields
 from diptych.runtime.models.llama import Llama, LlamaConfig, read_llama_config
-from diptych.runtime.models.qwen2 import read_qwen_windows
+from diptych.runtime.models.qwen2 import DEFAULT_KV_HEADS, read_qwen_windows
 
 DEFAULT_HEAD_DIM = 128  # what a config means that does not say
 
@@ -18,6 +18,7 @@ class Qwen3(Llama):
             fields,
             windows=read_qwen_windows(fields),
             head_dim=DEFAULT_HEAD_DIM,
+            kv_heads=DEFAULT_KV_HEADS,
             qkv_bias=bias,
             output_bias=bias,
             qk_norm=True,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from diptych.runtime.gguf.gguf_config import read_gguf_fields
 from diptych.runtime.gguf.gguf_file import is_gguf
 from diptych.runtime.model_config import ConfigFields, ModelConfig
+from diptych.runtime.models.field_table import check_fields
 from diptych.runtime.models.llama import Llama
 from diptych.runtime.models.mistral import Mistral
 from diptych.runtime.models.qwen2 import Qwen2
@@ -72,4 +73,5 @@ def read_model_config(path: str | Path) -> ModelConfig:
     names = fields.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in MODELS:
         raise fields.unsupported("architectures", "one of " + ", ".join(MODELS))
+    check_fields(fields, names[0])
     return MODELS[names[0]].read_config(fields)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
@@ -27,10 +26,10 @@ from diptych.serving.api.protocol import Count, Items, OptionsBody, PromptTokens
 from diptych.serving.api.reply import encode_json
 from diptych.serving.api.responses import WholeResponse
 from diptych.serving.async_llm import AsyncLLM, check_count, check_prompt
+from diptych.serving.embedding_recipe import read_embedding_recipe, with_prompt
 
 MAX_NUMBERS = 2**22  # of one reply: some 80 MB as JSON
 NUMBERS_AT_ONCE = 2**16  # are encoded between two turns of the event loop: some milliseconds
-POOLING_FILE = "1_Pooling/config.json"  # of Sentence Transformers
 # Fields of other servers that would change the vectors, with the values at which they do not.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "messages": (),
@@ -55,6 +54,10 @@ class EmbeddingsBody(OptionsBody):
         None, description="The hidden state of the last token, or the mean of all; the model's own by default, or last."
     )
     add_special_tokens: bool | None = None
+    prompt_name: str | None = Field(
+        None,
+        description="The model's prompt of this name is put before each text; the model's default, or an empty one.",
+    )
 
 
 class EmbeddingReply(BaseModel):
@@ -123,23 +126,6 @@ def shortened(embedding: bytes, dimensions: int | None) -> "array[float]":
     return array("f", (number / length for number in kept)) if length else kept
 
 
-def usual_pooling(model: Path) -> Pooling:
-    """What the model was trained for, where its directory says so, else the last token. Raises InvalidRequestError for
-    a kind of pooling that is not served."""
-    try:
-        found = msgspec.json.decode((model / POOLING_FILE).read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError):
-        return "last"
-    modes = [name for name, value in found.items() if name.startswith("pooling_mode_") and value is True]
-    match modes:
-        case [] | ["pooling_mode_lasttoken"]:
-            return "last"
-        case ["pooling_mode_mean_tokens"]:
-            return "mean"
-    text = f"this model's own pooling is {', '.join(modes)}, which is not served; pooling is one of last, mean"
-    raise InvalidRequestError(text, param="pooling", code="unsupported")
-
-
 def add_embeddings_routes(
     app: FastAPI, llm: AsyncLLM, model_names: Sequence[str], errors: dict[int | str, dict[str, Any]]
 ) -> None:
@@ -174,11 +160,15 @@ async def _submit(llm: AsyncLLM, body: EmbeddingsBody, tenant: str) -> Generatio
     if count * size > MAX_NUMBERS:
         text = f"input has {count} entries, and dimensions is {size}: at most {MAX_NUMBERS} numbers fit in a reply"
         raise InvalidRequestError(text, param="input")
+    recipe = await asyncio.to_thread(read_embedding_recipe, Path(llm.options.model))
+    pooling = recipe.pooling(body.pooling)
     if texts:
         is_special = body.add_special_tokens is not False
+        texts = with_prompt(texts, recipe.prompt(body.prompt_name, pooling))
         prompts = await llm.encode_all(texts, add_special_tokens=is_special, param="input")
+    elif body.prompt_name:
+        raise InvalidRequestError("prompt_name is for texts; input holds token ids", param="prompt_name")
     prompts = truncated(body, prompts, ready, 1)
-    pooling = body.pooling or usual_pooling(Path(llm.options.model))
     sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
     for number, prompt in enumerate(prompts):
         check_prompt(prompt, sampling, ready, "input" if count == 1 else f"input.{number}")

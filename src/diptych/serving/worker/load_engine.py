@@ -63,9 +63,9 @@ class LoadedEngine(Generic[RunnerType]):
     tiers: TierDriver | None = None
 
 
-def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRunner]":
-    """Load the checkpoint, size the KV cache, fit the step-time model. Raises ConfigError for options that cannot be
-    met."""
+def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = True) -> "LoadedEngine[ModelRunner]":
+    """Load the checkpoint, size the KV cache, fit the step-time model. owns_process: threads are bound to CPUs; false
+    inside of a program that does other things, too. Raises ConfigError for options that cannot be met."""
     require_packages()
     report("importing torch")
     from diptych.runtime.local_engine import engine_config
@@ -78,7 +78,7 @@ def load_engine(options: EngineOptions, report: Report) -> "LoadedEngine[ModelRu
     cores = parse_cores(options.device.cores) if options.device.cores else None
     if device == "cpu" and options.place and options.place.role == "prefill" and hasattr(os, "nice"):
         os.nice(PREFILL_NICENESS)  # before there are threads: they inherit it
-    threads = configure_threads(options.device.threads, cores, bind=device == "cpu")
+    threads = configure_threads(options.device.threads, cores, bind=owns_process and device == "cpu")
     memory = options.memory
     geometry = read_kv_geometry(options.model, options.device.dtype, memory.block_size)
     config = _runner_config(options, device, geometry)

@@ -1,0 +1,294 @@
+"""Which fields of a config.json change what a model computes, for each architecture: those that its family reads, and
+those that it does not compute with, at any other value than one that changes nothing.
+
+A field that is in neither column is one that the architecture does not look at, in this engine and in transformers: a
+test compares the columns with the fields that the classes of transformers use. Imports no torch.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diptych.runtime.model_config import ConfigFields
+
+Neutral = Mapping[str, tuple[Any, ...]]
+
+# ---------------------------------------------------------------- read: by every family
+
+READ = frozenset(
+    {
+        "architectures",
+        "auto_map",
+        "dtype",
+        "eos_token_id",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "model_type",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "original_max_position_embeddings",
+        "quantization_config",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "vocab_size",
+    }
+)
+WINDOWS = frozenset({"layer_types", "sliding_window", "use_sliding_window"})
+
+# ---------------------------------------------------------------- refused: the values that change nothing
+
+REFUSED: Neutral = {
+    # which tokens are seen
+    "is_causal": (True,),  # null is none of them: transformers takes it for false
+    "use_bidirectional_attention": (False, None),
+    "attention_chunk_size": (None,),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_layers": (None, []),
+    # scores of attention
+    "attention_multiplier": (None,),
+    "query_pre_attn_scalar": (None,),
+    "scale_attn_weights": (True, None),
+    "scale_attn_by_inverse_layer_idx": (False, None),
+    "attn_logit_softcapping": (None, 0.0),
+    "attn_temperature_tuning": (False, None, 0),
+    "clip_qkv": (None,),
+    "attention_sinks": (False, None),
+    "add_swa_attention_sink_bias": (False, None),
+    "add_full_attention_sink_bias": (False, None),
+    # positions
+    "partial_rotary_factor": (1.0, None),
+    "rotary_pct": (1.0, None),
+    "rotary_dim": (None,),
+    "rope_interleave": (False, None),
+    "rope_interleaved": (False, None),
+    "rope_local_base_freq": (None,),
+    "rope_ratio": (1.0, None),
+    "layer_rope_theta": (None,),
+    "_rope_type_labels": (None, []),
+    "no_rope_layers": (None, []),
+    "no_rope_layer_interval": (None, 0),
+    "position_embedding_type": ("rope", "rotary", None),
+    "alibi": (False, None),
+    "use_alibi": (False, None),
+    # factors and caps of hidden states and logits
+    "embedding_multiplier": (1.0, None),
+    "residual_multiplier": (1.0, None),
+    "logits_scaling": (1.0, None),
+    "logit_scale": (1.0, None),
+    "logits_mup_width_multiplier": (1.0, None),
+    "final_logit_softcapping": (None, 0.0),
+    "scale_emb": (1.0, None),
+    "scale_depth": (None,),
+    "scale_embedding": (False, None),
+    # parts of layers
+    "hidden_act": ("silu", "swish"),  # two names of one function
+    "hidden_activation": ("silu", "swish", None),
+    "mlp_bias": (False, None),
+    "qk_norm": (False, None),
+    "use_qk_norm": (False, None),
+    "qk_layernorm": (False, None),
+    "lm_head_bias": (False, None),
+    "use_parallel_residual": (False, None),
+    "parallel_attn": (False, None),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "moe_num_experts": (None, 0),
+    "mlp_layer_types": (None, []),
+    "kv_lora_rank": (None,),
+    "q_lora_rank": (None,),
+    "num_kv_shared_layers": (None, 0),
+    "kv_sharing_modes": (None, []),
+    "pruned_heads": (None, {}),
+    # layers that differ from one another, models inside models, weights elsewhere
+    "per_layer_config": (None, {}),
+    "_heterogeneity_spec": (None,),
+    "skip": (None, []),
+    "text_config": (None, {}),
+    "vision_config": (None, {}),
+    "audio_config": (None, {}),
+    "decoder": (None, {}),
+    "generator": (None, {}),
+    "unpadded_vocab_size": (None,),
+    "attribute_map": (None, {}),
+    "transformers_weights": (None, "model.safetensors", "model.safetensors.index.json"),
+    "compression_config": (None, {}),
+}
+
+# ---------------------------------------------------------------- harmless: why the value does not matter
+
+_TRAINING, _OUTPUT, _LOADING = "training only", "what else is returned beside logits", "how transformers loads or runs"
+_HEADS, _DRAFTS = "heads for other tasks", "layers for drafts, beside the model"
+_TOKENS, _LABEL = "the tokenizer and generation_config.json have the last word", "a label"
+HARMLESS: Mapping[str, str] = {
+    "attention_dropout": _TRAINING,
+    "hidden_dropout": _TRAINING,
+    "gradient_checkpointing": _TRAINING,
+    "initializer_range": "of weights that are not loaded",
+    "initializer_factor": "of weights that are not loaded",
+    "init_std": "of weights that are not loaded",
+    "use_cache": "logits are the same with and without",
+    "chunk_size_feed_forward": "the same rows in other portions",
+    "pretraining_tp": "the same products in other portions",
+    "pad_token_id": "prompts are not padded",
+    "bos_token_id": _TOKENS,
+    "sep_token_id": _TOKENS,
+    "output_attentions": _OUTPUT,
+    "output_hidden_states": _OUTPUT,
+    "return_dict": _OUTPUT,
+    "tie_last_hidden_states": _OUTPUT,
+    "classifier_dropout": _HEADS,
+    "id2label": _HEADS,
+    "label2id": _HEADS,
+    "num_labels": _HEADS,
+    "is_decoder": _HEADS,
+    "problem_type": _HEADS,
+    "token_classification_bias": _HEADS,
+    "chain_hidden_post_norm": _DRAFTS,
+    "first_k_dense_replace": _DRAFTS,
+    "mtp_hidden_states_first": _DRAFTS,
+    "mtp_layer_types": _DRAFTS,
+    "mtp_mlp_layer_types": _DRAFTS,
+    "mtp_per_layer_config": _DRAFTS,
+    "num_mtp_layers": _DRAFTS,
+    "distributed_config": _LOADING,
+    "fusion_config": _LOADING,
+    "attn_implementation": _LOADING,
+    "experts_implementation": _LOADING,
+    "dtype_plan": _LOADING,
+    "_attn_implementation": _LOADING,
+    "_attn_implementation_internal": _LOADING,
+    "_experts_implementation": _LOADING,
+    "_experts_implementation_internal": _LOADING,
+    "_output_attentions": _OUTPUT,
+    "_auto_class": _LABEL,
+    "_commit_hash": _LABEL,
+    "_post_init_done": _LABEL,
+    "_name_or_path": _LABEL,
+    "name_or_path": _LABEL,
+    "transformers_version": _LABEL,
+    "embed_dim": "the vision models' name of hidden_size",
+    "num_heads": "the vision models' name of num_attention_heads",
+    "number_of_conv_states": "of layers with convolutions",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldTable:
+    """What an architecture makes of the fields of a config.json. model_type: what the file must call it. read: by the
+    family. refused: unless the value is one of these, which change nothing. harmless: with the reason."""
+
+    model_type: str
+    read: frozenset[str]
+    refused: Neutral
+    harmless: Mapping[str, str]
+
+
+def _table(
+    model_type: str, read: frozenset[str], harmless: Mapping[str, str], **refused: tuple[Any, ...]
+) -> FieldTable:
+    columns = {name: values for name, values in {**REFUSED, **refused}.items() if name not in read}
+    return FieldTable(model_type, READ | read, columns, {**HARMLESS, **harmless})
+
+
+TABLES: Mapping[str, FieldTable] = {
+    "LlamaForCausalLM": _table(
+        "llama",
+        WINDOWS | {"attention_bias", "mlp_bias"},
+        {"max_window_layers": "no layer has a window"},
+    ),
+    "MistralForCausalLM": _table(
+        "mistral",
+        frozenset({"layer_types", "sliding_window"}),
+        {"use_sliding_window": "sliding_window alone says it", "max_window_layers": "every layer has the window"},
+        attention_bias=(False, None),
+    ),
+    "Qwen2ForCausalLM": _table(
+        "qwen2",
+        WINDOWS | {"max_window_layers"},
+        {"attention_bias": "q, k and v always have one, o has none"},
+    ),
+    "Qwen3ForCausalLM": _table(
+        "qwen3",
+        WINDOWS | {"max_window_layers", "attention_bias"},
+        {},
+        qk_norm=(True, None),
+        use_qk_norm=(True, None),
+        qk_layernorm=(True, None),
+    ),
+}
+
+# ---------------------------------------------------------------- the fields of rope_parameters and rope_scaling
+
+ROPE_READ = frozenset(
+    {
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "factors",
+        "high_freq_factor",
+        "low_freq_factor",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+        "rope_theta",
+        "rope_type",
+        "truncate",
+        "type",
+    }
+)
+ROPE_REFUSED: Neutral = {
+    "partial_rotary_factor": (1.0, None),
+    "attn_factor": (1.0, None),
+    "extrapolation_factor": (1.0, None),
+    "llama_4_scaling_beta": (None,),
+    "alpha": (None,),
+    "long_factor": (None,),
+    "short_factor": (None,),
+}
+ROPE_HARMLESS: Mapping[str, str] = {
+    "finetuned": _LABEL,
+    "mrope_section": "text has one position for all axes",
+    "mrope_interleaved": "text has one position for all axes",
+}
+
+
+def check_fields(fields: ConfigFields, architecture: str) -> None:
+    """Raise UnsupportedModelError for a field at a value that the architecture's family does not compute with.
+    Architectures without a table are taken as they are."""
+    table = TABLES.get(architecture)
+    if table is None:
+        return
+    if fields.values.get("model_type", table.model_type) != table.model_type:
+        raise fields.unsupported("model_type", f"{table.model_type}, the type of {architecture}")
+    _check(fields, table.refused)
+    for name in ("rope_parameters", "rope_scaling"):
+        _check_rope(fields.nested(name))
+
+
+def _check_rope(rope: ConfigFields) -> None:
+    """Raise for fields of rotary embeddings that no kind of them has here. Objects by kind of layer are left to who
+    reads them."""
+    _check(rope, ROPE_REFUSED)
+    for name, value in rope.values.items():
+        is_known = name in ROPE_READ or name in ROPE_REFUSED or name in ROPE_HARMLESS
+        if not is_known and value is not None and not isinstance(value, dict):
+            raise rope.unsupported(name, "a rotary embedding without such a field")
+
+
+def _check(fields: ConfigFields, refused: Neutral) -> None:
+    for name, neutral in refused.items():
+        if name in fields.values and fields.values[name] not in neutral:
+            words = [value if isinstance(value, str) else json.dumps(value) for value in neutral]
+            raise fields.unsupported(name, ", ".join(words))
