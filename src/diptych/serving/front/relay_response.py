@@ -19,6 +19,9 @@ class RelayResponse(GenerationResponse):
         super().__init__(front, generation, RelayWriter(), stream=stream, dialect=RELAY, more_headers=more_headers)
         self._relay = generation
 
+    def _last_sent_s(self) -> float:
+        return max(super()._last_sent_s(), self._relay.relay.last_token_s)
+
     def _direct_writes(self, scope: Scope) -> Callable[[], bool] | None:
         generation = self._relay
         body: DirectBody | None = scope.get("extensions", {}).get(DIRECT_BODY, {}).get("body")
