@@ -36,8 +36,8 @@ class Submitted:
 
 class FakeLLM:
     """What the routes need of an AsyncLLM. error: every request fails with it, after ``fail_after`` tokens.
-    pause_after: tokens after which an answer waits for ``go_on``. admits: a worker begins with it at once. refusal: what a text to encode raises. answer: what
-    every answer says, as far as max_tokens allows."""
+    pause_after: tokens after which an answer waits for ``go_on``. admits: a worker begins with every request at once.
+    refusal: what a text to encode raises. answer: what every answer says, as far as max_tokens allows."""
 
     def __init__(
         self,

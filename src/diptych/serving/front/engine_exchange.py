@@ -162,7 +162,7 @@ class EngineExchange:
         is_events = headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
         self._is_events = status == 200 and is_events
         if self._is_events and not self.is_over:
-            self.stream.generation.admit()
+            self.stream.accept()
         if status != 200:
             self._retry_after = retry_after_of(status, headers)
 

@@ -190,6 +190,11 @@ class RelayStream(AnswerStream):
         self._data.append(data)
         self._num_unread += len(data)
 
+    def accept(self) -> None:
+        """The engine that gives the answer has begun its reply."""
+        if isinstance(self.generation, RelayGeneration):  # its client may have left
+            self.generation.accept()
+
     def start_over(self) -> None:
         """Another engine gives the answer from its beginning: what came of it has no token, and was not sent."""
         self._data.clear()
@@ -294,6 +299,14 @@ class RelayGeneration(Generation):
     def __init__(self, stream: RelayStream) -> None:
         super().__init__(stream.request_id, [stream])
         self.relay = stream
+
+    def admit(self) -> None:
+        """See Generation; here that is said by ``accept``: an engine may have computed the prompt, and another refuse
+        to go on."""
+
+    def accept(self) -> None:
+        """See RelayStream."""
+        super().admit()
 
     def fail(self, error: Exception) -> None:
         """See Generation."""

@@ -100,9 +100,11 @@ class EngineFront(ServedFleet):
         return "exact" if stream.request.is_greedy else "resampled"
 
     def engine_of(self, stream: RelayStream) -> ExternalWorker | None:
-        """The engine that feeds this stream."""
+        """The engine that gives this stream, or is to give it; None while it waits for one."""
+        request = self.fleet.core.requests.get(stream.request_id)
+        worker = stream.worker if request is None or request.attempt is None else request.attempt.decode
         engines = self.external.engines
-        return engines[stream.worker] if 0 <= stream.worker < len(engines) else None
+        return engines[worker] if 0 <= worker < len(engines) else None
 
     def watched(self) -> list[WatchedEngine]:
         """What the metrics of the engines said in the last minute. Raises ConflictError where none can be read so."""
