@@ -29,7 +29,7 @@ async def timed_stream(
     on_first: Callable[[], None] | None = None,
 ) -> TimedAnswer:
     """POST /v1/completions, read to its end. body: asks for a stream that ends with usage. Raises OSError, also when it
-    takes longer than LONGEST_S."""
+    fails in its middle, or takes longer than LONGEST_S."""
     host, port = address
     answer, payload = TimedAnswer(), json.dumps(body).encode()
     more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
@@ -47,6 +47,8 @@ async def timed_stream(
                     break
                 if not line.startswith(b"data: {"):
                     continue
+                if line.startswith(b'data: {"error"'):
+                    raise OSError(f"the stream failed: {line[6:].decode(errors='replace').strip()}")
                 if not answer.first_ns:
                     answer.first_ns = time.monotonic_ns()
                     if on_first:
