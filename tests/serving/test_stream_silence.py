@@ -30,7 +30,8 @@ from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api import responses
 from diptych.serving.api.app import build_app
 from diptych.serving.api.completions import CompletionWriter
-from diptych.serving.api.dialect import CHAT, COMMENT
+from diptych.serving.api.dialect import CHAT, COMMENT, PING
+from diptych.serving.api.direct_body import DIRECT_BODY
 from diptych.serving.api.protocol import CompletionBody
 from diptych.serving.api.reply import ReplyContext
 from diptych.serving.api.resumable import ResumableWriter
@@ -82,6 +83,19 @@ class Client:
         self.sent.append((virtual_time().now / 1e9, message.get("body", b"")))
         await self.reads.wait()
 
+    def count_unsent(self) -> int:
+        return 0
+
+    def writes(self, take: Callable[[], bytes]) -> Callable[[], bool]:
+        """See DirectBody."""
+
+        def write() -> bool:
+            if body := take():
+                self.sent.append((virtual_time().now / 1e9, body))
+            return True
+
+        return write
+
     @property
     def content(self) -> bytes:
         return b"".join(data for _, data in self.sent)
@@ -95,7 +109,9 @@ class Client:
 class Asked:
     """A request that is under way, with the model and the client at its ends."""
 
-    def __init__(self, path: str, tokenizer: Tokenizer, *, reads: bool = True, **model: Any) -> None:
+    def __init__(
+        self, path: str, tokenizer: Tokenizer, *, reads: bool = True, at_once: bool = False, **model: Any
+    ) -> None:
         self.llm = FakeLLM(**{"answer": ANSWER, "tokenizer": tokenizer} | model)
         self.client = Client(BODIES[path], path)
         if reads:
@@ -104,6 +120,7 @@ class Asked:
             "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
             "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
             "server": ("test", 80), "client": ("test", 1), "root_path": "",
+            "extensions": {DIRECT_BODY: {"body": self.client}} if at_once else {},
         }  # fmt: skip
         app: Any = build_app(self.llm, "fake")  # type: ignore[arg-type]
         self.call = asyncio.create_task(app(scope, self.client.receive, self.client.send))
@@ -150,6 +167,7 @@ async def test_a_stream_begins_when_a_worker_begins_with_its_prompt(path: str, t
     asked = Asked(path, tokenizer, admits=True, pause_after=0)
     await at(0.1)
     assert asked.client.status == 200
+    await at(0.5)
     assert FIRST[path] in asked.client.content
     assert events_of(await asked.end())
 
@@ -162,8 +180,18 @@ async def test_a_stream_begins_after_a_second_in_the_queue(path: str, tokenizer:
     assert not asked.client.sent
     await at(responses.OPEN_AFTER_S + 0.1)
     assert asked.client.status == 200
+    await at(responses.OPEN_AFTER_S + 0.5)
     assert FIRST[path] in asked.client.content
     assert events_of(await asked.end())
+
+
+@ALL
+@in_virtual_time
+async def test_a_stream_whose_tokens_come_at_once_has_no_comment(path: str, tokenizer: Tokenizer) -> None:
+    asked = Asked(path, tokenizer, admits=True, pause_after=0)
+    await at(0.3)
+    content = await asked.end()
+    assert COMMENT not in content and b"event: ping" not in content
 
 
 @ALL
@@ -196,6 +224,20 @@ def text_of(events: list[dict[str, Any]]) -> str:
         if event.get("type") == "response.output_text.delta":
             text += event["delta"]
     return text
+
+
+@ALL
+@pytest.mark.parametrize("at_once", [True, False])
+@in_virtual_time
+async def test_a_pause_comes_late_after_a_token_whichever_way_it_was_written(
+    path: str, at_once: bool, tokenizer: Tokenizer
+) -> None:
+    asked = Asked(path, tokenizer, at_once=at_once, pause_after=2)
+    await at(responses.SILENCE_S - 1)
+    assert not any(pause in asked.client.content for pause in (COMMENT, PING))
+    await at(responses.SILENCE_S + 1)
+    assert any(pause in asked.client.content for pause in (COMMENT, PING))
+    assert text_of(events_of(await asked.end())) == ANSWER
 
 
 @ALL

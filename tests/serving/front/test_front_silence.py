@@ -24,6 +24,7 @@ HARMLESS = Fault("none", at=10**9)
 def impatience(patience: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "OPEN_AFTER_S", 0.02)
     monkeypatch.setattr(responses, "SILENCE_S", 0.02)
+    monkeypatch.setattr(responses, "HEAD_ALONE_S", 0.02)
 
 
 async def raw(client: FrontClient, **more: Any) -> tuple[Answer, str]:

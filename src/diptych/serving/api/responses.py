@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_AFTER_S = 1.0  # clients wait for the head of a reply; what fails sooner has a status
 SILENCE_S = 12.0  # proxies, and clients, give up a connection on which nothing comes for long: some after 15 s
+HEAD_ALONE_S = 0.4  # without an event behind it: some measuring programs read no comments, and few streams need one
 MoreHeaders = Callable[[], Iterable[tuple[bytes, bytes]]]
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -138,7 +139,7 @@ class GenerationResponse(WholeResponse):
         super().__init__(llm, generation, dialect, more_headers)
         self._writer = writer
         self._stream = stream
-        self._sent_s = 0.0
+        self._due_s = 0.0
 
     async def content(self, deltas: Sequence[Delta]) -> bytes:
         """See WholeResponse."""
@@ -160,6 +161,7 @@ class GenerationResponse(WholeResponse):
             return
         headers = [*_STREAM_HEADERS, *self._more_headers()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._on_sent(HEAD_ALONE_S)
         try:
             tail = await self._send_events(send, on_new)
         except DiptychError as error:
@@ -179,29 +181,29 @@ class GenerationResponse(WholeResponse):
         events = writer.opening()
         if deltas := generation.take():
             events += writer.events(deltas)
-        events = events or writer.pause()
         while not generation.is_exhausted:
             if events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
-                self._sent()
+                self._on_sent(SILENCE_S)
             deltas = await self._read(on_new)
             events = writer.events(deltas) if deltas else writer.pause()
         return events + writer.last_events()
 
     async def _read(self, on_new: Callable[[], bool] | None) -> list[Delta]:
-        """Everything new; nothing when nothing was sent for SILENCE_S, not by ``on_new`` either."""
+        """Everything new; nothing when nothing was sent for too long, not by ``on_new`` either."""
         time = asyncio.get_running_loop().time
-        while (left_s := self._last_sent_s() + SILENCE_S - time()) > 0:
+        while (left_s := self._pause_due_s() - time()) > 0:
             if deltas := await self._generation.read(on_new, left_s):
                 return deltas
         return []
 
-    def _sent(self) -> None:
-        self._sent_s = asyncio.get_running_loop().time()
+    def _on_sent(self, silence_s: float) -> None:
+        """Something was sent. silence_s: how long it may be the last."""
+        self._due_s = asyncio.get_running_loop().time() + silence_s
 
-    def _last_sent_s(self) -> float:
-        """When something was sent, by the loop's clock."""
-        return self._sent_s
+    def _pause_due_s(self) -> float:
+        """When silence has to end, by the loop's clock."""
+        return self._due_s
 
     def _direct_writes(self, scope: Scope) -> Callable[[], bool] | None:
         """A function that writes new deltas at once (see Generation.read); None where the server has no DirectBody."""
@@ -209,11 +211,10 @@ class GenerationResponse(WholeResponse):
         body: DirectBody | None = scope.get("extensions", {}).get(DIRECT_BODY, {}).get("body")
         if body is None:
             return None
-        time = asyncio.get_running_loop().time
 
         def take() -> bytes:
             if events := writer.events(generation.take()):
-                self._sent_s = time()
+                self._on_sent(SILENCE_S)
             return events
 
         generation.count_unsent = body.count_unsent
