@@ -57,8 +57,10 @@ def install(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
-            return error_response(NotFoundError(f"there is no path {request.scope['path']}", code="unknown_path"))
-        response = error_response(http_error(error.status_code, str(error.detail), "http_error"))
+            missing = NotFoundError(f"there is no path {request.scope['path']}", code="unknown_path")
+            return error_response(missing, dialect_of(request.scope["path"]))
+        failure = http_error(error.status_code, str(error.detail), "http_error")
+        response = error_response(failure, dialect_of(request.scope["path"]))
         response.headers.update(error.headers or {})
         return response
 
@@ -67,7 +69,8 @@ def install(app: FastAPI) -> None:
 
     async def on_bug(request: Request, error: Exception) -> Response:
         logger.error("unexpected failure at %s", request.scope["path"], exc_info=error)
-        return error_response(DiptychError("internal error; the server's log has the details"))
+        failure = DiptychError("internal error; the server's log has the details")
+        return error_response(failure, dialect_of(request.scope["path"]))
 
     app.add_exception_handler(DiptychError, on_diptych_error)
     app.add_exception_handler(HTTPException, on_http_error)
