@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from starlette.types import Scope
 
+from diptych.serving.api import responses
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
-from diptych.serving.api.responses import SILENCE_S, GenerationResponse, MoreHeaders
+from diptych.serving.api.responses import GenerationResponse, MoreHeaders
 from diptych.serving.front.relay_stream import RELAY, RelayGeneration, RelayWriter
 from diptych.serving.served_fleet import ServedFleet
 
@@ -21,7 +22,7 @@ class RelayResponse(GenerationResponse):
 
     def _pause_due_s(self) -> float:
         last_s = self._relay.relay.last_token_s  # whose chunk may have been written without this reply
-        return max(super()._pause_due_s(), last_s + SILENCE_S if last_s else 0.0)
+        return max(super()._pause_due_s(), last_s + responses.SILENCE_S if last_s else 0.0)
 
     def _direct_writes(self, scope: Scope) -> Callable[[], bool] | None:
         generation = self._relay
