@@ -39,8 +39,8 @@ class Submitted:
 
 class FakeLLM:
     """What the routes need of an AsyncLLM. error: every request fails with it, after ``fail_after`` tokens.
-    pause_after: tokens after which an answer waits for ``go_on``. refusal: what a text to encode raises. answer: what
-    every answer says, as far as max_tokens allows."""
+    pause_after: tokens after which an answer waits for ``go_on``. admits: a worker begins with every request at once.
+    refusal: what a text to encode raises. answer: what every answer says, as far as max_tokens allows."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class FakeLLM:
         error: Exception | None = None,
         fail_after: int = 0,
         pause_after: int | None = None,
+        admits: bool = False,
         refusal: BaseException | None = None,
         answer: str | None = None,
         tokenizer: Tokenizer = TOKENIZER,
@@ -69,6 +70,7 @@ class FakeLLM:
         self.grammars: list[Grammar] = []  # that were tried; each passes
         self.go_on = asyncio.Event()
         self._refusal = refusal
+        self._admits = admits
         self._error, self._fail_after, self._pause_after = error, fail_after, pause_after
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -125,6 +127,8 @@ class FakeLLM:
                 submitted.is_aborted = True
 
     async def _answer(self, generation: Generation, sampling: SamplingParams) -> None:
+        if self._admits:
+            generation.admit()
         for stream in generation.streams:
             if sampling.prompt_logprobs is not None:
                 stream.add_prompt_logprobs(1, [_logprobs(token, 1) for token in stream.prompt_token_ids[1:]])
@@ -134,11 +138,11 @@ class FakeLLM:
         scripted = self._answer_ids
         num_tokens = sampling.max_tokens if scripted is None else min(sampling.max_tokens, len(scripted))
         for step in range(num_tokens):
+            if step == self._pause_after:
+                await self.go_on.wait()
             if self._error is not None and step == self._fail_after:
                 generation.fail(self._error)
                 return
-            if step == self._pause_after:
-                await self.go_on.wait()
             await asyncio.sleep(0)
             for stream in generation.streams:
                 token_id = len(stream.prompt_token_ids) + step if scripted is None else scripted[step]

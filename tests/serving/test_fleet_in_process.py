@@ -90,6 +90,22 @@ def spy_on(setup: InProcessFleet) -> Spy:
 # -- a request, served and handed over --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("workers", "cluster"), [({"both": 1}, cluster_config()), ({"prefill": 1, "decode": 1}, ALWAYS)]
+)
+@in_virtual_time
+async def test_a_client_learns_that_a_worker_begins_with_its_prompt_before_it_is_computed(
+    workers: dict[str, int], cluster: ClusterConfig
+) -> None:
+    async with in_process_fleet(cluster=cluster, **workers) as fleet:
+        stream = fleet.client.submit("a", PROMPT)
+        generation = fleet.client.generations["a"]
+        assert not generation.is_admitted
+        await fleet.when(lambda: generation.is_admitted)
+        assert not stream.num_tokens
+        assert await fleet.client.read("a") == expected(PROMPT, 8)
+
+
 @in_virtual_time
 async def test_a_request_is_served() -> None:
     async with in_process_fleet() as setup:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fake_llm import FakeLLM
 
-from diptych.control.errors import ConfigError
+from diptych.control.errors import ConfigError, WorkerError
 from diptych.serving.api.app import build_app
 from diptych.serving.api.manners import Manners, is_loopback
 from diptych.serving.api.parameters import template_arguments
@@ -138,6 +138,22 @@ async def test_the_access_log_has_a_line_for_each_request_and_can_be_simulated(t
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines if "prompt_tokens" in line))
     assert sorted(load_trace(str(trace)).prompt_tokens) == [2, 4]
+
+
+async def test_the_access_log_names_what_failed_in_a_stream(tmp_path: Path) -> None:
+    path = tmp_path / "access.jsonl"
+    for llm, stream in (
+        (FakeLLM(error=WorkerError("lost"), fail_after=2), True),
+        (FakeLLM(error=WorkerError("lost"), fail_after=2), False),
+        (FakeLLM(), True),
+    ):
+        app = build_app(llm, "fake", manners=Manners(access_log=str(path)))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client:
+            await client.post("/v1/completions", json={**COMPLETION, "stream": stream})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["status"], line.get("error")) for line in lines] == [
+        (200, "worker_failed"), (500, None), (200, None)
+    ]  # fmt: skip
 
 
 async def test_what_cannot_be_is_refused_at_the_start() -> None:

@@ -176,6 +176,18 @@ async def test_keys_and_errors_are_those_of_the_dialect() -> None:
                     pass
 
 
+async def test_what_fails_outside_of_a_route_has_the_form_of_the_dialect_too() -> None:
+    transport = httpx.ASGITransport(build_app(FakeLLM(), "fake"), raise_app_exceptions=False)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        replies = [
+            await http.get("/v1/messages"),
+            await http.post("/v1/messages/nothing"),
+            await http.post("/v1/messages", json={"max_tokens": 5, "messages": ASK, "model": "nothing"}),
+        ]
+    assert [reply.status_code for reply in replies] == [405, 404, 404]
+    assert {reply.json()["type"] for reply in replies} == {"error"}
+
+
 async def test_the_id_of_a_request_and_a_prompt_that_is_too_long_are_named_as_anthropic_names_them() -> None:
     async with client_of(FakeLLM(answer="x")) as client:
         reply = await client.messages.create(model="fake", max_tokens=5, messages=ASK)

@@ -137,6 +137,17 @@ def test_cached_tokens_are_those_of_the_first_admission_at_the_worker_that_feeds
     assert answer.cached_tokens == 32
 
 
+def test_a_request_is_admitted_when_the_worker_that_feeds_it_begins_with_one_of_its_prompts() -> None:
+    open_ = Open()
+    generation = open_.generation("a", n=2)
+    for number, attempt_id in enumerate(("a-0", "a-1")):
+        open_.streams.on_placed(attempt_id, attempt_id, number)
+    open_.streams.on_events(0, [RequestAdmitted(1, "a-1", 0, True), RequestAdmitted(1, "z", 0, True)])
+    assert not generation.is_admitted
+    open_.streams.on_events(1, [RequestAdmitted(1, "a-1", 0, True)])
+    assert generation.is_admitted
+
+
 # -- a decode worker takes over ---------------------------------------------------------------------------------------
 
 

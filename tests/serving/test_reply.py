@@ -103,9 +103,9 @@ def test_a_chat_stream_begins_with_the_role_of_each_answer() -> None:
     writer = chat(made, n=2, stream=True, stream_options={"include_usage": True})
     said = events(writer.events([Delta(1, "b", [1], []), Delta(0, "a", [1], []), Delta(1, "c", [1], [])]))
     assert [(event["choices"][0]["index"], event["choices"][0]["delta"]) for event in said] == [
+        (0, {"role": "assistant", "content": ""}),
         (1, {"role": "assistant", "content": ""}),
         (1, {"content": "b"}),
-        (0, {"role": "assistant", "content": ""}),
         (0, {"content": "a"}),
         (1, {"content": "c"}),
     ]

@@ -13,7 +13,7 @@ from fake_llm import FakeLLM
 from diptych.control.errors import ContextLengthError, DiptychError, OverloadedError, WorkerError
 from diptych.control.request import RequestOptions, SamplingParams
 from diptych.serving.answers.answer_stream import Delta
-from diptych.serving.api.dialect import CHAT
+from diptych.serving.api.dialect import CHAT, chat_failure
 from diptych.serving.api.direct_body import DIRECT_BODY
 from diptych.serving.api.responses import GenerationResponse
 
@@ -26,6 +26,15 @@ class Words:
 
     def __init__(self, fails: bool = False) -> None:
         self._fails = fails
+
+    def opening(self) -> bytes:
+        return b"head;"
+
+    def pause(self) -> bytes:
+        return b"pause;"
+
+    def failure(self, error: DiptychError) -> bytes:
+        return chat_failure(error)
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
         if self._fails:
@@ -112,7 +121,7 @@ async def test_a_whole_reply_is_one_body() -> None:
 async def test_a_stream_is_its_events_the_last_ones_and_done() -> None:
     llm, client = FakeLLM(), Client()
     await run(response(llm, stream=True), client)
-    assert (client.status, client.body, client.is_complete) == (200, b"2;3;4;5;usage;" + DONE, True)
+    assert (client.status, client.body, client.is_complete) == (200, b"head;2;3;4;5;usage;" + DONE, True)
     assert dict(client.sent[0]["headers"])[b"content-type"] == b"text/event-stream; charset=utf-8"
 
 
@@ -122,7 +131,7 @@ async def test_what_a_connection_takes_at_once_is_written_at_once(is_full: bool)
     await run(response(llm, stream=True), client, **{DIRECT_BODY: {"body": direct}})
     assert bool(direct.written) != is_full
     sent = b"".join(sorted([*client.body.split(b";"), *b"".join(direct.written).split(b";")]))
-    assert sent == b"".join(sorted([*b"2;3;4;5;usage;".split(b";"), DONE]))
+    assert sent == b"".join(sorted([*b"head;2;3;4;5;usage;".split(b";"), DONE]))
 
 
 class OddWords(Words):

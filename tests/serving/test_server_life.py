@@ -26,7 +26,7 @@ def stream(url: str, **fields: Any) -> Any:
 
 
 def first_event(reply: httpx.Response) -> tuple[str, Iterator[str]]:
-    lines = (line for line in reply.iter_lines() if line)
+    lines = (line for line in reply.iter_lines() if line and not line.startswith(":"))
     return next(lines), lines
 
 

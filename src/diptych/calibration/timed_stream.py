@@ -43,7 +43,7 @@ async def timed_stream(
             answer.sent_ns = time.monotonic_ns()
             writer.write(head + payload)
             async for line in reader:
-                if line.startswith(b"data: [DONE]"):
+                if line.startswith((b"data: [DONE]", b'data: {"error"')):  # without usage it is no answer
                     break
                 if not line.startswith(b"data: {"):
                     continue

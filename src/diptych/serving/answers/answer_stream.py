@@ -185,11 +185,12 @@ class Generation:
 
     __slots__ = (
         "_dirty",
-        "_error",
         "_unread_since_ns",
         "_waiter",
         "count_unsent",
         "not_enforced",
+        "error",
+        "is_admitted",
         "num_open",
         "on_new",
         "request_id",
@@ -202,12 +203,13 @@ class Generation:
         self.streams = list(streams)
         self.num_open = len(self.streams)
         self.not_enforced: Sequence[str] = ()  # paths of keywords in schemas of the request
+        self.is_admitted = False  # a worker has begun with one of its prompts
         self._dirty: list[AnswerStream] = []
-        self._error: Exception | None = None
+        self.error: Exception | None = None  # that its reader gets
         self.unread_ns = 0  # how long deltas waited for a reader that was busy (with a client that does not read)
         self.count_unsent: Callable[[], int] | None = None  # bytes that the client has not taken; set by a reply
         self._unread_since_ns = 0
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[bool] | None = None
         self.on_new: Callable[[], bool] | None = None  # while its reader waits, see ``read``
         for stream in self.streams:
             stream.generation = self
@@ -215,12 +217,12 @@ class Generation:
     @property
     def has_failed(self) -> bool:
         """Whether its reader gets an error."""
-        return self._error is not None
+        return self.error is not None
 
     @property
     def is_exhausted(self) -> bool:
         """Whether every sequence ended and everything was read."""
-        return not self.num_open and not self._dirty and self._error is None
+        return not self.num_open and not self._dirty and self.error is None
 
     def mark(self, stream: AnswerStream) -> None:
         """This answer has something new, for the next ``deliver`` or ``wake``."""
@@ -238,41 +240,68 @@ class Generation:
         except Exception as error:  # as if it had happened in the reader's own task
             self.fail(error)
 
+    def admit(self) -> None:
+        """A worker begins with one of its prompts."""
+        if not self.is_admitted:
+            self.is_admitted = True
+            if self.on_new is None:  # its reader waits in ``begin``, or not at all
+                self.wake()
+
     def wake(self) -> None:
-        """Let ``read`` return, if a reader waits in it."""
+        """Let ``begin`` or ``read`` return, if a reader waits there."""
         self.on_new = None
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._waiter.set_result(True)
 
     def fail(self, error: Exception) -> None:
         """The whole request failed; the reader gets the error instead of more deltas."""
-        self._error = self._error or error
+        self.error = self.error or error
         self.wake()
 
     def close(self) -> None:
         """Nobody reads it any more: what still comes for its answers is dropped. (A request would otherwise hold itself
         in a circle, with all of its prompt, until the garbage collector stops everything to look for it.)"""
         self.count_unsent = None
-        if self._error is not None:
-            self._error.__traceback__ = None
+        if self.error is not None:
+            self.error.__traceback__ = None
         for stream in self.streams:
             stream.generation = _NOBODY
 
-    async def read(self, on_new: Callable[[], bool] | None = None) -> list[Delta]:
-        """Everything new, at least one delta. Raises the request's error. One reader at a time.
+    async def begin(self, patience_s: float) -> None:
+        """Wait until a worker begins with the request, or there is something to read, but at most ``patience_s``.
+        Raises the request's error."""
+        if not (self.is_admitted or self._dirty or self.error is not None or not self.num_open):
+            await self._wait(None, patience_s)
+        if self.error is not None:
+            raise self.error
+
+    async def read(self, on_new: Callable[[], bool] | None = None, limit_s: float | None = None) -> list[Delta]:
+        """Everything new, at least one delta, or nothing when ``limit_s`` have passed (None: no limit). Raises the
+        request's error. One reader at a time.
 
         While it waits, ``on_new()`` is called as soon as there is something: it may ``take`` it at once, without a turn
         of the reader's task, and return True, or return False and leave it to ``read``.
         """
-        while not self._dirty and self._error is None:
-            self._waiter, self.on_new = asyncio.get_running_loop().create_future(), on_new
-            try:
-                await self._waiter
-            finally:
-                self._waiter = self.on_new = None
-        if self._error is not None:
-            raise self._error
+        while not self._dirty and self.error is None:
+            if not await self._wait(on_new, limit_s):
+                break
+        if self.error is not None:
+            raise self.error
         return self.take()
+
+    async def _wait(self, on_new: Callable[[], bool] | None, limit_s: float | None) -> bool:
+        """Wait for ``wake``. Returns False when ``limit_s`` have passed without one."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+        self._waiter = waiter
+        self.on_new = on_new
+        timer = None if limit_s is None else loop.call_later(limit_s, _give_up, waiter)
+        try:
+            return await waiter
+        finally:
+            self._waiter = self.on_new = None
+            if timer is not None:
+                timer.cancel()
 
     def take(self) -> list[Delta]:
         """Everything new, without waiting."""
@@ -283,12 +312,20 @@ class Generation:
         return [stream.take() for stream in dirty]
 
 
+def _give_up(waiter: asyncio.Future[bool]) -> None:
+    if not waiter.done():
+        waiter.set_result(False)
+
+
 class _Nobody(Generation):
     """Stands for the readers that have gone."""
 
     __slots__ = ()
 
     def mark(self, stream: AnswerStream) -> None:
+        """Nothing."""
+
+    def admit(self) -> None:
         """Nothing."""
 
     def fail(self, error: Exception) -> None:

@@ -119,10 +119,10 @@ class OutputStreams:
     def on_events(self, worker: int, events: Iterable[Event]) -> None:
         """The events of a report, before its tokens."""
         for event in events:
-            if isinstance(event, RequestAdmitted) and event.is_first and event.num_cached_tokens:
-                stream = self._fed_by(worker, event.request_id)
-                if stream is not None and not stream.num_tokens:
+            if isinstance(event, RequestAdmitted) and (stream := self._fed_by(worker, event.request_id)) is not None:
+                if event.is_first and event.num_cached_tokens and not stream.num_tokens:
                     stream.cached_tokens = event.num_cached_tokens
+                stream.generation.admit()
 
     def on_tokens(self, worker: int, tokens: StepTokens, stop_tokens: frozenset[str]) -> list[AnswerStream]:
         """A step's tokens: push every one. stop_tokens: attempts whose token is a stop token. Metrics are added up per

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diptych.control.errors import ConfigError
+from diptych.control.errors import ConfigError, DiptychError
 from diptych.serving.answers.answer_stream import Generation
 
 STANDARD_ERROR = "-"
@@ -82,6 +82,8 @@ def entry(scope: Scope, status: int, begin: float, end: float) -> dict[str, Any]
     generation: Generation | None = state.get("generation")
     if generation is not None:
         fields |= _answers(generation, begin)
+        if status == 200 and isinstance(error := generation.error, DiptychError):
+            fields["error"] = error.code or error.type
     return fields
 
 

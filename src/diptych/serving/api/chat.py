@@ -7,10 +7,12 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
+from diptych.control.errors import DiptychError
 from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.answers.response.call_readers import AnswerPart, PartKind
 from diptych.serving.answers.response.response_parser import ReadAnswer
 from diptych.serving.api.answer_reader import AnswerReader
+from diptych.serving.api.dialect import COMMENT, chat_failure
 from diptych.serving.api.protocol import ChatBody
 from diptych.serving.api.reply import ReplyContext, chat_logprobs, encode_json, gather, prompt_logprobs
 
@@ -36,22 +38,38 @@ class ChatWriter:
         self._prefix = context.event_prefix("chat.completion.chunk")
         self._plain = context.plain_event("chat.completion.chunk", _PLAIN_CHOICE)
         self._num_calls = [0] * len(context.generation.streams)
+        self._is_open = False
         self._started = [False] * len(context.generation.streams)
 
-    def events(self, deltas: Iterable[Delta]) -> bytes:
-        """The events of what is new; the first of each sequence is preceded by its role."""
+    def opening(self) -> bytes:
+        """The role of each sequence."""
+        if self._is_open:
+            return b""
+        self._is_open = True
         suffix = self._context.usage_suffix()
-        pieces = []
+        return b"".join(self._prefix + self._opening(index) + suffix for index in range(len(self._started)))
+
+    def events(self, deltas: Iterable[Delta]) -> bytes:
+        """The events of what is new; the first are preceded by the opening."""
+        suffix = self._context.usage_suffix()
+        pieces = [] if self._is_open else [self.opening()]
         for delta in deltas:
-            if is_first := not self._started[delta.index]:
-                self._started[delta.index] = True
-                pieces.append(self._prefix + self._opening(delta.index) + suffix)
+            is_first = not self._started[delta.index]
+            self._started[delta.index] = True
             if self._is_plain and delta.finish_reason is None:
                 pieces.append(self._plain % (delta.index, encode_json(delta.text), suffix))
             else:
                 choices = self._choices(delta, is_first=is_first)
                 pieces += [self._prefix + encode_json(choice) + suffix for choice in choices]
         return b"".join(pieces)
+
+    def pause(self) -> bytes:
+        """A comment."""
+        return COMMENT
+
+    def failure(self, error: DiptychError) -> bytes:
+        """An event with the error."""
+        return chat_failure(error)
 
     def last_events(self) -> bytes:
         """The usage, when it was asked for."""

@@ -6,7 +6,9 @@ Owns the JSON of completion choices. Must never wait or submit.
 from collections.abc import Iterable
 from typing import Any
 
+from diptych.control.errors import DiptychError
 from diptych.serving.answers.answer_stream import Delta
+from diptych.serving.api.dialect import COMMENT, chat_failure
 from diptych.serving.api.protocol import CompletionBody
 from diptych.serving.api.reply import ReplyContext, completion_logprobs, encode_json, gather, prompt_logprobs
 
@@ -28,6 +30,10 @@ class CompletionWriter:
         self._started = [False] * len(context.generation.streams)
         self._offsets = [0] * len(context.generation.streams)
 
+    def opening(self) -> bytes:
+        """Nothing: every event of a completion has text."""
+        return b""
+
     def events(self, deltas: Iterable[Delta]) -> bytes:
         """One event per sequence that has something new."""
         suffix = self._context.usage_suffix()
@@ -38,6 +44,14 @@ class CompletionWriter:
             else:
                 parts.append(self._prefix + encode_json(self._choice(delta)) + suffix)
         return b"".join(parts)
+
+    def pause(self) -> bytes:
+        """A comment."""
+        return COMMENT
+
+    def failure(self, error: DiptychError) -> bytes:
+        """An event with the error."""
+        return chat_failure(error)
 
     def last_events(self) -> bytes:
         """The usage, when it was asked for."""

@@ -1,11 +1,16 @@
-"""What differs between the APIs that are spoken here besides the replies: errors, and the end of a stream."""
+"""What differs between the APIs that are spoken here besides the replies: errors, and the end of a stream.
+
+Owns what a client reads when a request fails, before its reply has begun or in its stream, and what it gets while there
+is nothing to say.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from diptych.control.errors import ContextLengthError, DiptychError
+from diptych.control.errors import ContextLengthError, DiptychError, RequestError
 from diptych.serving.api.error_format import error_body
 
 ANTHROPIC_TYPES = {
@@ -19,14 +24,15 @@ ANTHROPIC_TYPES = {
 }
 
 TOO_LONG = "prompt is too long"
+COMMENT = b": keep-alive\n\n"  # a server-sent comment, which is no event
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # Anthropic's
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """error_body: of a reply that failed. error_event: in a stream that failed. done: the end of every stream."""
+    """error_body: of a reply that failed. done: the end of every stream."""
 
     error_body: Callable[[DiptychError], bytes]
-    error_event: Callable[[DiptychError], bytes]
     done: bytes = b""
 
 
@@ -39,14 +45,36 @@ def anthropic_error(error: DiptychError) -> bytes:
     return msgspec.json.encode({"type": "error", "error": detail})
 
 
-def _responses_event(error: DiptychError) -> bytes:
-    detail = {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
-    return b"event: error\ndata: " + msgspec.json.encode(detail) + b"\n\n"
+def response_error(error: DiptychError) -> dict[str, Any]:
+    """The ``error`` of a response that failed, with OpenAI's codes: by them a client decides whether it asks again.
+    (Codex asks five times more after each code that it does not know.)"""
+    message = error.message
+    if isinstance(error, ContextLengthError):
+        code = "context_length_exceeded"
+    elif error.status == 429:
+        code = "rate_limit_exceeded"
+        if isinstance(error, RequestError) and error.retry_after_s:  # there is no header any more
+            message = f"{message}. Please try again in {error.retry_after_s:g}s."
+    elif error.status < 500 or error.code == "poison_request":
+        code = "invalid_prompt"
+    else:
+        code = "server_error"
+    return {"code": code, "message": message, "type": error.type, "param": error.param}
 
 
-CHAT = Dialect(error_body, lambda error: b"data: " + error_body(error) + b"\n\n", b"data: [DONE]\n\n")
-MESSAGES = Dialect(anthropic_error, lambda error: b"event: error\ndata: " + anthropic_error(error) + b"\n\n")
-RESPONSES = Dialect(error_body, _responses_event)
+def chat_failure(error: DiptychError) -> bytes:
+    """The event with which a stream of chunks fails."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def messages_failure(error: DiptychError) -> bytes:
+    """The event with which a stream of Anthropic's events fails."""
+    return b"event: error\ndata: " + anthropic_error(error) + b"\n\n"
+
+
+CHAT = Dialect(error_body, b"data: [DONE]\n\n")
+MESSAGES = Dialect(anthropic_error)
+RESPONSES = Dialect(error_body)
 
 
 def dialect_of(path: str) -> Dialect:

@@ -69,7 +69,9 @@ class FrontService:
         stream = generation.relay
 
         def headers() -> list[tuple[bytes, bytes]]:
-            found = [(b"x-diptych-engine", stream.served_by.encode())] if stream.served_by else []
+            engine = self.front.engine_of(stream)
+            name = stream.served_by or (engine.name if engine is not None else "")
+            found = [(b"x-diptych-engine", name.encode())] if name else []
             if asked.is_stream:
                 found.append((b"x-diptych-recovery", self.front.recovery_of(stream).encode()))
             return found

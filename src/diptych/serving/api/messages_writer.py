@@ -9,9 +9,11 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from diptych.control.errors import DiptychError
 from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.answers.response.call_readers import AnswerPart, PartKind
 from diptych.serving.api.answer_reader import AnswerReader
+from diptych.serving.api.dialect import PING, messages_failure
 from diptych.serving.api.reply import ReplyContext, arguments_object, encode_json, gather
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
@@ -37,13 +39,17 @@ class MessagesWriter:
         self._open: PartKind | None = None  # of the block that the stream is in
         self._thought = blake2b()  # of the reasoning in it
 
+    def opening(self) -> bytes:
+        """The head of the message. What its prompt costs may not be known yet: the end of the message says it again."""
+        if self._has_started:
+            return b""
+        self._has_started = True
+        head = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
+        return _event("message_start", {"message": {**head, "usage": self._usage(is_final=False)}})
+
     def events(self, deltas: Iterable[Delta]) -> bytes:
-        """Events of what is new, the first time with the head of the message."""
-        events = b""
-        if not self._has_started:
-            self._has_started = True
-            head = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
-            events = _event("message_start", {"message": {**head, "usage": self._usage(is_final=False)}})
+        """Events of what is new; the first are preceded by the opening."""
+        events = self.opening()
         for delta in deltas:
             events += b"".join(map(self._part_events, self._reader.parts(delta)))
             if delta.finish_reason is not None:
@@ -54,6 +60,14 @@ class MessagesWriter:
                     {"delta": self._ending(delta), "usage": self._usage(is_final=True), **self._edits},
                 )
         return events
+
+    def pause(self) -> bytes:
+        """Anthropic's ping."""
+        return PING
+
+    def failure(self, error: DiptychError) -> bytes:
+        """An event with the error, which is the last."""
+        return messages_failure(error)
 
     def last_events(self) -> bytes:
         """The end of the message."""

@@ -1,8 +1,9 @@
 """The reply to one generation request: one write per engine step, straight to the connection while it takes more, and
 by ASGI's send when it does not.
 
-Notices when the client goes away and aborts the request before the worker's next step; turns failures into the right
-status (before the first byte) or into an error event (in a stream). The Writer formats.
+A stream begins when a worker begins with the request, or when it has waited for OPEN_AFTER_S; what fails before is a
+reply with a status, what fails later is an event. It is never silent for longer than SILENCE_S while its client reads.
+Notices when the client goes away and aborts the request before the worker's next step. The Writer formats.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from diptych.control.errors import DiptychError
 from diptych.serving.answers.answer_stream import Delta, Generation
+from diptych.serving.answers.native_panic import is_failure
 from diptych.serving.api.dialect import CHAT, Dialect
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_responses import error_response
@@ -23,6 +25,9 @@ from diptych.serving.served_fleet import ServedFleet
 
 logger = logging.getLogger(__name__)
 
+OPEN_AFTER_S = 1.0  # clients wait for the head of a reply; what fails sooner has a status
+SILENCE_S = 12.0  # proxies, and clients, give up a connection on which nothing comes for long: some after 15 s
+HEAD_ALONE_S = 0.4  # without an event behind it: some measuring programs read no comments, and few streams need one
 MoreHeaders = Callable[[], Iterable[tuple[bytes, bytes]]]
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -38,12 +43,24 @@ class ClientGoneError(Exception):
 class Writer(Protocol):
     """Formats one kind of reply."""
 
+    def opening(self) -> bytes:
+        """The events with which a stream begins, before anything is known of the answer; called once."""
+        ...
+
     def events(self, deltas: Iterable[Delta]) -> bytes:
         """Server-sent events for what is new."""
         ...
 
+    def pause(self) -> bytes:
+        """What is sent when there was no event for a while: nothing that would be taken for a part of the answer."""
+        ...
+
     def last_events(self) -> bytes:
         """What comes after the last delta, without the end that every stream of the dialect has."""
+        ...
+
+    def failure(self, error: DiptychError) -> bytes:
+        """What comes instead of all that is missing when the request fails in its stream."""
         ...
 
     def body(self, deltas: Iterable[Delta]) -> bytes:
@@ -122,6 +139,7 @@ class GenerationResponse(WholeResponse):
         super().__init__(llm, generation, dialect, more_headers)
         self._writer = writer
         self._stream = stream
+        self._due_s = 0.0
 
     async def content(self, deltas: Sequence[Delta]) -> bytes:
         """See WholeResponse."""
@@ -137,26 +155,55 @@ class GenerationResponse(WholeResponse):
         generation, writer = self._generation, self._writer
         on_new = self._direct_writes(scope)
         try:
-            deltas = await generation.read()
+            await generation.begin(OPEN_AFTER_S)
         except DiptychError as error:
             await error_response(error, self._dialect)(scope, receive, send)
             return
         headers = [*_STREAM_HEADERS, *self._more_headers()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._on_sent(HEAD_ALONE_S)
         try:
-            while not generation.is_exhausted:
-                if events := writer.events(deltas):
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
-                deltas = await generation.read(on_new)
-            tail = writer.events(deltas) + writer.last_events()
+            tail = await self._send_events(send, on_new)
         except DiptychError as error:
-            tail = self._dialect.error_event(error)
+            tail = writer.failure(error)
         except ClientGoneError:
             raise
-        except Exception:
-            logger.exception("a stream failed")
-            tail = self._dialect.error_event(DiptychError("internal error; the server's log has the details"))
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            logger.error("a stream failed", exc_info=error)
+            tail = writer.failure(DiptychError("internal error; the server's log has the details"))
         await send({"type": "http.response.body", "body": tail + self._dialect.done, "more_body": False})
+
+    async def _send_events(self, send: Send, on_new: Callable[[], bool] | None) -> bytes:
+        """Send everything but the last events, which are returned. Raises the request's error."""
+        generation, writer = self._generation, self._writer
+        events = writer.opening()
+        if deltas := generation.take():
+            events += writer.events(deltas)
+        while not generation.is_exhausted:
+            if events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+                self._on_sent(SILENCE_S)
+            deltas = await self._read(on_new)
+            events = writer.events(deltas) if deltas else writer.pause()
+        return events + writer.last_events()
+
+    async def _read(self, on_new: Callable[[], bool] | None) -> list[Delta]:
+        """Everything new; nothing when nothing was sent for too long, not by ``on_new`` either."""
+        time = asyncio.get_running_loop().time
+        while (left_s := self._pause_due_s() - time()) > 0:
+            if deltas := await self._generation.read(on_new, left_s):
+                return deltas
+        return []
+
+    def _on_sent(self, silence_s: float) -> None:
+        """Something was sent. silence_s: how long it may be the last."""
+        self._due_s = asyncio.get_running_loop().time() + silence_s
+
+    def _pause_due_s(self) -> float:
+        """When silence has to end, by the loop's clock."""
+        return self._due_s
 
     def _direct_writes(self, scope: Scope) -> Callable[[], bool] | None:
         """A function that writes new deltas at once (see Generation.read); None where the server has no DirectBody."""
@@ -164,5 +211,11 @@ class GenerationResponse(WholeResponse):
         body: DirectBody | None = scope.get("extensions", {}).get(DIRECT_BODY, {}).get("body")
         if body is None:
             return None
+
+        def take() -> bytes:
+            if events := writer.events(generation.take()):
+                self._on_sent(SILENCE_S)
+            return events
+
         generation.count_unsent = body.count_unsent
-        return body.writes(lambda: writer.events(generation.take()))
+        return body.writes(take)

@@ -7,16 +7,19 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from diptych.control.errors import DiptychError
 from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.answers.response.call_readers import AnswerPart, PartKind
 from diptych.serving.api.answer_reader import AnswerReader
 from diptych.serving.api.chat import new_call_id
+from diptych.serving.api.dialect import COMMENT, response_error
 from diptych.serving.api.reply import ReplyContext, arguments_object, encode_json
 from diptych.serving.api.responses_items import sealed_reasoning
 from diptych.serving.api.responses_request import ResponsesBody, wants_sealed_reasoning, wants_summary
 from diptych.serving.api.responses_tools import ClientTool, ClientTools
 from diptych.serving.api.text_argument import TextArgument
 
+PAUSES_AN_EVENT = 5
 Reply = dict[str, Any]
 _ECHOED = ("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p", "metadata", "reasoning")
 
@@ -43,13 +46,18 @@ class ResponsesWriter:
         self._items: list[Reply] = []  # the last one is open while ``_open`` is not None
         self._open: PartKind | None = None
         self._number = 0  # of the next event
+        self._num_pauses = 0
+
+    def opening(self) -> bytes:
+        """The response that begins."""
+        if self._number:
+            return b""
+        begun = self._response("in_progress", None)
+        return self._event("created", {"response": begun}) + self._event("in_progress", {"response": begun})
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
-        """Events of what is new, the first time with the response that begins."""
-        events = b""
-        if not self._number:
-            begun = self._response("in_progress", None)
-            events = self._event("created", {"response": begun}) + self._event("in_progress", {"response": begun})
+        """Events of what is new; the first are preceded by the opening."""
+        events = self.opening()
         for delta in deltas:
             for part in self._reader.parts(delta):
                 events += self._part_events(part)
@@ -60,6 +68,22 @@ class ResponsesWriter:
                 reply = self._ended(delta)
                 events += self._event(reply["status"], {"response": reply})
         return events
+
+    def pause(self) -> bytes:
+        """A comment; now and then ``response.in_progress`` once more, for clients that wait for events: Codex hangs up
+        when none has come for five minutes, whatever comments there were."""
+        self._num_pauses += 1
+        if self._num_pauses % PAUSES_AN_EVENT:
+            return COMMENT
+        return self._event("in_progress", {"response": self._response("in_progress", None)})
+
+    def failure(self, error: DiptychError) -> bytes:
+        """The response that failed, which is the last event; what there was of its answer is in it."""
+        if self._open is not None:
+            self._open = None
+            self._items[-1]["status"] = "incomplete"
+        reply = {**self._response("failed", None), "error": response_error(error)}
+        return self.opening() + self._event("failed", {"response": reply})
 
     def last_events(self) -> bytes:
         """Nothing: the last event has the whole response."""

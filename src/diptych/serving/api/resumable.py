@@ -13,10 +13,11 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from diptych.control.errors import InvalidRequestError, NotFoundError, UnavailableError
+from diptych.control.errors import DiptychError, InvalidRequestError, NotFoundError, UnavailableError
 from diptych.serving.answers.answer_stream import Delta, Generation
 from diptych.serving.answers.stream_journal import StreamHead, StreamJournal, StreamRecord
 from diptych.serving.api.bodies import read_body, tenant_in
+from diptych.serving.api.dialect import COMMENT
 from diptych.serving.api.protocol import CompletionBody, GenerationBody
 from diptych.serving.api.responses import Writer
 from diptych.serving.async_llm import AsyncLLM
@@ -32,6 +33,19 @@ class ResumableWriter:
         self._writer = writer
         self._stream_id = stream_id.encode()
         self._num_tokens = num_tokens
+
+    def opening(self) -> bytes:
+        """See Writer. It has no id: who has seen nothing else asks anew."""
+        return self._writer.opening()
+
+    def pause(self) -> bytes:
+        """A comment, as a line without the empty one that would end it. OpenAI's client for Python takes an empty line
+        for an event, without data, once it has seen an id."""
+        return COMMENT[:-1]
+
+    def failure(self, error: DiptychError) -> bytes:
+        """See Writer."""
+        return self._writer.failure(error)
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
         """See Writer."""

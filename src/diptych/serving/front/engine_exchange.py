@@ -135,6 +135,8 @@ class EngineExchange:
         """Send the request."""
         question = self._question
         self.stream.on_read = self._on_read
+        if not self.stream.num_tokens:
+            self.stream.start_over()
         self._call = pool.send("POST", question.path, question.body, self, headers=id_header(self.attempt_id))
 
     def cancel(self) -> None:
@@ -159,6 +161,8 @@ class EngineExchange:
         self._status, self.has_bytes = status, True
         is_events = headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
         self._is_events = status == 200 and is_events
+        if self._is_events and not self.is_over:
+            self.stream.accept()
         if status != 200:
             self._retry_after = retry_after_of(status, headers)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from starlette.types import Scope
 
+from diptych.serving.api import responses
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.responses import GenerationResponse, MoreHeaders
 from diptych.serving.front.relay_stream import RELAY, RelayGeneration, RelayWriter
@@ -18,6 +19,10 @@ class RelayResponse(GenerationResponse):
     ) -> None:
         super().__init__(front, generation, RelayWriter(), stream=stream, dialect=RELAY, more_headers=more_headers)
         self._relay = generation
+
+    def _pause_due_s(self) -> float:
+        last_s = self._relay.relay.last_token_s  # whose chunk may have been written without this reply
+        return max(super()._pause_due_s(), last_s + responses.SILENCE_S if last_s else 0.0)
 
     def _direct_writes(self, scope: Scope) -> Callable[[], bool] | None:
         generation = self._relay

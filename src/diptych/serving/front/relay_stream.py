@@ -14,7 +14,7 @@ from diptych.control.errors import DiptychError, RequestError
 from diptych.control.events import RequestFinished
 from diptych.control.request import RequestOptions, SamplingParams
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
-from diptych.serving.api.dialect import CHAT, Dialect
+from diptych.serving.api.dialect import CHAT, COMMENT, Dialect, chat_failure
 from diptych.serving.api.error_format import error_body
 from diptych.serving.front.relay_request import CHAT_PATH, RelayRequest
 
@@ -190,6 +190,17 @@ class RelayStream(AnswerStream):
         self._data.append(data)
         self._num_unread += len(data)
 
+    def accept(self) -> None:
+        """The engine that gives the answer has begun its reply."""
+        if isinstance(self.generation, RelayGeneration):  # its client may have left
+            self.generation.accept()
+
+    def start_over(self) -> None:
+        """Another engine gives the answer from its beginning: what came of it has no token, and was not sent."""
+        self._data.clear()
+        self._num_unread = 0
+        self.first_chunk = self.frame = None
+
     def push_all(self, token_ids: list[int]) -> None:
         """These tokens, in what was added, are delivered."""
         self.token_ids += token_ids
@@ -289,6 +300,14 @@ class RelayGeneration(Generation):
         super().__init__(stream.request_id, [stream])
         self.relay = stream
 
+    def admit(self) -> None:
+        """See Generation; here that is said by ``accept``: an engine may have computed the prompt, and another refuse
+        to go on."""
+
+    def accept(self) -> None:
+        """See RelayStream."""
+        super().admit()
+
     def fail(self, error: Exception) -> None:
         """See Generation."""
         super().fail(self.relay.refusal or error)
@@ -307,9 +326,23 @@ class RelayGeneration(Generation):
 class RelayWriter:
     """The Writer of replies that engines wrote."""
 
+    def opening(self) -> bytes:
+        """Nothing: how the answer begins is the engine's to say."""
+        return b""
+
     def events(self, deltas: Iterable[Delta]) -> bytes:
         """As they came."""
         return b"".join([delta.data for delta in deltas if isinstance(delta, RelayDelta)])
+
+    def pause(self) -> bytes:
+        """A comment."""
+        return COMMENT
+
+    def failure(self, error: DiptychError) -> bytes:
+        """An event with the error; with the engine's own, where it refused the request."""
+        if isinstance(error, EngineRefusal) and (said := refusal_of(error.body)) is not None:
+            return event_of({"error": said})
+        return chat_failure(error)
 
     def last_events(self) -> bytes:
         """Nothing: an engine's usage is among its events."""
@@ -334,8 +367,18 @@ def event_of(content: Any) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
+def refusal_of(body: bytes) -> dict[str, Any] | None:
+    """The ``error`` of an engine's refusal in OpenAI's form; None: it has another form."""
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    error = content.get("error") if isinstance(content, dict) else None
+    return error if isinstance(error, dict) else None
+
+
 def _refusal_body(error: DiptychError) -> bytes:
     return error.body if isinstance(error, EngineRefusal) else error_body(error)
 
 
-RELAY = Dialect(_refusal_body, CHAT.error_event, CHAT.done)
+RELAY = Dialect(_refusal_body, CHAT.done)

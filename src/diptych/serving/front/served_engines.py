@@ -88,15 +88,23 @@ class EngineFront(ServedFleet):
     def recovery_of(self, stream: RelayStream) -> str:
         """What becomes of this stream when its engine is lost in the middle of it, in one word for a header. exact: it
         goes on with the tokens that there would have been, at an engine of the same build. resampled: it goes on with
-        others. none: it ends with an error."""
+        others. none: it ends with an error. (Before its first token: by what its engine can do; without one, by what
+        all can.)"""
         if not self._resumes(stream.request) or not stream.can_resume:
             return "none"
+        if not stream.num_tokens:
+            engine = self.engine_of(stream)
+            engines = self.external.engines if engine is None else [engine]
+            if not all(each.facts is not None and each.facts.capabilities.tokens_out for each in engines):
+                return "none"
         return "exact" if stream.request.is_greedy else "resampled"
 
     def engine_of(self, stream: RelayStream) -> ExternalWorker | None:
-        """The engine that feeds this stream."""
+        """The engine that gives this stream, or is to give it; None while it waits for one."""
+        request = self.fleet.core.requests.get(stream.request_id)
+        worker = stream.worker if request is None or request.attempt is None else request.attempt.decode
         engines = self.external.engines
-        return engines[stream.worker] if 0 <= stream.worker < len(engines) else None
+        return engines[worker] if 0 <= worker < len(engines) else None
 
     def watched(self) -> list[WatchedEngine]:
         """What the metrics of the engines said in the last minute. Raises ConflictError where none can be read so."""
