@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from answer_texts import FORMATS, written
+from answer_texts import FORMATS, NAMES, written
 
 from diptych.control.errors import ConfigError
 from diptych.serving.answers.response.bundled_templates import TEMPLATES, recognise
@@ -22,11 +22,12 @@ SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer"}, "deep": {"type": ["object", "null"]}, "s": {"type": "string"}},
 }
+TOOLS: dict[str, Any] = {**{name: {} for name in NAMES}, "f": SCHEMA}
 
 
 def read(template: ResponseTemplate, *pieces: str, prompt_end: str = "", max_calls: int | None = None) -> ReadAnswer:
     """An answer that arrives in these pieces."""
-    parser = ResponseParser(template, prompt_end, {"f": SCHEMA}, max_calls)
+    parser = ResponseParser(template, prompt_end, TOOLS, max_calls)
     answer = ReadAnswer()
     for piece in pieces:
         answer.add(parser.push(piece))
@@ -116,7 +117,7 @@ def test_reasoning_that_the_prompt_has_opened_is_reasoning() -> None:
 
 
 def test_arguments_stream_as_they_are_written() -> None:
-    parser = ResponseParser(ALL["hermes"], tools={})
+    parser = ResponseParser(ALL["hermes"], tools=TOOLS)
     seen = [
         [part.text for part in parser.push(piece)]
         for piece in ('<tool_call>{"name": "f", "arg', 'uments": {"a": ', '"b c"', "}}")

@@ -28,7 +28,7 @@ class AnswerReader:
             self.num_reasoning_tokens += len(delta.token_ids)
         parts = parser.push(delta.text) if delta.text else []
         if delta.finish_reason is not None:
-            parts = parts + parser.finish()
+            parts = parts + parser.finish(is_cut=delta.finish_reason == "length")
         return _joined(parts)
 
     def whole(self, delta: Delta) -> ReadAnswer:

@@ -190,6 +190,7 @@ def _parsers(
     tokenizer: Tokenizer, template: ResponseTemplate, prompt: list[int], tools: ToolRequest | None, count: int
 ) -> list[ResponseParser]:
     prompt_end = tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
-    schemas = tools.schemas if tools is not None and tools.may_call else None
+    schemas = tools.callable_schemas if tools is not None and tools.may_call else None
     max_calls = tools.max_calls if tools is not None else None
-    return [ResponseParser(template, prompt_end, schemas, max_calls) for _ in range(count)]
+    special = tokenizer.special_token_ids
+    return [ResponseParser(template, prompt_end, schemas, max_calls, special) for _ in range(count)]

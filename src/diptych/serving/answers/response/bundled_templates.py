@@ -47,12 +47,19 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "fields": {
             "reasoning_content": _THINK,
             "tool_calls": {
-                "open_pattern": r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
-                "close_pattern": r"</function>(?:\s*</tool_call>)?",
+                "open_pattern": r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^<>\n]+)>",
+                "close_pattern": r"\s*</tool_call>",
                 "repeats": True,
-                "content": "xml-inline",
+                "content": "tags",
                 "content_args": {
-                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+                    "key": r"<parameter=(?P<key>[^<>\n]+)>",
+                    "key_mark": "<parameter=",
+                    "value_close": "</parameter>",
+                    "end": "</function>",
+                    "wrapper": "<tool_call>",
+                    "wrapper_close": "</tool_call>",
+                    "next": "<function=",
+                    "is_trimmed": True,
                 },
                 "transform": _NAMED,
             },
@@ -72,11 +79,15 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "start_anchor": _ANY_ASSISTANT,
         "fields": {
             "tool_calls": {
-                "open_pattern": r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*\"(?:name|type|function)\")",
+                "open_pattern": (
+                    r"\A\s*(?:<\|python_tag\|>\s*)?"
+                    r"(?=\{\s*\"(?:name|type|function|parameters|arguments)\")"
+                ),
                 "content": "json",
                 "transform": {
                     "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
                 },
+                "needs_arguments": True,
             },
             "content": {"content": "text"},
         },

@@ -2,8 +2,9 @@
 
 It is Hugging Face's ``response_template`` (version 1, of tokenizer_config.json): an anchor after which the answer
 begins in the prompt, and fields with an opening and a closing marker each. The field without an opening is where all
-other text goes. Our own descriptions (bundled_templates.py) have two more keys: the content "python-calls", and
-``calls``, how a grammar lets the model write them (see CallForm).
+other text goes. Our own descriptions (bundled_templates.py) have more keys: the contents "python-calls" and "tags" (see
+TagForm), ``anywhere``, ``exact`` and ``needs_arguments`` of a field (see ResponseField), and ``calls``, how a grammar
+lets the model write them (see CallForm).
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 from diptych.control.errors import ConfigError
 from diptych.serving.answers.response.content_formats import CONTENT_FORMATS
 from diptych.serving.answers.response.pattern import Pattern
+from diptych.serving.answers.response.tagged_calls import TagForm, TagPatterns
 
 Source = tuple[str, ...]  # a capture's name, or "content" (with transform_each: a key), and keys within it
 
@@ -37,7 +39,7 @@ _KINDS = {
 }
 _FIELD_KEYS = {
     "open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats", "join", "optional",
-    "transform", "transform_each",
+    "transform", "transform_each", "anywhere", "exact", "needs_arguments",
 }  # fmt: skip
 
 
@@ -63,7 +65,9 @@ class CallForm:
 @dataclass(frozen=True, slots=True)
 class ResponseField:
     """A part of answers. open: None for the one that all other text belongs to. name_source, arguments_source: where
-    a call has its name and its arguments; ``each``: the content is a list of calls."""
+    a call has its name and its arguments; ``each``: the content is a list of calls. anywhere: reasoning of this kind
+    may follow content. exact: a call counts only when it begins a line, has its arguments and is closed.
+    needs_arguments: an object without arguments is no call. tags: of a content of tags."""
 
     name: str
     kind: FieldKind
@@ -75,6 +79,10 @@ class ResponseField:
     name_source: Source = ()
     arguments_source: Source = ()
     each: bool = False
+    anywhere: bool = False
+    exact: bool = False
+    needs_arguments: bool = False
+    tags: TagPatterns | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +164,8 @@ def _field(where: str, name: str, given: Any, texts: list[str]) -> ResponseField
         wrong = sorted(set(given) - _FIELD_KEYS) if isinstance(given, Mapping) else given
         raise ConfigError(f"response template {where}: unknown keys {wrong}", param="response_template")
     content, arguments = given.get("content", "text"), given.get("content_args", {})
-    if content not in CONTENT_FORMATS or not isinstance(arguments, Mapping):
+    tags = TagPatterns(TagForm(**arguments)) if content == "tags" else None
+    if (tags is None and content not in CONTENT_FORMATS) or not isinstance(arguments, Mapping):
         known = ", ".join(sorted(CONTENT_FORMATS))
         raise ConfigError(f"response template {where}: content is {content!r}; known: {known}")
     kind = _KINDS.get(name, FieldKind.DROPPED)
@@ -166,6 +175,7 @@ def _field(where: str, name: str, given: Any, texts: list[str]) -> ResponseField
     )
     if content == "xml-inline":
         arguments = {**arguments, "tag_pattern": _tag_pattern(where, arguments)}
+    texts += tags.form.texts if tags is not None else _delimiters(arguments)
     return ResponseField(
         name,
         kind,
@@ -177,7 +187,16 @@ def _field(where: str, name: str, given: Any, texts: list[str]) -> ResponseField
         name_source,
         arguments_source,
         each,
+        bool(given.get("anywhere", False)),
+        bool(given.get("exact", False)),
+        bool(given.get("needs_arguments", False)),
+        tags,
     )
+
+
+def _delimiters(arguments: Mapping[str, Any]) -> list[str]:
+    """The marks of strings: they may be special tokens."""
+    return [str(mark) for pair in arguments.get("string_delims", ()) for mark in pair]
 
 
 def _tag_pattern(where: str, arguments: Mapping[str, Any]) -> Pattern:
