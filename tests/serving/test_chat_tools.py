@@ -138,13 +138,6 @@ async def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, tokeni
     assert caught.value.param == param
 
 
-async def test_a_model_without_a_format_of_calls_refuses_tools_by_name() -> None:
-    async with client_of(FakeLLM()) as client:
-        with pytest.raises(openai.BadRequestError, match="takes no tools") as caught:
-            await client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS)
-    assert (caught.value.param, caught.value.code) == ("tools", "unsupported")
-
-
 async def test_a_model_that_writes_calls_in_tags_can_be_made_to_call(tmp_path: Path) -> None:
     template = (tool_model(tmp_path / "hermes") / "tokenizer_config.json").read_text()
     config = tmp_path / "hermes" / "tokenizer_config.json"

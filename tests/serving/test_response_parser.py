@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from answer_texts import FORMATS, NAMES, written
 
 from diptych.control.errors import ConfigError
-from diptych.serving.answers.response.bundled_templates import TEMPLATES, recognise
+from diptych.serving.answers.response.bundled_templates import TEMPLATES
+from diptych.serving.answers.response.recognise import recognise
 from diptych.serving.answers.response.response_parser import ReadAnswer, ResponseParser
 from diptych.serving.answers.response.response_template import ResponseTemplate, load_response_template
 
@@ -194,4 +195,4 @@ def test_formats_are_recognised_by_chat_templates() -> None:
     assert recognise(["{{ '<tool_call>' }}"]) == "hermes"
     assert recognise(["<tool_call><function=..."]) == "qwen_xml"
     assert recognise(["plain"]) is None
-    assert set(FORMATS) | {"thinking"} == set(TEMPLATES)
+    assert set(FORMATS) | {"thinking", "generic"} == set(TEMPLATES)

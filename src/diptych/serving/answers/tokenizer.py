@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +14,27 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from diptych.control.errors import ConfigError, InvalidRequestError
+from diptych.control.errors import InvalidRequestError
 from diptych.runtime.gguf.gguf_file import is_gguf
 from diptych.serving.answers.detokenizer import Detokenizer, whole_texts
 from diptych.serving.answers.gguf_tokenizer import read_gguf_tokenizer
 from diptych.serving.answers.native_panic import is_failure
-from diptych.serving.answers.response.bundled_templates import TEMPLATES, recognise
-from diptych.serving.answers.response.response_template import ResponseTemplate, load_response_template
-from diptych.serving.answers.tokenizer_parts import TokenizerParts, read_directory
+from diptych.serving.answers.response.answer_format import answer_format
+from diptych.serving.answers.tokenizer_parts import read_directory
 
 
 class Tokenizer:
     """The tokenizer of a model directory or a GGUF file. A directory without tokenizer.json gives one that serves token
-    ids only."""
+    ids only. tool_format: see answer_format.py."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, tool_format: str = "auto") -> None:
         parts = read_gguf_tokenizer(model) if is_gguf(model) else read_directory(model)
         self.special_tokens = parts.special_tokens
         self._fast = parts.fast
         self._whole_texts = whole_texts(self._fast) if self._fast else None
         self._templates = parts.templates
-        self.response_template, self.response_template_error = _response_template(parts)
+        self.answer_format = answer_format(parts.templates, parts.response_template, tool_format)
+        self.response_template = self.answer_format.template
         self._compiled: dict[str, jinja2.Template] = {}
         self._token_bytes: dict[int, bytes] = {}
         self._lock = threading.Lock()
@@ -91,10 +92,14 @@ class Tokenizer:
         """Whether a conversation can become a prompt."""
         return bool(self._templates) and self._fast is not None
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the chat template renders tools."""
-        return any("tools" in source for source in self._templates.values())
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether the chat template renders a system message at the beginning."""
+        probe = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+        try:
+            return "be brief" in self.render_chat(probe)
+        except InvalidRequestError:
+            return False
 
     @property
     def special_token_ids(self) -> dict[str, int]:
@@ -190,19 +195,6 @@ def flatten_content(content: Any, param: str) -> str:
             )
         texts.append(text)
     return "\n".join(texts)
-
-
-def _response_template(parts: TokenizerParts) -> tuple[ResponseTemplate | None, str]:
-    """The description of the model's answers, its own or a bundled one; or why there is none."""
-    try:
-        if parts.response_template is not None:
-            return load_response_template("of the model", parts.response_template), ""
-    except ConfigError as error:
-        return None, error.message
-    name = recognise(parts.templates.values())
-    if name is None:
-        return None, "the chat template of this model shows no known format of tool calls"
-    return load_response_template(name, TEMPLATES[name]), ""
 
 
 def _refusal(error: BaseException, message: str, param: str) -> BaseException:

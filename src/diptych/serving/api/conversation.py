@@ -12,6 +12,7 @@ from typing import Any
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.answers.answer_stream import Generation
+from diptych.serving.answers.generic_tools import has_tool_messages, with_generic_tools
 from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter, Thinking
 from diptych.serving.answers.response.response_parser import ResponseParser
 from diptych.serving.answers.response.response_template import ResponseTemplate
@@ -58,7 +59,9 @@ async def start_chat(
     if clamps and len(prompt) + (body.max_tokens or 0) > ready.max_model_len:
         body = body.model_copy(update={"max_tokens": None})
     template = llm.tokenizer.response_template if body.add_generation_prompt is not False else None
-    parsers = _parsers(llm.tokenizer, template, prompt, tools, body.n or 1) if template is not None else []
+    may_call = tools is not None and tools.may_call
+    is_read = template is not None and (may_call or template.has_more_than_content)
+    parsers = _parsers(llm.tokenizer, template, prompt, tools, body.n or 1) if is_read and template is not None else []
     wants_form = tools is not None or wants_structure(body)  # large schemas take long to write
     parser = parsers[0] if parsers else None
     grammar = await asyncio.to_thread(_grammar, body, llm.tokenizer, tools, parser) if wants_form else None
@@ -107,7 +110,7 @@ def _grammar(
     wanted = wanted_grammar(body, writer)
     if tools is None or template is None or not tools.may_call:
         return wanted
-    needs_form = tools.must_call or wanted is not None or tools.strict
+    needs_form = tools.must_call or wanted is not None or tools.strict & tools.allowed
     if not needs_form:
         return None
     if template.calls is None:
@@ -118,12 +121,13 @@ def _grammar(
             code="unsupported",
         )
     if tools.must_call:
-        return writer.calls(template.calls, tools.callable_schemas, tools.max_calls)
+        return writer.calls(template.calls, tools.callable_schemas, tools.max_calls, tools.positions)
     if wanted is not None:
         if wanted.foreign:
             return wanted
-        return wanted.otherwise(writer.calls(template.calls, tools.schemas, tools.max_calls))
-    return writer.text_with_calls(template.calls, tools.enforced_schemas)
+        calls = writer.calls(template.calls, tools.callable_schemas, tools.max_calls, tools.positions)
+        return wanted.otherwise(calls)
+    return writer.text_with_calls(template.calls, tools.enforced_schemas, tools.positions)
 
 
 async def chat_prompt(llm: AsyncLLM, body: ChatBody, tools: ToolRequest | None) -> list[int]:
@@ -133,10 +137,14 @@ async def chat_prompt(llm: AsyncLLM, body: ChatBody, tools: ToolRequest | None) 
         message = "documents are given, and the chat template of this model reads none"
         raise InvalidRequestError(message, param="documents", code="unsupported")
     arguments = template_arguments(body)
-    if tools is not None:
-        arguments.setdefault("tools", list(tools.rendered))
+    messages = conversation(body.messages)
+    rendered = list(tools.rendered) if tools is not None else []
+    if llm.tokenizer.answer_format.is_generic and (rendered or has_tool_messages(messages)):
+        messages = with_generic_tools(messages, rendered, takes_system=llm.tokenizer.takes_system)
+    elif tools is not None:
+        arguments.setdefault("tools", rendered)
     return await llm.encode_chat(
-        conversation(body.messages),
+        messages,
         add_generation_prompt=body.add_generation_prompt is not False,
         template_arguments=arguments,
     )

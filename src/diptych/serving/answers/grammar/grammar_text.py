@@ -82,23 +82,31 @@ class GrammarWriter:
         """One of these texts."""
         return Grammar("value", "value: " + " | ".join(map(quoted, choices)) + "\n", (), param, self._start())
 
-    def calls(self, form: CallForm, schemas: Mapping[str, Schema], max_calls: int | None) -> Grammar:
-        """Calls of these tools, at least one, and nothing else."""
+    def calls(
+        self,
+        form: CallForm,
+        schemas: Mapping[str, Schema],
+        max_calls: int | None,
+        positions: Mapping[str, int] | None = None,
+    ) -> Grammar:
+        """Calls of these tools, at least one, and nothing else. positions: of the tools in the request, for errors."""
         more = "" if max_calls == 1 or form.separator is None else f" ({self.text(form.separator)} call)*"
         rule = f"{self.text(form.first)} call{more} {self.text(form.last)}"
-        rules = "\n".join(self._call_rules(form, schemas)) + "\n"
-        return Grammar(rule, rules, _arguments_of(schemas), "tools", self._start())
+        rules = "\n".join(self._call_rules(form, schemas, positions)) + "\n"
+        return Grammar(rule, rules, _arguments_of(schemas, positions), "tools", self._start())
 
-    def text_with_calls(self, form: CallForm, schemas: Mapping[str, Schema]) -> Grammar:
+    def text_with_calls(
+        self, form: CallForm, schemas: Mapping[str, Schema], positions: Mapping[str, int] | None = None
+    ) -> Grammar:
         """Text, in which calls of these tools follow their schemas."""
         if form.is_whole:
             free = Grammar(
                 "FREE", rf"FREE: /[^\s{re.escape((form.first or form.begin)[0])}](?s:.*)/" + "\n", (), "tools"
             )
-            return self.calls(form, schemas, None).otherwise(free)
+            return self.calls(form, schemas, None, positions).otherwise(free)
         mark = form.first or form.begin.split("\n")[0].split("{")[0]
         token = self._special_tokens.get(mark)
-        rules = self._call_rules(form, schemas)
+        rules = self._call_rules(form, schemas, positions)
         if form.first:
             body = f"call ({self.text(form.separator or '')} call)* {self.text(form.last)}"
         else:
@@ -108,7 +116,7 @@ class GrammarWriter:
         marked = "" if token is not None else f"\nmarked[lazy]: TEXT {quoted(mark)}"
         free_text = f"{_ANY_TEXT} & ~/(?s:.*){form.twin}(?s:.*)/" if form.twin else _ANY_TEXT
         text = f"tag: {opening} {body}{marked}\nTEXT: {free_text}\n" + "\n".join(rules) + "\n"
-        return Grammar("(tag)* TEXT", text, _arguments_of(schemas), "tools")
+        return Grammar("(tag)* TEXT", text, _arguments_of(schemas, positions), "tools")
 
     def text(self, text: str) -> str:
         """A fixed text in Lark; special tokens by their ids."""
@@ -124,10 +132,13 @@ class GrammarWriter:
             if piece
         )
 
-    def _call_rules(self, form: CallForm, schemas: Mapping[str, Schema]) -> list[str]:
+    def _call_rules(
+        self, form: CallForm, schemas: Mapping[str, Schema], positions: Mapping[str, int] | None
+    ) -> list[str]:
         rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(schemas)))]
         others = _ARGUMENTS.get(form.arguments, PythonArguments)()
         for number, (name, schema) in enumerate(schemas.items()):
+            param = _arguments_param(name, number, positions)
             written = json.dumps(name) if form.quotes_name else name
             arguments = {"type": "object", **schema} if isinstance(schema, Mapping) else {"type": "object"}
             rules.append(
@@ -135,14 +146,14 @@ class GrammarWriter:
                 f"arguments_{number} {self.text(form.end)}"
             )
             if form.arguments == "json":
-                rules.append(f"arguments_{number}: {json_rule(arguments, _arguments_param(number))}")
+                rules.append(f"arguments_{number}: {json_rule(arguments, param)}")
                 continue
             if form.arguments == "python" and not all(
                 part.isidentifier() and not iskeyword(part) for part in name.split(".")
             ):
-                refuse(f"tools.{number}.function.name", f"{name!r} is no name in Python")
-            check_size(arguments, _arguments_param(number))
-            others.add(f"arguments_{number}", arguments, _arguments_param(number))
+                refuse(param.replace("parameters", "name"), f"{name!r} is no name in Python")
+            check_size(arguments, param)
+            others.add(f"arguments_{number}", arguments, param)
         return rules + [f"{name}: {right}" for name, right in others.rules.items()]
 
     def _start(self) -> str:
@@ -200,12 +211,13 @@ def _path_down(schema: Any, depth: int) -> tuple[str, ...]:
     return ()
 
 
-def _arguments_of(schemas: Mapping[str, Schema]) -> tuple[tuple[str, Schema], ...]:
-    return tuple((_arguments_param(number), schema) for number, schema in enumerate(schemas.values()))
+def _arguments_of(schemas: Mapping[str, Schema], positions: Mapping[str, int] | None) -> tuple[tuple[str, Schema], ...]:
+    pairs = enumerate(schemas.items())
+    return tuple((_arguments_param(name, number, positions), schema) for number, (name, schema) in pairs)
 
 
-def _arguments_param(number: int) -> str:
-    return f"tools.{number}.function.parameters"
+def _arguments_param(name: str, number: int, positions: Mapping[str, int] | None) -> str:
+    return f"tools.{number if positions is None else positions[name]}.function.parameters"
 
 
 def _without_slashes(pattern: str) -> str:

@@ -1,10 +1,9 @@
 """Descriptions of the formats in which common models write reasoning and tool calls, for models that bring none.
 
-Each is a response template (see response_template.py) and is recognised by texts in the chat template of the model.
-``calls``: how a grammar writes a call.
+Each is a response template (see response_template.py); recognise.py says which model has which. ``calls``: how a
+grammar writes a call. ``generic`` is no model's own: see generic_tools.py.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 _THINK = {"open": "<think>", "close": "</think>", "content": "text"}
@@ -20,6 +19,12 @@ _ANY_ASSISTANT = [
 ]
 _FUNCTION_IN_CONTENT = {"type": "function", "function": "{content}"}
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_TAGGED_JSON = {
+    "begin": '<tool_call>\n{"name": ',
+    "between": ', "arguments": ',
+    "end": "}\n</tool_call>",
+    "separator": "\n",
+}
 
 TEMPLATES: dict[str, dict[str, Any]] = {
     "hermes": {
@@ -35,12 +40,7 @@ TEMPLATES: dict[str, dict[str, Any]] = {
             },
             "content": {"content": "text"},
         },
-        "calls": {
-            "begin": '<tool_call>\n{"name": ',
-            "between": ', "arguments": ',
-            "end": "}\n</tool_call>",
-            "separator": "\n",
-        },
+        "calls": _TAGGED_JSON,
     },
     "qwen_xml": {
         "start_anchor": _ANY_ASSISTANT,
@@ -248,30 +248,24 @@ TEMPLATES: dict[str, dict[str, Any]] = {
             "quotes_name": False,
         },
     },
+    "generic": {
+        "start_anchor": _ANY_ASSISTANT,
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>\s*(?=\{)",
+                "close": "</tool_call>",
+                "repeats": True,
+                "content": "json",
+                "transform": _FUNCTION_IN_CONTENT,
+                "exact": True,
+                "needs_arguments": True,
+            },
+            "content": {"content": "text"},
+        },
+        "calls": _TAGGED_JSON,
+    },
     "thinking": {
         "start_anchor": _ANY_ASSISTANT,
         "fields": {"reasoning_content": _THINK, "content": {"content": "text"}},
     },
 }
-
-# A format is recognised by all of these texts together in a chat template; the first that fits.
-_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("harmony", ("<|channel|>", "<|message|>")),
-    ("qwen_xml", ("<tool_call>", "<function=")),
-    ("hermes", ("<tool_call>",)),
-    ("deepseek", ("<｜tool▁call▁begin｜>", "```json")),
-    ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
-    ("mistral_args", ("[TOOL_CALLS]", "[ARGS]")),
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("pythonic", ("func_name1(params_name1",)),
-    ("pythonic", ("<|python_start|>",)),
-    ("llama3_json", ('"parameters":', "tools")),
-    ("llama3_json", ("<|python_tag|>",)),
-    ("thinking", ("</think>",)),
-)
-
-
-def recognise(chat_templates: Iterable[str]) -> str | None:
-    """The name of the format of a model with these chat templates; None when none is known."""
-    text = "\n".join(chat_templates)
-    return next((name for name, marks in _MARKS if all(mark in text for mark in marks)), None)

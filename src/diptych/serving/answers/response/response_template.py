@@ -103,6 +103,11 @@ class ResponseTemplate:
         """Where text without a marker goes."""
         return next((field for field in self.fields if field.open is None), None)
 
+    @property
+    def has_more_than_content(self) -> bool:
+        """Whether answers have parts other than calls and text without marks."""
+        return any(field.open is not None and field.kind is not FieldKind.CALLS for field in self.fields)
+
     def has(self, kind: FieldKind) -> bool:
         """Whether answers have such a field."""
         return any(field.kind is kind for field in self.fields)
