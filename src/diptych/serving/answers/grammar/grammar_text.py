@@ -7,12 +7,18 @@ certain without the model.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from keyword import iskeyword
 from typing import Any
 
 from diptych.control.errors import InvalidRequestError
-from diptych.serving.answers.grammar.call_arguments import PythonArguments, TaggedArguments, quoted
+from diptych.serving.answers.grammar.call_arguments import (
+    CallArguments,
+    MarkedArguments,
+    PythonArguments,
+    TaggedArguments,
+    quoted,
+)
 from diptych.serving.answers.grammar.schema_parts import Schema, refuse
 from diptych.serving.answers.response.response_template import CallForm
 
@@ -20,7 +26,9 @@ MAX_GRAMMAR_BYTES = 1 << 17  # to write a longer one would hold up the other str
 MAX_DEPTH = 100  # of a schema
 MAX_PARTS = 10_000  # of a schema: values, at any depth
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_ARGUMENTS = {"tags": TaggedArguments, "python": PythonArguments}
+_ARGUMENTS: dict[str, type[CallArguments]] = {
+    "tags": TaggedArguments, "python": PythonArguments, "marked": MarkedArguments,
+}  # fmt: skip
 _ANY_TEXT = r"/(?s:.*)/"
 
 
@@ -100,23 +108,43 @@ class GrammarWriter:
     ) -> Grammar:
         """Text, in which calls of these tools follow their schemas."""
         if form.is_whole:
-            free = Grammar(
-                "FREE", rf"FREE: /[^\s{re.escape((form.first or form.begin)[0])}](?s:.*)/" + "\n", (), "tools"
+            calls = self.calls(form, schemas, None, positions)
+            if form.final:
+                others = f" & ~/(?s:.*){form.separator}(?s:.*)/" if form.separator else ""
+                return calls.otherwise(Grammar(f"{self.text(form.final)} FREE", f"FREE: {_ANY_TEXT}{others}\n"))
+            first = re.escape((form.first or form.begin)[0])
+            return calls.otherwise(Grammar("FREE", rf"FREE: /[^\s{first}](?s:.*)/" + "\n"))
+        if form.final and any(token in form.final for token in self._special_tokens):
+            return self._messages_with_calls(form, schemas, positions)
+        opening = form.first or form.begin
+        known = [token for token in self._special_tokens if opening.startswith(token)]
+        mark = max(known, key=len) if known else form.first or form.begin.split("\n")[0].split("{")[0]
+        if not mark:
+            raise InvalidRequestError(
+                "tools: a strict tool needs tool_choice required in this format: text and calls begin alike",
+                param="tools",
+                code="unsupported",
             )
-            return self.calls(form, schemas, None, positions).otherwise(free)
-        mark = form.first or form.begin.split("\n")[0].split("{")[0]
-        token = self._special_tokens.get(mark)
-        rules = self._call_rules(form, schemas, positions)
+        begin = "" if form.first else form.begin[len(mark) :]
+        rules = self._call_rules(form if form.first else replace(form, begin=begin), schemas, positions)
+        body = "call"
         if form.first:
-            body = f"call ({self.text(form.separator or '')} call)* {self.text(form.last)}"
-        else:
-            rules = [rule.replace(self.text(form.begin), self.text(form.begin[len(mark) :]), 1) for rule in rules]
-            body = "call"
-        opening = f"TEXT <[{token}]>" if token is not None else "marked"
-        marked = "" if token is not None else f"\nmarked[lazy]: TEXT {quoted(mark)}"
+            rest = self.text(form.first[len(mark) :])
+            body = f"{rest} call ({self.text(form.separator or '')} call)* {self.text(form.last)}"
+        start = f"TEXT <[{self._special_tokens[mark]}]>" if known else "marked"
+        marked = "" if known else f"\nmarked[lazy]: TEXT {quoted(mark)}"
         free_text = f"{_ANY_TEXT} & ~/(?s:.*){form.twin}(?s:.*)/" if form.twin else _ANY_TEXT
-        text = f"tag: {opening} {body}{marked}\nTEXT: {free_text}\n" + "\n".join(rules) + "\n"
+        text = f"tag: {start} {body}{marked}\nTEXT: {free_text}\n" + "\n".join(rules) + "\n"
         return Grammar("(tag)* TEXT", text, _arguments_of(schemas, positions), "tools")
+
+    def _messages_with_calls(
+        self, form: CallForm, schemas: Mapping[str, Schema], positions: Mapping[str, int] | None
+    ) -> Grammar:
+        """Messages in their order, of which the last is a call or the final one. Their marks are special tokens."""
+        before = " | ".join(f"{self.text(begin)} TEXT {self.text(end)}" for begin, end in form.before)
+        rules = [f"before: {before}", f"TEXT: {_ANY_TEXT}", *self._call_rules(form, schemas, positions)]
+        rule = f"(before)* (call | {self.text(form.final)} TEXT)"
+        return Grammar(rule, "\n".join(rules) + "\n", _arguments_of(schemas, positions), "tools")
 
     def text(self, text: str) -> str:
         """A fixed text in Lark; special tokens by their ids."""
@@ -136,7 +164,7 @@ class GrammarWriter:
         self, form: CallForm, schemas: Mapping[str, Schema], positions: Mapping[str, int] | None
     ) -> list[str]:
         rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(schemas)))]
-        others = _ARGUMENTS.get(form.arguments, PythonArguments)()
+        others = _ARGUMENTS.get(form.arguments, PythonArguments)(form, self.text)
         for number, (name, schema) in enumerate(schemas.items()):
             param = _arguments_param(name, number, positions)
             written = json.dumps(name) if form.quotes_name else name

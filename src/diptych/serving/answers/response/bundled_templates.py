@@ -6,6 +6,8 @@ grammar writes a call. ``generic`` is no model's own: see generic_tools.py.
 
 from typing import Any
 
+from diptych.serving.answers.response.newer_templates import NEWER
+
 _THINK = {"open": "<think>", "close": "</think>", "content": "text"}
 _CHATML = ["<|im_start|>assistant\n", "<|im_start|>assistant"]
 _ANY_ASSISTANT = [
@@ -16,6 +18,14 @@ _ANY_ASSISTANT = [
     "<｜Assistant｜>",
     "<|assistant|>\n",
     "<|assistant|>",
+    "<|Assistant|>",
+    "<|turn>model\n",
+    "<start_of_turn>model\n",
+    "]~b]ai\n",
+    "<|im_assistant|>assistant<|im_middle|>",
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    "<|start_of_role|>assistant<|end_of_role|>",
+    "<seed:bos>assistant\n",
 ]
 _FUNCTION_IN_CONTENT = {"type": "function", "function": "{content}"}
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -27,6 +37,7 @@ _TAGGED_JSON = {
 }
 
 TEMPLATES: dict[str, dict[str, Any]] = {
+    **{name: {"start_anchor": _ANY_ASSISTANT, **spec} for name, spec in NEWER.items()},
     "hermes": {
         "start_anchor": _ANY_ASSISTANT,
         "fields": {
@@ -196,6 +207,11 @@ TEMPLATES: dict[str, dict[str, Any]] = {
             "end": "",
             "separator": None,
             "quotes_name": False,
+            "before": (
+                ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+                ("<|channel|>commentary<|message|>", "<|end|><|start|>assistant"),
+            ),
+            "final": "<|channel|>final<|message|>",
         },
     },
     "deepseek": {

@@ -44,11 +44,24 @@ _FIELD_KEYS = {
 
 
 @dataclass(frozen=True, slots=True)
+class TagSpelling:
+    """How a grammar writes an argument in tags: begin, its name, middle, the value, end; gap: behind each of them.
+    middle and end may have a line break that does not belong to the value."""
+
+    begin: str = "<parameter="
+    middle: str = ">\n"
+    end: str = "\n</parameter>"
+    gap: str = "\n"
+
+
+@dataclass(frozen=True, slots=True)
 class CallForm:
     """How a tool call is written, for grammars. begin, between, end: around the name and the arguments. first,
     separator, last: around all calls (separator None: a single call in an answer). quotes_name: the name is written as
-    JSON. arguments: "json", "tags" or "python", see call_arguments.py. is_whole: an answer is either calls or text.
-    twin: another way in which a call may begin, which a grammar leaves out."""
+    JSON. arguments: "json", "tags", "python" or "marked", see call_arguments.py. is_whole: an answer is either calls or
+    text. twin: another way in which a call may begin, which a grammar leaves out. tags: of arguments in tags.
+    string_mark: on both sides of a string, of marked arguments. before, final: where an answer is messages: the
+    beginnings and ends of those that may come before the last, and the beginning of a last one that is no call."""
 
     begin: str
     between: str
@@ -60,6 +73,10 @@ class CallForm:
     arguments: str = "json"
     is_whole: bool = False
     twin: str = ""
+    tags: TagSpelling = TagSpelling()
+    string_mark: str = ""
+    before: tuple[tuple[str, str], ...] = ()
+    final: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +155,12 @@ def load_response_template(name: str, spec: Any) -> ResponseTemplate:
     if sum(field.open is None for field in fields) > 1:
         raise ConfigError(f"response template {name}: more than one field has no opening")
     thinks = next((marks for key, given in spec["fields"].items() if (marks := _thinks(key, given))), None)
-    calls = CallForm(**spec["calls"]) if "calls" in spec else None
+    calls = _call_form(spec["calls"]) if "calls" in spec else None
     return ResponseTemplate(name, anchor, fields, tuple(texts), calls, thinks, spec.get("id_length", 0))
+
+
+def _call_form(given: Mapping[str, Any]) -> CallForm:
+    return CallForm(**{**given, "tags": TagSpelling(**given.get("tags", {}))})
 
 
 def _marker(where: str, given: Mapping[str, Any], key: str, pattern_key: str, texts: list[str]) -> Pattern | None:
