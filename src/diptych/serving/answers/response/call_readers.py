@@ -68,6 +68,11 @@ class CallReader(Protocol):
         """Whether all calls so far have their arguments."""
         ...
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the arguments are certainly not what they should be."""
+        ...
+
 
 def call_parts(name: str, arguments: str) -> list[AnswerPart]:
     """A call with these first arguments."""
@@ -88,6 +93,10 @@ class _Arguments:
     @property
     def is_complete(self) -> bool:
         return self._json.is_over
+
+    @property
+    def is_broken(self) -> bool:
+        return self._json.is_broken
 
     def push(self, text: str) -> tuple[str, str]:
         """What the text adds, and what stands behind the arguments."""
@@ -127,6 +136,10 @@ class NamedCall:
     @property
     def is_complete(self) -> bool:
         return self._arguments.is_complete
+
+    @property
+    def is_broken(self) -> bool:
+        return self._arguments.is_broken
 
     def push(self, text: str) -> list[AnswerPart]:
         if self.reading is Reading.CALLING:
@@ -196,6 +209,10 @@ class JsonCalls:
     @property
     def is_complete(self) -> bool:
         return self._next == self._between or (self._is_called and self._arguments.is_complete)
+
+    @property
+    def is_broken(self) -> bool:
+        return self._arguments.is_broken
 
     def push(self, text: str) -> list[AnswerPart]:
         parts: list[AnswerPart] = []

@@ -103,6 +103,7 @@ class ResponseParser:
         self._call: _OpenCall | None = None
         self._held = HeldCalls()
         self._has_answered = False  # content or a call has begun
+        self._may_wait = True  # no call that waited was still open at the end of the answer
         self._text = ""  # from ``_base`` on: what is not decided yet
         self._base = 0
         self._targets: list[ResponseField | None] = []  # what the patterns of the search open; None: closes
@@ -271,8 +272,12 @@ class ResponseParser:
         if reader is None:
             self._as_text(mark, parts)
             return
+        call = _OpenCall(opened, mark, start, reader, enclosure)
+        if call.waits and not self._may_wait:
+            self._as_text(mark, parts)
+            return
         self._text, self._base = self._text[len(mark) :], start + len(mark)
-        self._call = _OpenCall(opened, mark, start, reader, enclosure)
+        self._call = call
 
     def _is_behind_call(self, start: int) -> bool:
         return self._held.is_waiting and self._held.end == start
@@ -295,7 +300,7 @@ class ResponseParser:
             if not call.has_begun:
                 call.raw.append(text)
             self._pass(call, reader.push(text), parts)
-            if reader.reading is Reading.REFUSED:
+            if reader.reading is Reading.REFUSED or (call.waits and reader.is_broken):
                 self._refuse(call, parts)
                 return True
             if reader.reading not in (Reading.OVER, Reading.EMPTY):
@@ -367,6 +372,7 @@ class ResponseParser:
         if call is None:
             return False
         if call.closing is None:
+            self._may_wait = self._may_wait and not call.waits
             self._pass(call, call.reader.end(is_cut=is_cut), parts)
             if call.reader.reading is Reading.REFUSED:
                 self._refuse(call, parts)

@@ -79,6 +79,7 @@ class TaggedCall:
         self.reading = Reading.OPEN
         self.rest = ""
         self.is_complete = False
+        self.is_broken = False
         self._name, self._patterns, self._schema = name, patterns, schema
         self._is_wrapped = is_wrapped and bool(patterns.form.wrapper)
         self._text = ""  # what is not certain yet

@@ -46,6 +46,10 @@ class WholeCalls:
     def is_complete(self) -> bool:
         return self.reading is Reading.OVER
 
+    @property
+    def is_broken(self) -> bool:
+        return False
+
     def push(self, text: str) -> list[AnswerPart]:
         self._text += text
         while self._num_ends < MAX_ENDS:
@@ -124,6 +128,10 @@ class PythonCalls:
     @property
     def is_complete(self) -> bool:
         return self.reading is Reading.OVER
+
+    @property
+    def is_broken(self) -> bool:
+        return False
 
     def push(self, text: str) -> list[AnswerPart]:
         self._text += text
