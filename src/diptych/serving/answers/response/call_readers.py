@@ -19,6 +19,7 @@ Tools = Mapping[str, Mapping[str, Any]]  # name to the schema of its arguments
 _SPACE = re.compile(r"\s*")
 _GAP = re.compile(r"[\s;,]*")
 _WRAPPERS = ("function",)  # members that may hold the name and the arguments
+_KNOWN = ("id", "type", "index", "call_id", "tool_call_id")  # members that say nothing to the client
 
 
 class PartKind(StrEnum):
@@ -174,7 +175,8 @@ class NamedCall:
 
 class JsonCalls:
     """Objects with a name and arguments: a single one, a list of them, or some in a row. Members are looked for by the
-    usual names besides those of the format. names: of the tools. needs_arguments: an object without any is no call."""
+    usual names besides those of the format; the text of others is content. names: of the tools. needs_arguments: an
+    object without any is no call."""
 
     def __init__(
         self,
@@ -202,6 +204,7 @@ class JsonCalls:
         self._name: str | None = None
         self._given: str | None = None  # arguments that came before the name
         self._is_called = False
+        self._others: list[AnswerPart] = []  # members that a call does not have: they are content
         self._value: JsonText | None = None
         self._written = ""
         self._arguments = _Arguments(self._close, self._marks)
@@ -314,9 +317,8 @@ class JsonCalls:
         return []
 
     def _in_arguments(self, character: str) -> list[AnswerPart]:
-        written, rest = self._arguments.push(self._text[self._at :])
-        self._at = len(self._text) - len(rest)
-        self._sure()
+        written, self._text = self._arguments.push(self._text[self._at :])
+        self._at = 0
         if self._arguments.is_over:
             self._next = self._behind_value
         return [AnswerPart(PartKind.ARGUMENTS, written)] if written else []
@@ -342,13 +344,20 @@ class JsonCalls:
                 return self._refuse()
             self._given = arguments
             return self._call(arguments) if self._name is not None else []
+        if self._key in _KNOWN:
+            return []
+        other = AnswerPart(PartKind.CONTENT, f"{json.dumps(self._key, ensure_ascii=False)}: {self._written}\n")
+        if self._is_called:
+            self._sure()
+            return [other]
+        self._others.append(other)
         return []
 
     def _end_object(self) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
         self._levels -= 1
         if not self._levels and not self._is_called:
-            if self._name is None or self._needs_arguments:
+            if self._name is None or self._needs_arguments or self._others:
                 return self._refuse()
             parts = self._call("{}")
         self._at += 1
@@ -364,7 +373,7 @@ class JsonCalls:
         if arguments:  # the whole of them
             self._arguments.push(arguments)
         self._sure()
-        return call_parts(self._name, arguments)
+        return [*self._others, *call_parts(self._name, arguments)]
 
 
 def _as_object(written: str, value: Any) -> str | None:

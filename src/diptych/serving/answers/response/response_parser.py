@@ -265,6 +265,9 @@ class ResponseParser:
         space = mark[: len(mark) - len(mark.lstrip())]
         tracker = self._tracker.after(space)
         is_special = any(token in mark for token in self._special)
+        held = self._held.enclosure if self._held.is_waiting else Enclosure.NONE
+        if (held is Enclosure.FENCE and not tracker.fence) or (held is Enclosure.INLINE and "\n" in space):
+            self._settle(parts, as_text=held is Enclosure.FENCE)
         enclosure = self._enclosure(tracker, is_special=is_special)
         begins_line = tracker.is_line_start or self._is_behind_call(start)
         is_possible = begins_line or (not opened.exact and (is_special or enclosure is not Enclosure.REASONING))
@@ -345,7 +348,9 @@ class ResponseParser:
         closing, self._text, self._base = self._text[:size], self._text[size:], self._base + size
         self._call = None
         if call.enclosure is not Enclosure.NONE:
-            self._held.add_calls(call.enclosure, self._raw(call) + closing, call.parts, self._region, self._base)
+            raw = self._raw(call) + closing
+            self._held.add_calls(call.enclosure, raw, call.parts, self._region, self._base)
+            self._tracker.push(raw)
         else:
             if call.parts:
                 self._settle_before_call(parts)
