@@ -183,7 +183,8 @@ TEMPLATES: dict[str, dict[str, Any]] = {
             "tool_calls": {
                 "open_pattern": (
                     r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? ?to=functions\."
-                    r"(?P<name>[\w.-]+)(?:<\|channel\|>(?:commentary|analysis))?(?: ?(?:<\|constrain\|>)?(?:json|code))?"
+                    r"(?P<name>[\w.-]+)(?:<\|channel\|>(?:commentary|analysis))?"
+                    r"(?: ?(?:<\|constrain\|>)?(?:json|code))?"
                     r"<\|message\|>"
                 ),
                 "close": ["<|call|>", "<|end|>"],
