@@ -10,10 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from answer_texts import FORMATS, written
+from answer_texts import FORMATS, NAMES, written
 
 from diptych.control.errors import ConfigError
-from diptych.serving.answers.response.bundled_templates import TEMPLATES, recognise
+from diptych.serving.answers.response.bundled_templates import TEMPLATES
+from diptych.serving.answers.response.recognise import recognise
 from diptych.serving.answers.response.response_parser import ReadAnswer, ResponseParser
 from diptych.serving.answers.response.response_template import ResponseTemplate, load_response_template
 
@@ -22,11 +23,12 @@ SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer"}, "deep": {"type": ["object", "null"]}, "s": {"type": "string"}},
 }
+TOOLS: dict[str, Any] = {**{name: {} for name in NAMES}, "f": SCHEMA}
 
 
 def read(template: ResponseTemplate, *pieces: str, prompt_end: str = "", max_calls: int | None = None) -> ReadAnswer:
     """An answer that arrives in these pieces."""
-    parser = ResponseParser(template, prompt_end, {"f": SCHEMA}, max_calls)
+    parser = ResponseParser(template, prompt_end, TOOLS, max_calls)
     answer = ReadAnswer()
     for piece in pieces:
         answer.add(parser.push(piece))
@@ -116,7 +118,7 @@ def test_reasoning_that_the_prompt_has_opened_is_reasoning() -> None:
 
 
 def test_arguments_stream_as_they_are_written() -> None:
-    parser = ResponseParser(ALL["hermes"], tools={})
+    parser = ResponseParser(ALL["hermes"], tools=TOOLS)
     seen = [
         [part.text for part in parser.push(piece)]
         for piece in ('<tool_call>{"name": "f", "arg', 'uments": {"a": ', '"b c"', "}}")
@@ -189,8 +191,55 @@ def test_a_wrong_template_is_refused_with_its_place(change: dict[str, Any], mess
         load_response_template("t", spec)
 
 
-def test_formats_are_recognised_by_chat_templates() -> None:
-    assert recognise(["{{ '<tool_call>' }}"]) == "hermes"
-    assert recognise(["<tool_call><function=..."]) == "qwen_xml"
-    assert recognise(["plain"]) is None
-    assert set(FORMATS) | {"thinking"} == set(TEMPLATES)
+MARKS = {  # texts that tell the families' chat templates apart, without the templates
+    "hermes": ["{{ '<tool_call>' }}", '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}'],
+    "qwen_xml": ["<tool_call><function=...", "<tool_call>\n<function=f>\n<parameter=p>\nv</parameter> </think>"],
+    "glm": ["<tool_call>{name}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value> <think></think>"],
+    "glm47": ["<tool_call>{name}<arg_key>{k}</arg_key><arg_value>{v}</arg_value></tool_call> </think>"],
+    "minimax_m2": ['<minimax:tool_call> <invoke name="tool"> <think></think>'],
+    "minimax_m1": ['<tool_calls>\\n{"name": <tool-name>, "arguments": <args>}'],
+    "deepseek": ["<｜tool▁call▁begin｜>function ```json </think>"],
+    "deepseek_v31": ["<｜tool▁call▁begin｜> </think>"],
+    "deepseek_v32": ["set dsml_token = '｜DSML｜' 'function_calls>' 'invoke name=' tool_calls </think>"],
+    "deepseek_v4": ["set dsml_token = '｜DSML｜' 'tool_calls>' 'invoke name=' </think>"],
+    "seed_oss": ["<seed:tool_call> <function= <parameter="],
+    "kimi_k2": ["<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|> </think>"],
+    "gemma4": ["'<|tool_call>call:' + name <|channel>thought"],
+    "functiongemma": ["<start_function_call>call:{{ name }}"],
+    "lfm2": [
+        "<|tool_list_start|>",
+        "<|tool_call_start|>[",
+        "List of tools: [ <|im_start|> keep_past_thinking </think>",
+    ],
+    "granite": ["respond with <|tool_call|> followed by a JSON list of tools"],
+    "granite_20b": ['<function_call> {name: no_function} "parameters": tools'],
+    "cohere": ['<|START_ACTION|>[ tool_name "parameters": tools'],
+    "command_r": ['Action:\\n```json tool_name "parameters": tools'],
+    "functionary_v31": ["<function={name}>{arguments}</function> <|python_tag|>"],
+    "functionary_v32": ["{{ '>>>all\\n' + content }}"],
+    "xlam": ['[{"name": "tool_call_name", "arguments": {"arg1": 1}}]'],
+    "nemotron_v2": ["<TOOLCALL>[ </think>"],
+    "tool_calls": ['<tool_calls>[{"name": <think></think>'],
+    "functools": ['functools[{"name": [function name]'],
+    "internlm2": ["<|action_start|><|plugin|>"],
+    "mistral": ["[TOOL_CALLS]"],
+    "mistral_args": ["[TOOL_CALLS]name[ARGS] [THINK]"],
+    "harmony": ["<|start|>assistant<|channel|>final<|message|>"],
+    "llama3_json": ["tools <|python_tag|>", 'tools "parameters": dictionary of argument name and its value'],
+    "pythonic": ["[func_name1(params_name1=1)]", "[func_name1(param1=value1)]", "<|python_start|>"],
+    "thinking": ["<think></think>"],
+}
+OTHERS = [  # of families whose format is none of these
+    "plain", "tools \"parameters\":", "]<]minimax[>[<tool_call><invoke name=", "<|tools_prefix|> tools",
+    "<atem:function_calls> <atem:invoke name=", "<|tool_call:begin|><|tool_call:name|> tools",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_formats_are_recognised_by_marks_that_no_other_family_has(name: str) -> None:
+    assert [recognise([text]) for text in MARKS[name]] == [name] * len(MARKS[name])
+
+
+def test_every_format_has_marks_and_a_template_without_them_has_none() -> None:
+    assert [recognise([text]) for text in OTHERS] == [None] * len(OTHERS)
+    assert set(MARKS) | {"generic"} == set(TEMPLATES) == set(FORMATS) | {"thinking", "generic"}

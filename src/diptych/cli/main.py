@@ -141,6 +141,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
         slo=slo,
         max_model_len=given["max_model_len"],
         speculation=given["speculation"],
+        tool_format=given["tool_format"],
         record=None if given["record"] is None else str(given["record"].resolve()),
     )
 

@@ -85,7 +85,7 @@ INSTEAD = {
     "--enable-lora": f"{_NONE}: adapters are not supported; merge one into the checkpoint first",
     "--lora-modules": f"{_NONE}: adapters are not supported; merge one into the checkpoint first",
     "--reasoning-parser": f"{_NONE}: leave it out; it is found from the model's chat template",
-    "--tool-call-parser": f"{_NONE}: leave it out; it is found from the model's chat template",
+    "--tool-call-parser": "here: --tool-format; it is found from the model's chat template, mostly leave it out",
     "--enable-auto-tool-choice": f"{_NONE}: leave it out; tools are on",
     "--limit-mm-per-prompt": f"{_NONE}: models for text only",
     "--disable-log-requests": f"{_NONE}: leave it out; requests are not logged (--access-log FILE logs them)",

@@ -53,6 +53,10 @@ KV_CACHE_HELP = (
     "each."
 )
 KV_HOST_HELP = "Host memory per worker for evicted KV and preempted requests, in GB."
+TOOL_FORMAT_HELP = (
+    "How calls of tools are written: auto (as the chat template says, else generic), generic (described in the first "
+    "message), none (tools are refused), or a format of docs/structured.md."
+)
 SHAPE_HELP = "unified: prompts first. chunked: between decodes. Default: chunked, and --plan may change it."
 PLAN_HELP = "Change roles, shapes and --core-split to fit the load (auto), or only say so (advise). Default: advise."
 
@@ -68,6 +72,7 @@ class ModelOptions:
     served_model_name: Annotated[Strings, option(NAME_HELP, MODEL)] = None
     max_model_len: Annotated[Whole, option("Context length. Default: the model's own.", MODEL)] = None
     dtype: Annotated[DTypeName, option("Arithmetic; auto: the checkpoint's own.", MODEL)] = "auto"
+    tool_format: Annotated[str, option(TOOL_FORMAT_HELP, MODEL, metavar="auto|generic|none|NAME")] = "auto"
 
 
 class ServeOptions:

@@ -51,7 +51,7 @@ class AsyncLLM(ServedFleet):
     ) -> None:
         options = options or EngineOptions()
         super().__init__(options, fleet or Fleet(options))
-        self.tokenizer = Tokenizer(Path(self.options.model))
+        self.tokenizer = Tokenizer(Path(self.options.model), self.options.tool_format)
         self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
         self._grammars: GrammarChecker | None = None
         self._streams = self.fleet.streams

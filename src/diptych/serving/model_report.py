@@ -24,7 +24,7 @@ from diptych.runtime.weight_bytes import loaded_weight_bytes
 from diptych.serving.answers.grammar.grammar_checker import is_installed
 from diptych.serving.answers.response.response_template import FieldKind
 from diptych.serving.answers.tokenizer import Tokenizer
-from diptych.serving.api.embeddings import usual_pooling
+from diptych.serving.embedding_recipe import read_embedding_recipe
 from diptych.serving.start_checks import GPU, most_memory
 
 GIB = 2**30
@@ -218,16 +218,12 @@ def _chat(tokenizer: Tokenizer) -> Ability:
 
 
 def _tools(tokenizer: Tokenizer) -> Ability:
-    template = tokenizer.response_template
-    if not tokenizer.has_chat_template:
-        return Ability(False, "there is no chat template")
-    if not tokenizer.takes_tools:
-        return Ability(False, "the chat template takes no tools")
-    if template is None:
-        return Ability(False, tokenizer.response_template_error)
-    if not template.has(FieldKind.CALLS):
-        return Ability(False, f"answers in the format {template.name} have no calls")
-    return Ability(True, f"format {template.name}")
+    answers = tokenizer.answer_format
+    if answers.tools_error:
+        return Ability(False, answers.tools_error)
+    if answers.is_generic:
+        return Ability(True, "format generic: the chat template has none of its own")
+    return Ability(True, f"format {answers.name}")
 
 
 def _structured(tokenizer: Tokenizer) -> Ability:
@@ -238,7 +234,7 @@ def _structured(tokenizer: Tokenizer) -> Ability:
 
 def _embeddings(path: Path) -> Ability:
     try:
-        return Ability(True, f"pooling {usual_pooling(path)}")
+        return Ability(True, f"pooling {read_embedding_recipe(path).pooling(None)}")
     except DiptychError as error:
         return Ability(False, error.message)
 

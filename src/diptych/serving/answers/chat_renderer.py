@@ -32,16 +32,15 @@ class _Loaded:
 @dataclass(frozen=True, slots=True)
 class ChatRenderer:
     """The chat templates of a model. sources: by name; "default" is rendered, or "tool_use" where a request has tools
-    and there is one. special_tokens: texts by the names that templates use. answers: see TemplateProfile."""
+    and there is one. special_tokens: texts by the names that templates use."""
 
     sources: Mapping[str, str]
     special_tokens: Mapping[str, str]
-    answers: str | None = None
     _loaded: dict[str, _Loaded] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         for name, source in self.sources.items():
-            self._loaded[name] = _load(source, self.special_tokens, self.answers)
+            self._loaded[name] = _load(source, self.special_tokens)
 
     @property
     def profile(self) -> TemplateProfile | None:
@@ -98,12 +97,10 @@ class ChatRenderer:
         return "default" if "default" in self._loaded else next(iter(self._loaded))
 
 
-def _load(source: str, special_tokens: Mapping[str, str], answers: str | None) -> _Loaded:
+def _load(source: str, special_tokens: Mapping[str, str]) -> _Loaded:
     def load() -> _Loaded:
         template = ChatTemplate(source)
-        profile = probe(
-            lambda messages, **given: template.render(messages, **{**special_tokens, **given}), source, answers
-        )
+        profile = probe(lambda messages, **given: template.render(messages, **{**special_tokens, **given}), source)
         lacks = [f"calls {name}(), which no renderer has" for name in template.missing]
         return _Loaded(template, replace(profile, warnings=tuple(lacks)))
 
@@ -113,7 +110,7 @@ def _load(source: str, special_tokens: Mapping[str, str], answers: str | None) -
         error = f"it does not end within {PROBE_LIMIT_S:g} s of processor time"
     except Exception as failure:
         error = said(failure)
-    return _Loaded(None, TemplateProfile(error=error, answers=answers))
+    return _Loaded(None, TemplateProfile(error=error))
 
 
 def _rendered(loaded: _Loaded, messages: Messages, variables: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """What a chat template takes, found by rendering small conversations with it once, when a model is loaded.
 
 Conversations are then given to the template in the form that it reads (template_messages.py). Imports neither torch
-nor transformers, and costs a few milliseconds.
+nor transformers. Compiling and probing a published template takes 30 ms (median; at most 0.16 s).
 """
 
 import json
@@ -69,7 +69,7 @@ class TemplateProfile:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
-def probe(render: Render, source: str, answers: str | None = None) -> TemplateProfile:
+def probe(render: Render, source: str) -> TemplateProfile:
     """The profile of a template. render: messages and variables to text; raises what the template raises. source: of
     the template. answers: see TemplateProfile."""
     prober = _Prober(render)
@@ -97,7 +97,6 @@ def probe(render: Render, source: str, answers: str | None = None) -> TemplatePr
         results="probe_result" in prober.text(*history, _RESULT, tools=[_TOOL]),
         documents="probe_document" in prober.text(_USER, documents=[_DOCUMENT]),
         reasoning=prober.reasoning_field(source, history),
-        answers=answers,
     )
 
 

@@ -2,37 +2,39 @@
 transformers."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from diptych.control.errors import ConfigError, InvalidRequestError
+from diptych.control.errors import InvalidRequestError
 from diptych.runtime.gguf.gguf_file import is_gguf
 from diptych.serving.answers.chat_renderer import ChatRenderer
 from diptych.serving.answers.detokenizer import Detokenizer, whole_texts
 from diptych.serving.answers.gguf_tokenizer import read_gguf_tokenizer
 from diptych.serving.answers.native_panic import is_failure
-from diptych.serving.answers.response.bundled_templates import TEMPLATES, recognise
-from diptych.serving.answers.response.response_template import ResponseTemplate, load_response_template
+from diptych.serving.answers.response.answer_format import answer_format
 from diptych.serving.answers.template_messages import flatten_content as flatten_content
 from diptych.serving.answers.template_profile import TemplateProfile
-from diptych.serving.answers.tokenizer_parts import TokenizerParts, read_directory
+from diptych.serving.answers.tokenizer_parts import read_directory
 
 
 class Tokenizer:
     """The tokenizer of a model directory or a GGUF file. A directory without tokenizer.json gives one that serves token
-    ids only."""
+    ids only. tool_format: see answer_format.py."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, tool_format: str = "auto") -> None:
         parts = read_gguf_tokenizer(model) if is_gguf(model) else read_directory(model)
         self.special_tokens = parts.special_tokens
         self._fast = parts.fast
         self._whole_texts = whole_texts(self._fast) if self._fast else None
         self._templates = parts.templates
-        self.response_template, self.response_template_error = _response_template(parts)
-        answers = self.response_template.name if self.response_template is not None else None
-        self._chat = ChatRenderer(parts.templates, parts.special_tokens, answers)
+        self._chat = ChatRenderer(parts.templates, parts.special_tokens)
+        self.answer_format = answer_format(
+            parts.templates, parts.response_template, tool_format, takes_tools=self.takes_tools
+        )
+        self.response_template = self.answer_format.template
         self._token_bytes: dict[int, bytes] = {}
 
     @property
@@ -90,8 +92,10 @@ class Tokenizer:
 
     @property
     def template_profile(self) -> TemplateProfile | None:
-        """What the chat template takes; None where there is none."""
-        return self._chat.profile
+        """What the chat template takes, with the format in which answers are read; None where there is none."""
+        profile = self._chat.profile
+        template = self.response_template
+        return profile and replace(profile, answers=template.name if template is not None else None)
 
     @property
     def template_complaints(self) -> list[str]:
@@ -103,6 +107,11 @@ class Tokenizer:
         """Whether the chat template renders tools."""
         profile = self._chat.tools_profile
         return profile is not None and profile.tools
+
+    @property
+    def takes_system(self) -> bool:
+        """Whether the chat template renders a system message at the beginning."""
+        return self._chat.profile is not None and self._chat.profile.system == "taken"
 
     @property
     def special_token_ids(self) -> dict[str, int]:
@@ -164,19 +173,6 @@ class Tokenizer:
             template_arguments=template_arguments,
         )
         return self.encode(text, add_special_tokens=False, param="messages")
-
-
-def _response_template(parts: TokenizerParts) -> tuple[ResponseTemplate | None, str]:
-    """The description of the model's answers, its own or a bundled one; or why there is none."""
-    try:
-        if parts.response_template is not None:
-            return load_response_template("of the model", parts.response_template), ""
-    except ConfigError as error:
-        return None, error.message
-    name = recognise(parts.templates.values())
-    if name is None:
-        return None, "the chat template of this model shows no known format of tool calls"
-    return load_response_template(name, TEMPLATES[name]), ""
 
 
 def _refusal(error: BaseException, message: str, param: str) -> BaseException:

@@ -1,37 +1,10 @@
 """The answers of one request as parts (content, reasoning, tool calls), for the writers of every dialect."""
 
-import json
-import re
 from collections.abc import Sequence
 
 from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.answers.response.call_readers import AnswerPart, PartKind
 from diptych.serving.answers.response.response_parser import ReadAnswer, ResponseParser
-
-_PIECES = re.compile(r"""["\\\x00-\x1f]|[^"\\\x00-\x1f]+""")
-
-
-class ControlEscapes:
-    """Makes the arguments of a call, which come piece by piece, JSON where a model wrote raw line breaks, tabs or other
-    control characters inside strings: they become escapes. All else stays as it is."""
-
-    def __init__(self) -> None:
-        self._in_string = self._is_escaped = False
-
-    def push(self, text: str) -> str:
-        """The next piece."""
-        return "".join([self._written(piece) for piece in _PIECES.findall(text)])
-
-    def _written(self, piece: str) -> str:
-        was_escaped, self._is_escaped = self._is_escaped, False
-        if piece < " ":
-            escape = json.dumps(piece)[1:-1]
-            return escape[1:] if was_escaped else escape if self._in_string else piece
-        if self._in_string and piece == "\\":
-            self._is_escaped = not was_escaped
-        elif piece == '"' and not was_escaped:
-            self._in_string = not self._in_string
-        return piece
 
 
 class AnswerReader:
@@ -39,7 +12,6 @@ class AnswerReader:
 
     def __init__(self, parsers: Sequence[ResponseParser] = ()) -> None:
         self._parsers = parsers
-        self._escapes = [ControlEscapes() for _ in parsers]
         self.num_reasoning_tokens = 0  # of all answers; as exact as their deltas are short
 
     @property
@@ -56,13 +28,8 @@ class AnswerReader:
             self.num_reasoning_tokens += len(delta.token_ids)
         parts = parser.push(delta.text) if delta.text else []
         if delta.finish_reason is not None:
-            parts = parts + parser.finish()
-        return _joined([self._escaped(delta.index, part) for part in parts])
-
-    def _escaped(self, index: int, part: AnswerPart) -> AnswerPart:
-        if part.kind is PartKind.CALL:
-            self._escapes[index] = ControlEscapes()
-        return AnswerPart(part.kind, self._escapes[index].push(part.text)) if part.kind is PartKind.ARGUMENTS else part
+            parts = parts + parser.finish(is_cut=delta.finish_reason == "length")
+        return _joined(parts)
 
     def whole(self, delta: Delta) -> ReadAnswer:
         """A whole answer, given as a single delta."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.answers.answer_stream import Generation
+from diptych.serving.answers.generic_tools import has_tool_messages, with_generic_tools
 from diptych.serving.answers.grammar.grammar_checker import NO_GRAMMAR
 from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter, Thinking
 from diptych.serving.answers.response.response_parser import ResponseParser
@@ -60,7 +61,9 @@ async def start_chat(
         body = body.model_copy(update={"max_tokens": None})
     begins_answer = body.add_generation_prompt is not False or continues(body)
     template = llm.tokenizer.response_template if begins_answer else None
-    parsers = _parsers(llm.tokenizer, template, prompt, tools, body.n or 1) if template is not None else []
+    may_call = tools is not None and tools.may_call
+    is_read = template is not None and (may_call or template.has_more_than_content)
+    parsers = _parsers(llm.tokenizer, template, prompt, tools, body.n or 1) if is_read and template is not None else []
     wants_form = tools is not None or wants_structure(body)  # large schemas take long to write
     parser = parsers[0] if parsers else None
     grammar = await asyncio.to_thread(_grammar, body, llm.tokenizer, tools, parser) if wants_form else None
@@ -110,7 +113,7 @@ def _grammar(
     wanted = wanted_grammar(body, writer)
     if tools is None or template is None or not tools.may_call:
         return wanted
-    needs_form = tools.must_call or wanted is not None or tools.strict
+    needs_form = tools.must_call or wanted is not None or tools.strict & tools.allowed
     if not needs_form:
         return None
     if template.calls is None:
@@ -121,12 +124,13 @@ def _grammar(
             code="unsupported",
         )
     if tools.must_call:
-        return writer.calls(template.calls, tools.callable_schemas, tools.max_calls, tools.strict)
+        return writer.calls(template.calls, tools.callable_schemas, tools.max_calls, tools.strict, tools.positions)
     if wanted is not None:
         if wanted.foreign:
             return wanted
-        return wanted.otherwise(writer.calls(template.calls, tools.schemas, tools.max_calls, tools.strict))
-    return writer.text_with_calls(template.calls, tools.enforced_schemas)
+        schemas = tools.callable_schemas
+        return wanted.otherwise(writer.calls(template.calls, schemas, tools.max_calls, tools.strict, tools.positions))
+    return writer.text_with_calls(template.calls, tools.enforced_schemas, tools.positions)
 
 
 async def chat_prompt(llm: AsyncLLM, body: ChatBody, tools: ToolRequest | None) -> list[int]:
@@ -136,10 +140,14 @@ async def chat_prompt(llm: AsyncLLM, body: ChatBody, tools: ToolRequest | None) 
         message = "documents are given, and the chat template of this model reads none"
         raise InvalidRequestError(message, param="documents", code="unsupported")
     arguments = template_arguments(body)
-    if tools is not None:
-        arguments.setdefault("tools", list(tools.rendered))
+    messages = conversation(body.messages)
+    rendered = list(tools.rendered) if tools is not None else []
+    if llm.tokenizer.answer_format.is_generic and (rendered or has_tool_messages(messages)):
+        messages = with_generic_tools(messages, rendered, takes_system=llm.tokenizer.takes_system)
+    elif tools is not None:
+        arguments.setdefault("tools", rendered)
     return await llm.encode_chat(
-        conversation(body.messages),
+        messages,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=continues(body),
         template_arguments=arguments,
@@ -217,6 +225,7 @@ def _parsers(
     tokenizer: Tokenizer, template: ResponseTemplate, prompt: list[int], tools: ToolRequest | None, count: int
 ) -> list[ResponseParser]:
     prompt_end = tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
-    schemas = tools.schemas if tools is not None and tools.may_call else None
+    schemas = tools.callable_schemas if tools is not None and tools.may_call else None
     max_calls = tools.max_calls if tools is not None else None
-    return [ResponseParser(template, prompt_end, schemas, max_calls) for _ in range(count)]
+    special = tokenizer.special_token_ids
+    return [ResponseParser(template, prompt_end, schemas, max_calls, special) for _ in range(count)]

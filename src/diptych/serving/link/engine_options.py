@@ -97,7 +97,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a worker needs to load a model and to serve it. record: a file for its recording (None: none).
     speculation: whether tokens are guessed and verified several at a time; auto: where answers stay bitwise the same.
     place: None for a worker that is alone (it takes no part in handoffs). explains_misses: report what enters and
-    leaves the prefix cache, and for which requests."""
+    leaves the prefix cache, and for which requests. tool_format: how calls of tools are written: auto (as the chat
+    template says, else generic), generic, none, or the name of a format (serving/answers/response/answer_format.py)."""
 
     model: str = str(BUNDLED_MODEL)
     device: DeviceOptions = DeviceOptions()
@@ -110,6 +111,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     record: str | None = None
     place: WorkerPlace | None = None
     explains_misses: bool = False
+    tool_format: str = "auto"
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

@@ -7,12 +7,18 @@ certain without the model.
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from keyword import iskeyword
 from typing import Any
 
 from diptych.control.errors import InvalidRequestError
-from diptych.serving.answers.grammar.call_arguments import CallArguments, PythonArguments, TaggedArguments, quoted
+from diptych.serving.answers.grammar.call_arguments import (
+    CallArguments,
+    MarkedArguments,
+    PythonArguments,
+    TaggedArguments,
+    quoted,
+)
 from diptych.serving.answers.grammar.schema_parts import Schema, refuse
 from diptych.serving.answers.grammar.schema_rewriting import Check, SchemaRefusedError, rewrite
 from diptych.serving.answers.response.response_template import CallForm
@@ -22,7 +28,9 @@ MAX_DEPTH = 100  # of a schema
 MAX_PARTS = 10_000  # of a schema: values, at any depth
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 SCHEMA = "%schema "  # in a rule: a schema that is yet to be written as the compiler takes it, on one line of JSON
-_ARGUMENTS = {"tags": TaggedArguments, "python": PythonArguments}
+_ARGUMENTS: dict[str, type[CallArguments]] = {
+    "tags": TaggedArguments, "python": PythonArguments, "marked": MarkedArguments,
+}  # fmt: skip
 _ANY_TEXT = r"/(?s:.*)/"
 
 
@@ -92,31 +100,60 @@ class GrammarWriter:
         schemas: Mapping[str, Schema],
         max_calls: int | None,
         strict: Collection[str] = (),
+        positions: Mapping[str, int] | None = None,
     ) -> Grammar:
-        """Calls of these tools, at least one, and nothing else. strict: tools of whose schemas nothing is left out."""
+        """Calls of these tools, at least one, and nothing else. strict: tools of whose schemas nothing is left out.
+        positions: of the tools in the request, for errors."""
         more = "" if max_calls == 1 or form.separator is None else f" ({self.text(form.separator)} call)*"
         rule = f"{self.text(form.first)} call{more} {self.text(form.last)}"
-        rules, left_out = self._call_rules(form, schemas, strict)
+        rules, left_out = self._call_rules(form, schemas, strict, positions)
         return Grammar(rule, "\n".join(rules) + "\n", "tools", self._start(), left_out=left_out)
 
-    def text_with_calls(self, form: CallForm, schemas: Mapping[str, Schema]) -> Grammar:
+    def text_with_calls(
+        self, form: CallForm, schemas: Mapping[str, Schema], positions: Mapping[str, int] | None = None
+    ) -> Grammar:
         """Text, in which calls of these tools follow their schemas, of which nothing is left out."""
         if form.is_whole:
-            free = Grammar("FREE", rf"FREE: /[^\s{re.escape((form.first or form.begin)[0])}](?s:.*)/" + "\n", "tools")
-            return self.calls(form, schemas, None, schemas).otherwise(free)
-        mark = form.first or form.begin.split("\n")[0].split("{")[0]
-        token = self._special_tokens.get(mark)
-        rules, _ = self._call_rules(form, schemas, schemas)
+            calls = self.calls(form, schemas, None, schemas, positions)
+            if form.final:
+                others = f" & ~/(?s:.*){form.separator}(?s:.*)/" if form.separator else ""
+                free = Grammar(f"{self.text(form.final)} FREE", f"FREE: {_ANY_TEXT}{others}\n", "tools")
+                return calls.otherwise(free)
+            first = re.escape((form.first or form.begin)[0])
+            return calls.otherwise(Grammar("FREE", rf"FREE: /[^\s{first}](?s:.*)/" + "\n", "tools"))
+        if form.final and any(token in form.final for token in self._special_tokens):
+            return self._messages_with_calls(form, schemas, positions)
+        opening = form.first or form.begin
+        known = [token for token in self._special_tokens if opening.startswith(token)]
+        mark = max(known, key=len) if known else form.first or form.begin.split("\n")[0].split("{")[0]
+        if not mark:
+            raise InvalidRequestError(
+                "tools: a strict tool needs tool_choice required in this format: text and calls begin alike",
+                param="tools",
+                code="unsupported",
+            )
+        begin = "" if form.first else form.begin[len(mark) :]
+        marked_form = form if form.first else replace(form, begin=begin)
+        rules, _ = self._call_rules(marked_form, schemas, schemas, positions)
+        body = "call"
         if form.first:
-            body = f"call ({self.text(form.separator or '')} call)* {self.text(form.last)}"
-        else:
-            rules = [rule.replace(self.text(form.begin), self.text(form.begin[len(mark) :]), 1) for rule in rules]
-            body = "call"
-        opening = f"TEXT <[{token}]>" if token is not None else "marked"
-        marked = "" if token is not None else f"\nmarked[lazy]: TEXT {quoted(mark)}"
+            rest = self.text(form.first[len(mark) :])
+            body = f"{rest} call ({self.text(form.separator or '')} call)* {self.text(form.last)}"
+        start = f"TEXT <[{self._special_tokens[mark]}]>" if known else "marked"
+        marked = "" if known else f"\nmarked[lazy]: TEXT {quoted(mark)}"
         free_text = f"{_ANY_TEXT} & ~/(?s:.*){form.twin}(?s:.*)/" if form.twin else _ANY_TEXT
-        text = f"tag: {opening} {body}{marked}\nTEXT: {free_text}\n" + "\n".join(rules) + "\n"
+        text = f"tag: {start} {body}{marked}\nTEXT: {free_text}\n" + "\n".join(rules) + "\n"
         return Grammar("(tag)* TEXT", text, "tools")
+
+    def _messages_with_calls(
+        self, form: CallForm, schemas: Mapping[str, Schema], positions: Mapping[str, int] | None
+    ) -> Grammar:
+        """Messages in their order, of which the last is a call or the final one. Their marks are special tokens."""
+        before = " | ".join(f"{self.text(begin)} TEXT {self.text(end)}" for begin, end in form.before)
+        call_rules, _ = self._call_rules(form, schemas, schemas, positions)
+        rules = [f"before: {before}", f"TEXT: {_ANY_TEXT}", *call_rules]
+        rule = f"(before)* (call | {self.text(form.final)} TEXT)"
+        return Grammar(rule, "\n".join(rules) + "\n", "tools")
 
     def text(self, text: str) -> str:
         """A fixed text in Lark; special tokens by their ids."""
@@ -133,14 +170,20 @@ class GrammarWriter:
         )
 
     def _call_rules(
-        self, form: CallForm, schemas: Mapping[str, Schema], strict: Collection[str]
+        self,
+        form: CallForm,
+        schemas: Mapping[str, Schema],
+        strict: Collection[str],
+        positions: Mapping[str, int] | None,
     ) -> tuple[list[str], tuple[str, ...]]:
         """The rules, and what of the schemas is left out."""
         rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(schemas)))]
-        others = _ARGUMENTS.get(form.arguments, PythonArguments)()
+        others = _ARGUMENTS.get(form.arguments, PythonArguments)(form, self.text)
         left_out: list[str] = []
         for number, (name, schema) in enumerate(schemas.items()):
-            written, param = json.dumps(name) if form.quotes_name else name, f"tools.{number}.function.parameters"
+            written = json.dumps(name) if form.quotes_name else name
+            where = f"tools.{number if positions is None else positions[name]}.function"
+            param = f"{where}.parameters"
             arguments = {"type": "object", **schema} if isinstance(schema, Mapping) else {"type": "object"}
             rules.append(
                 f"call_{number}: {self.text(form.begin)} {self.text(written + form.between)} "
@@ -152,7 +195,7 @@ class GrammarWriter:
             if form.arguments == "python" and not all(
                 part.isidentifier() and not iskeyword(part) for part in name.split(".")
             ):
-                refuse(f"tools.{number}.function.name", f"{name!r} is no name in Python")
+                refuse(f"{where}.name", f"{name!r} is no name in Python")
             left_out += add_arguments(others, f"arguments_{number}", arguments, param, form.arguments, name in strict)
         return rules + [f"{name}: {right}" for name, right in others.rules.items()], tuple(left_out)
 
@@ -210,7 +253,7 @@ def add_arguments(
     InvalidRequestError."""
     check_size(schema, param)
     try:
-        written = rewrite(schema, is_strict=is_strict, form=form)
+        written = rewrite(schema, is_strict=is_strict, form="tags" if form == "tags" else "python")
     except SchemaRefusedError as refusal:
         raise refused(refusal, param) from None
     yield from (".".join((param, *path)) for path in written.left_out)

@@ -1,11 +1,12 @@
 """Descriptions of the formats in which common models write reasoning and tool calls, for models that bring none.
 
-Each is a response template (see response_template.py) and is recognised by texts in the chat template of the model.
-``calls``: how a grammar writes a call.
+Each is a response template (see response_template.py); recognise.py says which model has which. ``calls``: how a
+grammar writes a call. ``generic`` is no model's own: see generic_tools.py.
 """
 
-from collections.abc import Iterable
 from typing import Any
+
+from diptych.serving.answers.response.newer_templates import NEWER
 
 _THINK = {"open": "<think>", "close": "</think>", "content": "text"}
 _CHATML = ["<|im_start|>assistant\n", "<|im_start|>assistant"]
@@ -17,11 +18,26 @@ _ANY_ASSISTANT = [
     "<｜Assistant｜>",
     "<|assistant|>\n",
     "<|assistant|>",
+    "<|Assistant|>",
+    "<|turn>model\n",
+    "<start_of_turn>model\n",
+    "]~b]ai\n",
+    "<|im_assistant|>assistant<|im_middle|>",
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    "<|start_of_role|>assistant<|end_of_role|>",
+    "<seed:bos>assistant\n",
 ]
 _FUNCTION_IN_CONTENT = {"type": "function", "function": "{content}"}
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_TAGGED_JSON = {
+    "begin": '<tool_call>\n{"name": ',
+    "between": ', "arguments": ',
+    "end": "}\n</tool_call>",
+    "separator": "\n",
+}
 
 TEMPLATES: dict[str, dict[str, Any]] = {
+    **{name: {"start_anchor": _ANY_ASSISTANT, **spec} for name, spec in NEWER.items()},
     "hermes": {
         "start_anchor": _ANY_ASSISTANT,
         "fields": {
@@ -35,24 +51,26 @@ TEMPLATES: dict[str, dict[str, Any]] = {
             },
             "content": {"content": "text"},
         },
-        "calls": {
-            "begin": '<tool_call>\n{"name": ',
-            "between": ', "arguments": ',
-            "end": "}\n</tool_call>",
-            "separator": "\n",
-        },
+        "calls": _TAGGED_JSON,
     },
     "qwen_xml": {
         "start_anchor": _ANY_ASSISTANT,
         "fields": {
             "reasoning_content": _THINK,
             "tool_calls": {
-                "open_pattern": r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
-                "close_pattern": r"</function>(?:\s*</tool_call>)?",
+                "open_pattern": r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^<>\n]+)>",
+                "close_pattern": r"\s*</tool_call>",
                 "repeats": True,
-                "content": "xml-inline",
+                "content": "tags",
                 "content_args": {
-                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+                    "key": r"<parameter=(?P<key>[^<>\n]+)>",
+                    "key_mark": "<parameter=",
+                    "value_close": "</parameter>",
+                    "end": "</function>",
+                    "wrapper": "<tool_call>",
+                    "wrapper_close": "</tool_call>",
+                    "next": "<function=",
+                    "is_trimmed": True,
                 },
                 "transform": _NAMED,
             },
@@ -72,11 +90,15 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "start_anchor": _ANY_ASSISTANT,
         "fields": {
             "tool_calls": {
-                "open_pattern": r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*\"(?:name|type|function)\")",
+                "open_pattern": (
+                    r"\A\s*(?:<\|python_tag\|>\s*)?"
+                    r"(?=\{\s*\"(?:name|type|function|parameters|arguments)\")"
+                ),
                 "content": "json",
                 "transform": {
                     "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
                 },
+                "needs_arguments": True,
             },
             "content": {"content": "text"},
         },
@@ -161,7 +183,8 @@ TEMPLATES: dict[str, dict[str, Any]] = {
             "tool_calls": {
                 "open_pattern": (
                     r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? ?to=functions\."
-                    r"(?P<name>[\w.-]+)(?:<\|channel\|>(?:commentary|analysis))?(?: ?(?:<\|constrain\|>)?[\w]+)?"
+                    r"(?P<name>[\w.-]+)(?:<\|channel\|>(?:commentary|analysis))?"
+                    r"(?: ?(?:<\|constrain\|>)?(?:json|code))?"
                     r"<\|message\|>"
                 ),
                 "close": ["<|call|>", "<|end|>"],
@@ -185,6 +208,11 @@ TEMPLATES: dict[str, dict[str, Any]] = {
             "end": "",
             "separator": None,
             "quotes_name": False,
+            "before": (
+                ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+                ("<|channel|>commentary<|message|>", "<|end|><|start|>assistant"),
+            ),
+            "final": "<|channel|>final<|message|>",
         },
     },
     "deepseek": {
@@ -237,30 +265,24 @@ TEMPLATES: dict[str, dict[str, Any]] = {
             "quotes_name": False,
         },
     },
+    "generic": {
+        "start_anchor": _ANY_ASSISTANT,
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>\s*(?=\{)",
+                "close": "</tool_call>",
+                "repeats": True,
+                "content": "json",
+                "transform": _FUNCTION_IN_CONTENT,
+                "exact": True,
+                "needs_arguments": True,
+            },
+            "content": {"content": "text"},
+        },
+        "calls": _TAGGED_JSON,
+    },
     "thinking": {
         "start_anchor": _ANY_ASSISTANT,
         "fields": {"reasoning_content": _THINK, "content": {"content": "text"}},
     },
 }
-
-# A format is recognised by all of these texts together in a chat template; the first that fits.
-_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("harmony", ("<|channel|>", "<|message|>")),
-    ("qwen_xml", ("<tool_call>", "<function=")),
-    ("hermes", ("<tool_call>",)),
-    ("deepseek", ("<｜tool▁call▁begin｜>", "```json")),
-    ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
-    ("mistral_args", ("[TOOL_CALLS]", "[ARGS]")),
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("pythonic", ("func_name1(params_name1",)),
-    ("pythonic", ("<|python_start|>",)),
-    ("llama3_json", ('"parameters":', "tools")),
-    ("llama3_json", ("<|python_tag|>",)),
-    ("thinking", ("</think>",)),
-)
-
-
-def recognise(chat_templates: Iterable[str]) -> str | None:
-    """The name of the format of a model with these chat templates; None when none is known."""
-    text = "\n".join(chat_templates)
-    return next((name for name, marks in _MARKS if all(mark in text for mark in marks)), None)

@@ -1,25 +1,25 @@
-"""Tool calls inside a field's text, read while it grows: the name as soon as it is complete, then the arguments.
+"""What reads tool calls in an answer: the protocol, and the readers of calls whose arguments are JSON.
 
-``reader_of`` chooses by the format of the field. Arguments are passed on as the model wrote them where they are JSON;
-other formats become JSON, with the types of the tool's schema. A field in which no call can be found is content: its
-text comes out unchanged.
+A reader gets the text behind the opening mark of a field. It says early whether that is a call of a tool of the
+request: the name comes out as soon as the arguments have begun, then the arguments as they are written. Text that is no
+such call is refused, and is content. Formats that are not JSON: tagged_calls.py and whole_calls.py.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from diptych.serving.answers.response.content_formats import CONTENT_FORMATS
-from diptych.serving.answers.response.pattern import Search
-from diptych.serving.answers.response.response_template import ResponseField
+from diptych.serving.answers.response.json_text import JsonText
+from diptych.serving.answers.response.pattern import Pattern, Search
 
 Tools = Mapping[str, Mapping[str, Any]]  # name to the schema of its arguments
-
-
-MAX_NESTED = 16  # alternatives and references that are followed for a type
-_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
+_SPACE = re.compile(r"\s*")
+_GAP = re.compile(r"[\s;,]*")
+_WRAPPERS = ("function",)  # members that may hold the name and the arguments
+_KNOWN = ("id", "type", "index", "call_id", "tool_call_id")  # members that say nothing to the client
 
 
 class PartKind(StrEnum):
@@ -39,375 +39,358 @@ class AnswerPart:
     text: str
 
 
+class Reading(StrEnum):
+    """How far a reader is."""
+
+    OPEN = "open"  # not known yet whether this is a call
+    CALLING = "calling"  # it is one
+    OVER = "over"  # behind the calls; ``rest`` does not belong to them
+    EMPTY = "empty"  # a call only if the closing mark follows right here; ``rest`` as above
+    REFUSED = "refused"  # no call
+
+
 class CallReader(Protocol):
-    """Reads one field of calls."""
+    """Reads one field of calls. rest: text that was pushed and does not belong to it, once it is over."""
 
-    num_calls: int
-
-    def push(self, text: str) -> list[AnswerPart]:
-        """More of the field's text."""
-        ...
-
-    def end(self) -> list[AnswerPart]:
-        """The field is closed, or the answer ended within it."""
-        ...
-
-
-def reader_of(field: ResponseField, captures: Mapping[str, str], tools: Tools) -> CallReader:
-    """The reader of a field that was opened with these captures."""
-    is_standard = field.content == "json" and not set(field.content_args) - {"allow_non_json"}
-    keys = (field.name_source[-1], field.arguments_source[-1])
-    depth = 1 if field.each else 2
-    if is_standard and len(field.name_source) == len(field.arguments_source) == depth:
-        return JsonCalls(*keys)
-    is_captured = len(field.name_source) == 1 and field.name_source[0] in captures
-    if is_captured and field.arguments_source == ("content",):
-        name = captures[field.name_source[0]].strip()
-        if is_standard:
-            return NamedCall(name)
-        if field.content == "xml-inline" and not set(field.content_args) - {"tag_pattern"}:
-            return TaggedCall(name, field, tools.get(name, {}))
-    return WholeCalls(field, captures, tools)
-
-
-class JsonCalls:
-    """Objects with a name and arguments: a single one, a list of them, or some in a row."""
-
-    def __init__(self, name_key: str, arguments_key: str) -> None:
-        self.num_calls = 0
-        self._name_keys = {name_key, "name"}
-        self._arguments_keys = {arguments_key, "arguments", "parameters"}
-        self._is_in_call = self._is_value = self._in_string = self._is_escaped = False
-        self._expects_value = False
-        self._depth = 0  # within a value
-        self._key: str | None = None
-        self._text = ""  # of the key or the value that is being read
-        self._name: str | None = None
-        self._arguments: str | None = None  # before the name is known
-        self._has_arguments = False
+    reading: Reading
+    rest: str
 
     def push(self, text: str) -> list[AnswerPart]:
-        parts: list[AnswerPart] = []
-        streamed = ""
-        for character in text:
-            if self._is_value:
-                is_over, takes = self._in_value(character)
-                if takes:
-                    if self._is_streaming:
-                        streamed += character
-                    else:
-                        self._text += character
-                if is_over:
-                    if streamed:
-                        parts.append(AnswerPart(PartKind.ARGUMENTS, streamed))
-                        streamed = ""
-                    parts += self._end_value()
-                if takes:
-                    continue
-            parts += self._between(character)
-        return [*parts, AnswerPart(PartKind.ARGUMENTS, streamed)] if streamed else parts
+        """More of the field's text, until the reading is over or refused."""
+        ...
 
-    def end(self) -> list[AnswerPart]:
-        if self._is_in_call and self._is_value and not self._is_streaming and self._depth == 0 and not self._in_string:
-            return self._end_value()
-        return []
+    def end(self, *, is_cut: bool) -> list[AnswerPart]:
+        """The answer ends here. is_cut: because of a limit of tokens: what is open stays open then. Afterwards the
+        reading is over or refused; ``is_complete`` says whether nothing was missing."""
+        ...
 
     @property
-    def _is_streaming(self) -> bool:
-        """Whether the present value goes out as it comes: arguments in braces, of a call that has begun."""
-        return self._has_arguments and self._arguments is None and self._key in self._arguments_keys
+    def is_complete(self) -> bool:
+        """Whether all calls so far have their arguments."""
+        ...
 
-    def _between(self, character: str) -> list[AnswerPart]:
-        """A character outside of all values."""
-        if not self._is_in_call:
-            if character == "{":
-                self._is_in_call, self._key, self._name, self._arguments = True, None, None, None
-                self._has_arguments = self._expects_value = False
-            return []
-        if self._in_string:  # a key
-            self._text += character
-            if self._is_escaped:
-                self._is_escaped = False
-            elif character == "\\":
-                self._is_escaped = True
-            elif character == '"':
-                self._in_string = False
-                self._key = _decoded(self._text)
-            return []
-        if self._expects_value:
-            return [] if character.isspace() else self._begin_value(character)
-        if character == '"':
-            self._in_string, self._text = True, '"'
-        elif character == ":":
-            self._expects_value = True
-        elif character == "}":
-            self._is_in_call = False
-            return self._begin_call("{}") if self._name is not None and not self._has_arguments else []
-        return []
+    @property
+    def is_broken(self) -> bool:
+        """Whether the arguments are certainly not what they should be."""
+        ...
 
-    def _begin_value(self, character: str) -> list[AnswerPart]:
-        self._is_value, self._expects_value, self._text, self._depth = True, False, "", 0
-        parts: list[AnswerPart] = []
-        if self._key in self._arguments_keys and character in "{[" and self._name is not None:
-            parts = [] if self._has_arguments else self._begin_call("")
-        self._in_value(character)
-        if self._is_streaming:
-            return [*parts, AnswerPart(PartKind.ARGUMENTS, character)]
-        self._text = character
-        return parts
 
-    def _in_value(self, character: str) -> tuple[bool, bool]:
-        """Whether the value is over now, and whether the character belongs to it."""
-        if self._in_string:
-            if self._is_escaped:
-                self._is_escaped = False
-            elif character == "\\":
-                self._is_escaped = True
-            elif character == '"':
-                self._in_string = False
-                return self._depth == 0, True
-        elif character == '"':
-            self._in_string = True
-        elif character in "{[":
-            self._depth += 1
-        elif self._depth == 0:
-            is_over = character in ",}]" or character.isspace()
-            return is_over, not is_over
-        elif character in "}]":
-            self._depth -= 1
-            return self._depth == 0, True
-        return False, True
+def call_parts(name: str, arguments: str) -> list[AnswerPart]:
+    """A call with these first arguments."""
+    begun = [AnswerPart(PartKind.CALL, name)]
+    return [*begun, AnswerPart(PartKind.ARGUMENTS, arguments)] if arguments else begun
 
-    def _end_value(self) -> list[AnswerPart]:
-        was_streaming, raw = self._is_streaming, self._text
-        self._is_value, self._text = False, ""
-        if was_streaming:
-            self._key = None
-        elif self._key in self._name_keys and self._name is None:
-            name = _decoded(raw)
-            if isinstance(name, str) and name:
-                self._name = name
-                if self._arguments is not None:
-                    return self._begin_call(self._arguments)
-        elif self._key in self._arguments_keys and not self._has_arguments:
-            arguments = "{}" if raw == "null" else _decoded(raw) if raw.startswith('"') else raw
-            if self._name is not None:
-                return self._begin_call(str(arguments))
-            self._arguments = str(arguments)
-        return []
 
-    def _begin_call(self, arguments: str) -> list[AnswerPart]:
-        assert self._name is not None
-        self.num_calls += 1
-        self._has_arguments, self._arguments = True, None
-        return _call(self._name, arguments)
+class _Arguments:
+    """The JSON of a call's arguments. Where it is no JSON, it ends at the closing mark of the field, or not at all."""
+
+    def __init__(self, close: Pattern | None, marks: Sequence[tuple[str, str]]) -> None:
+        self._json = JsonText(marks)
+        self._close = close
+        self._search: Search | None = None
+        self._text = ""  # behind the place where it broke
+        self.is_over = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self._json.is_over
+
+    @property
+    def is_broken(self) -> bool:
+        return self._json.is_broken
+
+    def push(self, text: str) -> tuple[str, str]:
+        """What the text adds, and what stands behind the arguments."""
+        written = ""
+        if self._search is None:
+            written, text = self._json.push(text)
+            if self._json.is_over:
+                self.is_over = True
+                return written, text
+            if not self._json.is_broken:
+                return written, ""
+            self._search = Search([self._close] if self._close is not None else [], 1)
+        start, self._text = len(self._text), self._text + text
+        base = self._search.position - start
+        match = self._search.push(self._text, start)
+        if match is not None:
+            self.is_over = True
+            return written + self._text[: match.start - base], self._text[match.start - base :]
+        sure = self._search.hold - base
+        written, self._text = written + self._text[:sure], self._text[sure:]
+        return written, ""
+
+    def end(self) -> str:
+        """The answer ends within them: what was held back."""
+        return self._json.end() + self._text
 
 
 class NamedCall:
     """A call whose name was in the opening; the text is the JSON of its arguments."""
 
-    def __init__(self, name: str) -> None:
-        self.num_calls = 0
+    def __init__(self, name: str, close: Pattern | None, marks: Sequence[tuple[str, str]] = ()) -> None:
+        self.reading = Reading.OPEN
+        self.rest = ""
         self._name = name
-        self._space = ""
+        self._arguments = _Arguments(close, marks)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._arguments.is_complete
+
+    @property
+    def is_broken(self) -> bool:
+        return self._arguments.is_broken
 
     def push(self, text: str) -> list[AnswerPart]:
-        text = self._space + text
-        kept = text.rstrip()
-        self._space = text[len(kept) :] if kept or self.num_calls else ""
-        if not self.num_calls:
-            kept = kept.lstrip()
+        if self.reading is Reading.CALLING:
+            return self._push(text)
+        kept = text.lstrip()
         if not kept:
             return []
-        if self.num_calls:
-            return [AnswerPart(PartKind.ARGUMENTS, kept)]
-        self.num_calls = 1
-        return _call(self._name, kept)
-
-    def end(self) -> list[AnswerPart]:
-        if self.num_calls:
+        if kept[0] != "{":
+            self.reading, self.rest = Reading.EMPTY, kept
             return []
-        self.num_calls = 1
-        return _call(self._name, "{}")
+        self.reading = Reading.CALLING
+        return [AnswerPart(PartKind.CALL, self._name), *self._push(kept)]
+
+    def _push(self, text: str) -> list[AnswerPart]:
+        written, self.rest = self._arguments.push(text)
+        if self._arguments.is_over:
+            self.reading = Reading.OVER
+        return [AnswerPart(PartKind.ARGUMENTS, written)] if written else []
+
+    def without_arguments(self) -> list[AnswerPart]:
+        """The call, of which the opening is followed by the closing mark."""
+        return call_parts(self._name, "{}")
+
+    def end(self, *, is_cut: bool) -> list[AnswerPart]:
+        if self.reading is Reading.OPEN:
+            self.reading = Reading.REFUSED
+            return []
+        self.reading = Reading.OVER
+        written = self._arguments.end()
+        return [AnswerPart(PartKind.ARGUMENTS, written)] if written else []
 
 
-class TaggedCall:
-    """A call whose name was in the opening; every argument is a tag, which goes out when it is complete."""
+class JsonCalls:
+    """Objects with a name and arguments: a single one, a list of them, or some in a row. Members are looked for by the
+    usual names besides those of the format; the text of others is content. names: of the tools. needs_arguments: an
+    object without any is no call."""
 
-    def __init__(self, name: str, field: ResponseField, schema: Mapping[str, Any]) -> None:
-        self.num_calls = 0
-        self._name = name
-        self._pattern = field.content_args["tag_pattern"]
-        self._schema = schema
-        self._text = ""
-        self._at = 0
-        self._search = Search([self._pattern])
-        self._keys: set[str] = set()
+    def __init__(
+        self,
+        keys: tuple[str, str],
+        names: Collection[str],
+        close: Pattern | None,
+        marks: Sequence[tuple[str, str]] = (),
+        *,
+        needs_arguments: bool = False,
+    ) -> None:
+        self.reading = Reading.OPEN
+        self.rest = ""
+        self._name_keys = {keys[0], "name"}
+        self._arguments_keys = {keys[1], "arguments", "parameters"}
+        self._names, self._close, self._marks = names, close, marks
+        self._needs_arguments = needs_arguments
+        self._text, self._at = "", 0  # what is not certain yet, and how far it was read
+        self._next = self._between
+        self._is_list = False
+        self._begin_object()
+
+    def _begin_object(self) -> None:
+        self._levels = 0
+        self._key: str | None = None
+        self._name: str | None = None
+        self._given: str | None = None  # arguments that came before the name
+        self._is_called = False
+        self._others: list[AnswerPart] = []  # members that a call does not have: they are content
+        self._value: JsonText | None = None
+        self._written = ""
+        self._arguments = _Arguments(self._close, self._marks)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._next == self._between or (self._is_called and self._arguments.is_complete)
+
+    @property
+    def is_broken(self) -> bool:
+        return self._arguments.is_broken
 
     def push(self, text: str) -> list[AnswerPart]:
-        parts = self._begin()
-        start, self._text = len(self._text), self._text + text
-        while match := self._search.push(self._text, start):
-            parts += self._argument(match.groups)
-            start = match.end
-            self._search = Search([self._pattern], match.end)
+        parts: list[AnswerPart] = []
+        self._text += text
+        while self._at < len(self._text) and self.reading in (Reading.OPEN, Reading.CALLING):
+            if self._next != self._in_value and self._next != self._in_arguments:
+                self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]
+                if self._at == len(self._text):
+                    break
+            parts += self._next(self._text[self._at])
         return parts
 
-    def end(self) -> list[AnswerPart]:
-        parts = self._begin()
-        if match := self._search.finish():
-            parts += self._argument(match.groups)
-        return [*parts, AnswerPart(PartKind.ARGUMENTS, "}" if self._keys else "{}")]
+    def end(self, *, is_cut: bool) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
+        if self._next == self._in_arguments:
+            written = self._arguments.end()
+            parts = [AnswerPart(PartKind.ARGUMENTS, written)] if written else []
+            self._sure()
+        self._refuse()
+        return parts
 
-    def _begin(self) -> list[AnswerPart]:
-        if self.num_calls:
-            return []
-        self.num_calls = 1
-        return _call(self._name, "")
+    def _sure(self) -> None:
+        """The text so far belongs to calls."""
+        self._text = self._text[self._at :]
+        self._at = 0
 
-    def _argument(self, groups: Mapping[str, tuple[int, int]]) -> list[AnswerPart]:
-        key, value = (self._text[slice(*groups[name])] if name in groups else "" for name in ("key", "value"))
-        key = key.strip()
-        if key in self._keys:
-            return []
-        opening = ", " if self._keys else "{"
-        self._keys.add(key)
-        written = _json(with_type(value, _property(self._schema, key), self._schema))
-        return [AnswerPart(PartKind.ARGUMENTS, f"{opening}{_json(key)}: {written}")]
-
-
-class WholeCalls:
-    """Calls in a format that is read when the field is closed."""
-
-    def __init__(self, field: ResponseField, captures: Mapping[str, str], tools: Tools) -> None:
-        self.num_calls = 0
-        self._field, self._captures, self._tools = field, captures, tools
-        self._text = ""
-
-    def push(self, text: str) -> list[AnswerPart]:
-        self._text += text
+    def _refuse(self) -> list[AnswerPart]:
+        """What follows the text that is certain is no call."""
+        self.rest = self._text
+        self.reading = Reading.OVER if self.reading is Reading.CALLING else Reading.REFUSED
         return []
 
-    def end(self) -> list[AnswerPart]:
-        field = self._field
-        try:
-            value = CONTENT_FORMATS[field.content](self._text, field.content_args)
-            elements = value if field.each and isinstance(value, list) else [value]
-            calls = [self._read(element) for element in elements]
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+    def _between(self, character: str) -> list[AnswerPart]:
+        """Before an object."""
+        is_first = self.reading is Reading.OPEN
+        if character == "[" and is_first and not self._is_list:
+            self._is_list = True
+            self._at += 1
+        elif character == "{":
+            self._begin_object()
+            self._levels = 1
+            self._at += 1
+            self._next = self._member
+        elif character == "]" and self._is_list and not is_first:
+            self._at += 1
+            self._sure()
+            return self._refuse()
+        elif character in ",;" and not is_first:
+            self._at = _GAP.match(self._text, self._at).end()  # type: ignore[union-attr]
+        else:
+            return self._refuse()
+        return []
+
+    def _member(self, character: str) -> list[AnswerPart]:
+        """The key of a member, or the end of an object without any."""
+        if character == "}":
+            return self._end_object()
+        if character in "{[":
+            return self._refuse()
+        self._value, self._written, self._key = JsonText(self._marks), "", None
+        self._next = self._in_value
+        return []
+
+    def _in_value(self, character: str) -> list[AnswerPart]:
+        """A key, or a value that is read whole."""
+        assert self._value is not None
+        written, rest = self._value.push(self._text[self._at :])
+        self._written += written
+        self._at = len(self._text) - len(rest)
+        if self._value.is_broken:
+            return self._refuse()
+        if not self._value.is_over:
             return []
-        self.num_calls = len(calls)
-        return [part for call in calls for part in _call(*call)]
+        if self._key is None:
+            self._key = str(_decoded(self._written))
+            self._next = self._colon
+            return []
+        self._next = self._behind_value
+        return self._take(_decoded(self._written))
 
-    def _read(self, element: Any) -> tuple[str, str]:
-        scope = {**self._captures, **(element if self._field.each else {"content": element})}
-        name = _follow(scope, self._field.name_source)
-        arguments = _follow(scope, self._field.arguments_source)
-        if not isinstance(name, str) or not name:
-            raise ValueError("a call without a name")
-        if self._field.content in ("xml-inline", "kv-lines") and isinstance(arguments, dict):
-            schema = self._tools.get(name, {})
-            arguments = {key: with_type(value, _property(schema, key), schema) for key, value in arguments.items()}
-        return name, arguments if isinstance(arguments, str) else _json(arguments)
+    def _colon(self, character: str) -> list[AnswerPart]:
+        if character != ":":
+            return self._refuse()
+        self._at += 1
+        self._next = self._begin_value
+        return []
+
+    def _begin_value(self, character: str) -> list[AnswerPart]:
+        if character == "{" and self._key in _WRAPPERS and not self._is_called:
+            self._levels += 1
+            self._at += 1
+            self._next = self._member
+            return []
+        if character == "{" and self._key in self._arguments_keys and self._name is not None and not self._is_called:
+            self._next = self._in_arguments
+            return self._call("")
+        self._value, self._written = JsonText(self._marks), ""
+        self._next = self._in_value
+        return []
+
+    def _in_arguments(self, character: str) -> list[AnswerPart]:
+        written, self._text = self._arguments.push(self._text[self._at :])
+        self._at = 0
+        if self._arguments.is_over:
+            self._next = self._behind_value
+        return [AnswerPart(PartKind.ARGUMENTS, written)] if written else []
+
+    def _behind_value(self, character: str) -> list[AnswerPart]:
+        if character == ",":
+            self._at += 1
+            self._next = self._member
+            return []
+        return self._end_object() if character == "}" else self._refuse()
+
+    def _take(self, value: Any) -> list[AnswerPart]:
+        """The value of the present member."""
+        is_name = self._key in self._name_keys or self._key in _WRAPPERS
+        if is_name and self._name is None and isinstance(value, str):
+            if value not in self._names:
+                return self._refuse()
+            self._name = value
+            return self._call(self._given) if self._given is not None else []
+        if self._key in self._arguments_keys and not self._is_called and self._given is None:
+            arguments = _as_object(self._written, value)
+            if arguments is None:
+                return self._refuse()
+            self._given = arguments
+            return self._call(arguments) if self._name is not None else []
+        if self._key in _KNOWN:
+            return []
+        other = AnswerPart(PartKind.CONTENT, f"{json.dumps(self._key, ensure_ascii=False)}: {self._written}\n")
+        if self._is_called:
+            self._sure()
+            return [other]
+        self._others.append(other)
+        return []
+
+    def _end_object(self) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
+        self._levels -= 1
+        if not self._levels and not self._is_called:
+            if self._name is None or self._needs_arguments or self._others:
+                return self._refuse()
+            parts = self._call("{}")
+        self._at += 1
+        if self._is_called:
+            self._sure()
+        self._next = self._between if not self._levels else self._behind_value
+        return parts
+
+    def _call(self, arguments: str) -> list[AnswerPart]:
+        assert self._name is not None
+        self.reading = Reading.CALLING
+        self._is_called = True
+        if arguments:  # the whole of them
+            self._arguments.push(arguments)
+        self._sure()
+        return [*self._others, *call_parts(self._name, arguments)]
 
 
-def with_type(value: Any, schema: Any, root: Any = None) -> Any:
-    """A text as the type that its schema names; unchanged where it is none of that type, or already no text. root: the
-    schema that references lead into."""
-    if isinstance(value, list):
-        return [with_type(item, schema, root) for item in value]
-    if not isinstance(value, str):
-        return value
-    types = list(_types(schema, root, 0, set()))
-    if "string" in types and value.strip() != "null":
-        return value
-    for kind in types:
-        known, read = _read_as(value.strip(), kind)
-        if known:
-            return read
-    return value
+def _as_object(written: str, value: Any) -> str | None:
+    """Arguments that were read whole, as the JSON of an object; None where they are none."""
+    if value is None or value == []:
+        return "{}"
+    if isinstance(value, str):
+        inner = JsonText()
+        written, rest = inner.push(value.strip())
+        if not inner.is_over or rest:
+            return None
+        value = _decoded(written)
+    return written if isinstance(value, dict) else None
 
 
-def _read_as(text: str, kind: str) -> tuple[bool, Any]:
-    if kind == "null" and text in ("null", "None"):
-        return True, None
-    if kind == "boolean" and text.lower() in ("true", "false"):
-        return True, text.lower() == "true"
-    if kind not in ("integer", "number", "object", "array"):
-        return False, None
+def _decoded(written: str) -> Any:
     try:
-        read = json.loads(text, parse_constant=_no_constant)
+        return json.loads(written)
     except (ValueError, RecursionError):
-        return False, None
-    expected: dict[str, tuple[type, ...]] = {
-        "integer": (int,),
-        "number": (int, float),
-        "object": (dict,),
-        "array": (list,),
-    }
-    if kind == "integer" and isinstance(read, float) and read.is_integer():
-        read = int(read)
-    return isinstance(read, expected[kind]) and not isinstance(read, bool), read
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _types(schema: Any, root: Any, depth: int, followed: set[str]) -> Iterator[str]:
-    """The types that a schema names, of its alternatives and of what it refers to, too (each reference once). Without
-    any, those of the values that it lists."""
-    if not isinstance(schema, Mapping) or depth > MAX_NESTED:
-        return
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        yield declared
-    elif isinstance(declared, list):
-        yield from declared
-    elif isinstance(pointer := schema.get("$ref"), str):
-        if pointer not in followed:
-            followed.add(pointer)
-            yield from _types(_referred(pointer, root), root, depth + 1, followed)
-    else:
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        yield from dict.fromkeys(_TYPES.get(type(value), "object") for value in values or [])
-    for union in ("anyOf", "oneOf", "allOf"):
-        for choice in schema.get(union) or []:
-            yield from _types(choice, root, depth + 1, followed)
-    if schema.get("nullable"):
-        yield "null"
-
-
-def _referred(pointer: str, root: Any) -> Any:
-    """The part of a schema that ``#/...`` leads to; None where it leads nowhere."""
-    for key in pointer.split("/")[1:]:
-        root = root.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
-    return root if pointer.startswith("#") else None
-
-
-def _property(schema: Mapping[str, Any], key: str) -> Any:
-    properties = schema.get("properties")
-    return properties.get(key) if isinstance(properties, Mapping) else None
-
-
-def _follow(scope: Mapping[str, Any], source: tuple[str, ...]) -> Any:
-    value: Any = scope
-    for key in source:
-        value = value[key]
-    return value
-
-
-def _call(name: str, arguments: str) -> list[AnswerPart]:
-    begun = [AnswerPart(PartKind.CALL, name)]
-    return [*begun, AnswerPart(PartKind.ARGUMENTS, arguments)] if arguments else begun
-
-
-def _decoded(raw: str) -> Any:
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        return raw.strip('"')
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+        return written

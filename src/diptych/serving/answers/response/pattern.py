@@ -178,6 +178,53 @@ class Search:
         return PatternMatch(number, start, -negative_end, groups)
 
 
+class Prefix:
+    """A pattern at the very beginning of a growing text, behind any white space. None: nothing is looked for."""
+
+    def __init__(self, pattern: Pattern | None) -> None:
+        self._simulation = None if pattern is None else _Simulation(pattern.program)
+        self._names = {} if pattern is None else pattern.program.names
+        self._num_spaces = 0
+        self._position = 1  # never the beginning of an answer
+        self._is_over = pattern is None
+        if self._simulation is not None:
+            self._simulation.begin(1)
+
+    def push(self, text: str, at: int = 0) -> bool:
+        """Look at text[at:], which follows what was looked at before. Whether the end is certain now."""
+        simulation = self._simulation
+        while not self._is_over and at < len(text):
+            assert simulation is not None
+            if self._position == 1 and text[at].isspace():
+                before = simulation.threads
+                simulation.push(text[at], 2)
+                if not simulation.threads and simulation.match is None:  # the pattern has no such space itself
+                    simulation.threads = before
+                    self._num_spaces += 1
+                    at += 1
+                    continue
+                self._position = 2
+            else:
+                self._position += 1
+                simulation.push(text[at], self._position)
+            at += 1
+            self._is_over = not simulation.threads
+        return self._is_over
+
+    @property
+    def size(self) -> int:
+        """Characters of the space and the match; 0 where there is no match (so far)."""
+        if self._simulation is None or self._simulation.match is None:
+            return 0
+        return self._num_spaces + self._simulation.match[1] - 1
+
+    def groups(self, text: str) -> dict[str, str]:
+        """The named groups of the match in this text."""
+        assert self._simulation is not None and self._simulation.match is not None
+        slots, shift = self._simulation.match, self._num_spaces - 1
+        return {name: text[slots[at] + shift : slots[at + 1] + shift] for name, at in self._names.items()}
+
+
 def find_all(pattern: Pattern, text: str) -> list[PatternMatch]:
     """The matches in a whole text, from left to right, without overlaps."""
     found, at = [], 0

@@ -1,20 +1,30 @@
 """From the text of an answer to its parts: content, reasoning and tool calls.
 
 Text arrives in pieces of any size. Where they are cut does not change what the parts say; a whole answer is one piece.
-White space at the edges of reasoning, and around what stands between other parts, belongs to no part.
+All text is in some part, but for the marks of the format and white space around what stands between parts:
+
+- A mark that does not begin a call of a tool of the request is text, and so is what follows it.
+- A call within a block of code or between backticks is text, unless its mark is a special token of the model.
+- Reasoning begins an answer; behind content or a call, its mark is text (but for formats with channels).
+- A call within reasoning counts where its mark is a special token or begins a line, it is complete, and no call follows
+  the reasoning. Where more text follows it, its own text stays in the reasoning, too.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator
 
-from diptych.serving.answers.response.call_readers import AnswerPart, CallReader, PartKind, Tools, reader_of
-from diptych.serving.answers.response.pattern import Pattern, PatternMatch, Search
+from diptych.serving.answers.response.call_readers import AnswerPart, CallReader, NamedCall, PartKind, Reading, Tools
+from diptych.serving.answers.response.choose_reader import reader_of
+from diptych.serving.answers.response.code_tracker import CodeTracker
+from diptych.serving.answers.response.held_calls import Enclosure, HeldCalls
+from diptych.serving.answers.response.pattern import Pattern, PatternMatch, Prefix, Search
 from diptych.serving.answers.response.response_template import FieldKind, ResponseField, ResponseTemplate
+from diptych.serving.answers.response.text_region import TextRegion
 
-_TEXT_KINDS = {FieldKind.CONTENT: PartKind.CONTENT, FieldKind.REASONING: PartKind.REASONING}
+_PIECE = 4096  # characters that are looked at together
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class ReadCall:
     """A tool call of a whole answer. arguments: JSON, as far as the model wrote it."""
 
@@ -22,13 +32,13 @@ class ReadCall:
     arguments: str = ""
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class ReadAnswer:
     """A whole answer. Texts are None where the answer has no such part."""
 
     content: str | None = None
     reasoning: str | None = None
-    calls: list[ReadCall] = field(default_factory=list)
+    calls: list[ReadCall] = dataclasses.field(default_factory=list)
 
     def add(self, parts: Iterable[AnswerPart]) -> None:
         """More of it."""
@@ -43,12 +53,40 @@ class ReadAnswer:
                 self.calls[-1].arguments += part.text
 
 
+@dataclasses.dataclass(slots=True)
+class _OpenCall:
+    """Text that may be a call. start: of its mark. raw: the text behind the mark, where it may become text again.
+    enclosure: what it stands in. closing: looks for the closing mark, once the reader is over."""
+
+    field: ResponseField
+    mark: str
+    start: int
+    reader: CallReader
+    enclosure: Enclosure
+    raw: list[str] = dataclasses.field(default_factory=list)
+    parts: list[AnswerPart] = dataclasses.field(default_factory=list)  # while they wait
+    closing: Prefix | None = None
+    looked: int = 0
+    has_begun: bool = False  # parts went out
+
+    @property
+    def waits(self) -> bool:
+        """Whether it counts only when it is whole."""
+        return self.field.exact or self.enclosure is not Enclosure.NONE
+
+
 class ResponseParser:
     """Reads one answer. tools: None when the request has none; fields of calls are then text. prompt_end: the end of
-    the prompt, in which the template may have opened a field. max_calls: later calls are left out."""
+    the prompt, in which the template may have opened a field. max_calls: later calls are left out. special_tokens: of
+    the model, as texts: where they are the marks of calls, those are no text."""
 
     def __init__(
-        self, template: ResponseTemplate, prompt_end: str = "", tools: Tools | None = None, max_calls: int | None = None
+        self,
+        template: ResponseTemplate,
+        prompt_end: str = "",
+        tools: Tools | None = None,
+        max_calls: int | None = None,
+        special_tokens: Collection[str] = (),
     ) -> None:
         self._tools: Tools = tools or {}
         self._fields = [
@@ -56,15 +94,22 @@ class ResponseParser:
             for known in template.fields
             if known.open is not None and (tools is not None or known.kind is not FieldKind.CALLS)
         ]
+        self._special = [token for token in special_tokens if any(token in text for text in template.texts)]
         self._implicit = template.implicit
         self._room = max_calls
-        self._num_calls = 0
-        self._region = _OpenField(self._implicit, is_first=True)
+        self._num_calls = 0  # that went out
+        self._region = TextRegion(self._implicit, is_first=True)
+        self._tracker = CodeTracker()
+        self._call: _OpenCall | None = None
+        self._held = HeldCalls()
+        self._has_answered = False  # content or a call has begun
+        self._may_wait = True  # no call that waited was still open at the end of the answer
         self._text = ""  # from ``_base`` on: what is not decided yet
         self._base = 0
-        self._search = self._new_search(0)
+        self._targets: list[ResponseField | None] = []  # what the patterns of the search open; None: closes
+        self._look(0)
         self.is_prefilled = False  # the prompt has begun the answer
-        if begun := _behind_anchor(template, prompt_end):
+        if begun := _begun_in_prompt(template, prompt_end):
             self.is_prefilled = True
             self.push(begun)
             self._num_calls = 0
@@ -73,8 +118,7 @@ class ResponseParser:
     @property
     def is_reasoning(self) -> bool:
         """Whether the text that comes next is reasoning."""
-        opened = self._region.field
-        return opened is not None and opened.kind is FieldKind.REASONING
+        return self._region.is_reasoning
 
     @property
     def num_calls(self) -> int:
@@ -83,66 +127,272 @@ class ResponseParser:
 
     def push(self, text: str) -> list[AnswerPart]:
         """What is certain now that the answer has this text, too."""
-        self._text += text
         parts: list[AnswerPart] = []
-        while True:
-            start = self._search.position - self._base
-            match = self._search.push(self._text, start)
-            if match is None:
-                self._advance(self._search.hold, parts)
-                return self._limited(parts)
-            self._cross(match, parts)
-
-    def finish(self) -> list[AnswerPart]:
-        """The answer is over: the rest."""
-        parts: list[AnswerPart] = []
-        while match := self._search.finish():
-            self._cross(match, parts)
-            again = self._search.push(self._text, self._search.position - self._base)
-            while again is not None:
-                self._cross(again, parts)
-                again = self._search.push(self._text, self._search.position - self._base)
-        self._advance(self._base + len(self._text), parts)
-        parts += self._region.end(is_last=True)
+        for at in range(0, len(text), _PIECE):
+            self._text += text[at : at + _PIECE]
+            while self._step(parts):
+                pass
         return self._limited(parts)
+
+    def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
+        """The answer is over: the rest. is_cut: a limit of tokens has ended it; a call that is open stays open then."""
+        parts: list[AnswerPart] = []
+        while self._end_call(is_cut, parts) or self._end_search(parts):
+            while self._step(parts):
+                pass
+        self._advance(self._base + len(self._text), parts)
+        if self._held.is_waiting:
+            self._tracker.push("\n")
+            is_text = self._held.enclosure is Enclosure.FENCE and not self._tracker.fence
+            self._settle(parts, as_text=is_text)
+        parts += self._region.end()
+        if not self._num_calls and not any(part.kind is PartKind.CALL for part in parts):
+            parts += self._held.late
+        return self._limited(parts)
+
+    def _step(self, parts: list[AnswerPart]) -> bool:
+        """Read on, as far as something is certain; whether there may be more."""
+        if self._call is not None:
+            return self._read_call(self._call, parts)
+        match = self._search.push(self._text, self._search.position - self._base)
+        if match is None:
+            self._advance(self._search.hold, parts)
+            return False
+        self._cross(match, parts)
+        return True
+
+    def _look(self, position: int) -> None:
+        """Look for what may come in the present region."""
+        opened = self._region.field
+        is_outside = opened is self._implicit
+        self._targets = [
+            known
+            for known in self._fields
+            if (known.kind is FieldKind.CALLS and (is_outside or self._region.is_content or self._region.is_reasoning))
+            or (is_outside and known.kind is not FieldKind.CALLS and self._may_open(known))
+        ]
+        patterns: list[Pattern] = [known.open for known in self._targets if known is not None and known.open]
+        if opened is not None and opened.close is not None:
+            patterns.append(opened.close)
+            self._targets.append(None)
+        self._search = Search(patterns, position)
+
+    def _may_open(self, known: ResponseField) -> bool:
+        return known.kind is not FieldKind.REASONING or known.anywhere or not self._has_answered
 
     def _advance(self, position: int, parts: list[AnswerPart]) -> None:
         """Text before ``position`` belongs to the present region."""
         size = position - self._base
-        if size:
-            parts += self._region.push(self._text[:size], self._tools)
-            self._text, self._base = self._text[size:], position
+        if size > 0:
+            text, self._text, self._base = self._text[:size], self._text[size:], position
+            self._take(text, parts)
+
+    def _take(self, text: str, parts: list[AnswerPart]) -> None:
+        """This text belongs to the present region."""
+        if self._held.is_waiting:
+            text = self._hold(text, parts)
+        self._tracker.push(text)
+        if not self._region.is_reasoning and text.strip():
+            self._has_answered = True
+        parts += self._region.push(text)
+
+    def _hold(self, text: str, parts: list[AnswerPart]) -> str:
+        """Text behind calls that wait. What is left of it once they are settled."""
+        held = self._held
+        if held.enclosure is Enclosure.REASONING:
+            if not text.strip():
+                held.add_text(text)
+                return ""
+            self._settle(parts, as_text=True, is_late=True)
+            return text
+        for line in text.splitlines(keepends=True):
+            if held.enclosure is Enclosure.INLINE:
+                ticks, breaks = line.find("`"), line.find("\n")
+                if ticks >= 0 or breaks >= 0:
+                    self._settle(parts, as_text=ticks >= 0)
+                    return text
+            self._tracker.push(line)
+            held.add_text(line)
+            text = text[len(line) :]
+            if held.enclosure is Enclosure.FENCE and not self._tracker.fence:
+                self._settle(parts, as_text=True)
+                return text
+        return text
+
+    def _settle(self, parts: list[AnswerPart], *, as_text: bool, is_late: bool = False) -> None:
+        """What waits is text, or it is calls. is_late: it is text, and calls too if no others follow."""
+        region = self._held.region
+        for text, calls in self._held.take(keeps_calls=is_late):
+            if as_text or not calls:
+                parts += region.push(text)
+            else:
+                self._region = self._region if region.is_reasoning else TextRegion(self._implicit)
+                region = self._region
+                self._begin_calls()
+                parts += calls
+        if as_text and not region.is_reasoning:
+            self._has_answered = True
+
+    def _begin_calls(self) -> None:
+        self._has_answered = True
+        self._tracker = CodeTracker()
 
     def _cross(self, match: PatternMatch, parts: list[AnswerPart]) -> None:
-        """A marker was found: one region ends, another begins."""
+        """A marker was found: a region ends or begins, or a call may begin."""
+        target = self._targets[match.number]
         self._advance(match.start, parts)
-        marker = self._text[: match.end - match.start]
+        mark = self._text[: match.end - match.start]
         groups = {name: self._text[a - self._base : b - self._base] for name, (a, b) in match.groups.items()}
-        is_closing = self._closes(match.number)
-        parts += self._region.end(marker if is_closing else "")
-        if is_closing:
-            self._region = _OpenField(self._implicit)
+        if target is not None and target.kind is FieldKind.CALLS:
+            self._open_call(target, mark, match.start, groups, parts)
+            return
+        if target is not None and not self._may_open(target):
+            self._as_text(mark, parts)
+            return
+        self._text, self._base = self._text[len(mark) :], match.end
+        self._region = TextRegion(target if target is not None else self._implicit)
+        self._tracker = CodeTracker()
+        self._look(match.end)
+
+    def _as_text(self, mark: str, parts: list[AnswerPart]) -> None:
+        """A mark is text; what follows is looked at again."""
+        self._advance(self._base + max(1, len(mark)), parts)
+        self._look(self._base)
+
+    def _open_call(
+        self, opened: ResponseField, mark: str, start: int, groups: dict[str, str], parts: list[AnswerPart]
+    ) -> None:
+        space = mark[: len(mark) - len(mark.lstrip())]
+        tracker = self._tracker.after(space)
+        is_special = any(token in mark for token in self._special)
+        held = self._held.enclosure if self._held.is_waiting else Enclosure.NONE
+        if (held is Enclosure.FENCE and not tracker.fence) or (held is Enclosure.INLINE and "\n" in space):
+            self._settle(parts, as_text=held is Enclosure.FENCE)
+        enclosure = self._enclosure(tracker, is_special=is_special)
+        begins_line = tracker.is_line_start or self._is_behind_call(start)
+        is_possible = begins_line or (not opened.exact and (is_special or enclosure is not Enclosure.REASONING))
+        reader = reader_of(opened, mark, groups, self._tools) if is_possible else None
+        if reader is None:
+            self._as_text(mark, parts)
+            return
+        call = _OpenCall(opened, mark, start, reader, enclosure)
+        if call.waits and not self._may_wait:
+            self._as_text(mark, parts)
+            return
+        self._text, self._base = self._text[len(mark) :], start + len(mark)
+        self._call = call
+
+    def _is_behind_call(self, start: int) -> bool:
+        return self._held.is_waiting and self._held.end == start
+
+    def _enclosure(self, tracker: CodeTracker, *, is_special: bool) -> Enclosure:
+        """What a call at this place stands in."""
+        if self._region.is_reasoning:
+            return Enclosure.REASONING
+        if self._held.is_waiting and self._held.enclosure is not Enclosure.REASONING:
+            return self._held.enclosure
+        if is_special or not self._region.is_content:
+            return Enclosure.NONE
+        return Enclosure.FENCE if tracker.fence else Enclosure.INLINE if tracker.is_inline else Enclosure.NONE
+
+    def _read_call(self, call: _OpenCall, parts: list[AnswerPart]) -> bool:
+        reader = call.reader
+        if call.closing is None:
+            text, self._text = self._text, ""
+            self._base += len(text)
+            if not call.has_begun:
+                call.raw.append(text)
+            self._pass(call, reader.push(text), parts)
+            if reader.reading is Reading.REFUSED or (call.waits and reader.is_broken):
+                self._refuse(call, parts)
+                return True
+            if reader.reading not in (Reading.OVER, Reading.EMPTY):
+                return False
+            self._text, self._base = reader.rest, self._base - len(reader.rest)
+            call.closing = Prefix(call.field.close)
+        is_certain = call.closing.push(self._text, call.looked)
+        call.looked = len(self._text)
+        if is_certain:
+            self._close_call(call, parts)
+        return is_certain
+
+    def _pass(self, call: _OpenCall, new: list[AnswerPart], parts: list[AnswerPart]) -> None:
+        """Parts of a call go out, or wait."""
+        if call.waits:
+            call.parts += new
+        elif new:
+            if not call.has_begun:
+                call.has_begun = True
+                self._settle_before_call(parts)
+                self._begin_calls()
+            parts += new
+
+    def _settle_before_call(self, parts: list[AnswerPart]) -> None:
+        """A call follows: calls that wait in reasoning are none."""
+        if self._held.is_waiting:
+            self._settle(parts, as_text=self._held.enclosure is Enclosure.REASONING)
+        self._held.late = []
+
+    def _close_call(self, call: _OpenCall, parts: list[AnswerPart]) -> None:
+        """Behind a call, where its closing mark is or is not."""
+        assert call.closing is not None
+        size, reader = call.closing.size, call.reader
+        is_empty = reader.reading is Reading.EMPTY
+        if isinstance(reader, NamedCall) and is_empty and size:
+            self._pass(call, reader.without_arguments(), parts)
+        is_whole = is_empty or reader.is_complete
+        is_closed = bool(size) or call.field.close is None or not call.field.exact
+        if (is_empty and not size) or (call.waits and not (is_whole and is_closed)):
+            self._refuse(call, parts)
+            return
+        closing, self._text, self._base = self._text[:size], self._text[size:], self._base + size
+        self._call = None
+        if call.enclosure is not Enclosure.NONE:
+            raw = self._raw(call) + closing
+            self._held.add_calls(call.enclosure, raw, call.parts, self._region, self._base)
+            self._tracker.push(raw)
         else:
-            self._region = _OpenField(self._fields[match.number], marker, groups)
-        self._text, self._base = self._text[len(marker) :], match.end
-        self._search = self._new_search(match.end)
+            if call.parts:
+                self._settle_before_call(parts)
+                self._begin_calls()
+                parts += call.parts
+            self._region = TextRegion(self._implicit)
+        self._look(self._base)
 
-    def _closes(self, number: int) -> bool:
-        return not self._is_outside or number == len(self._fields)
+    def _raw(self, call: _OpenCall) -> str:
+        """The text of a call from its mark on, as far as its reader went."""
+        raw = "".join([call.mark, *call.raw])
+        return raw[: len(raw) - len(call.reader.rest)]
 
-    @property
-    def _is_outside(self) -> bool:
-        """Whether no field with a marker is open."""
-        return self._region.field is self._implicit
+    def _refuse(self, call: _OpenCall, parts: list[AnswerPart]) -> None:
+        """It is no call: its mark is text, and what follows is looked at again."""
+        raw = self._raw(call) + (self._text if call.closing is not None else call.reader.rest)
+        self._call = None
+        self._text, self._base = raw, call.start
+        self._as_text(call.mark, parts)
 
-    def _new_search(self, position: int) -> Search:
-        patterns: list[Pattern] = []
-        if self._is_outside:
-            patterns = [known.open for known in self._fields if known.open is not None]
-        opened = self._region.field
-        if opened is not None and opened.close is not None:
-            patterns.append(opened.close)
-        return Search(patterns, position)
+    def _end_call(self, is_cut: bool, parts: list[AnswerPart]) -> bool:
+        """The answer ends in a call; whether there was one."""
+        call = self._call
+        if call is None:
+            return False
+        if call.closing is None:
+            self._may_wait = self._may_wait and not call.waits
+            self._pass(call, call.reader.end(is_cut=is_cut), parts)
+            if call.reader.reading is Reading.REFUSED:
+                self._refuse(call, parts)
+                return True
+            self._text, self._base = call.reader.rest, self._base - len(call.reader.rest)
+            call.closing = Prefix(call.field.close)
+            call.closing.push(self._text)
+        self._close_call(call, parts)
+        return True
+
+    def _end_search(self, parts: list[AnswerPart]) -> bool:
+        match = self._search.finish()
+        if match is not None:
+            self._cross(match, parts)
+        return match is not None
 
     def _limited(self, parts: list[AnswerPart]) -> list[AnswerPart]:
         """The parts without calls beyond ``max_calls``."""
@@ -155,84 +405,24 @@ class ResponseParser:
         return kept
 
 
-class _OpenField:
-    """The field that the text belongs to now. field None: text that no field takes."""
-
-    __slots__ = ("_begun", "_captures", "_marker", "_raw", "_reader", "_space", "field", "keeps_start", "strips")
-
-    def __init__(
-        self,
-        opened: ResponseField | None,
-        marker: str = "",
-        captures: dict[str, str] | None = None,
-        *,
-        is_first: bool = False,
-    ) -> None:
-        self.field = opened
-        self.strips = opened is None or bool(opened.content_args.get("strip", True))
-        self.keeps_start = is_first
-        self._marker, self._captures = marker, captures or {}
-        self._reader: CallReader | None = None
-        self._raw = marker  # of a field of calls in which none was found yet
-        self._space = ""
-        self._begun = False
-
-    def was_prefilled(self) -> None:
-        """The text so far is the prompt's."""
-        self._space = ""
-        self.keeps_start = False
-
-    def push(self, text: str, tools: Tools) -> list[AnswerPart]:
-        """More text."""
-        if self.field is None or self.field.kind is FieldKind.DROPPED:
-            return []
-        if self.field.kind is FieldKind.CALLS:
-            if self._reader is None:
-                self._reader = reader_of(self.field, self._captures, tools)
-            if not self._reader.num_calls:
-                self._raw += text
-            return self._reader.push(text)
-        return self._push_text(text)
-
-    def _push_text(self, text: str) -> list[AnswerPart]:
-        if not self.strips:
-            return self._part(text)
-        text = self._space + text
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        if not kept:
-            return []
-        if not self._begun and not self.keeps_start:
-            kept = kept.lstrip()
-        return self._part(kept)
-
-    def _part(self, text: str) -> list[AnswerPart]:
-        assert self.field is not None
-        join = "" if self._begun else self.field.join
-        self._begun = True
-        return [AnswerPart(_TEXT_KINDS[self.field.kind], join + text)] if join + text else []
-
-    def end(self, marker: str = "", *, is_last: bool = False) -> list[AnswerPart]:
-        """The region ends, with this closing marker. is_last: because the answer ends."""
-        if self.field is None:
-            return []
-        if self.field.kind is FieldKind.CALLS:
-            parts = self.push("", {}) + (self._reader.end() if self._reader is not None else [])
-            if self._reader is not None and not self._reader.num_calls and (self._raw + marker).strip():
-                return [*parts, AnswerPart(PartKind.CONTENT, self._raw + marker)]
-            return parts
-        if is_last and self.field.open is None and self._space and (self._begun or self.keeps_start):
-            return self._part(self._space)
-        return []
-
-
-def _behind_anchor(template: ResponseTemplate, prompt_end: str) -> str:
+def _begun_in_prompt(template: ResponseTemplate, prompt_end: str) -> str:
     """What the prompt says already of the answer."""
-    end, at = -1, 0
-    while at < len(prompt_end):
-        search = Search([template.anchor], at)
-        match = search.push(prompt_end, at) or search.finish()
+    end = -1
+    for match in _matches(template.anchor, prompt_end):
+        end = match.end
+    if end >= 0:
+        return prompt_end[end:]
+    bare = prompt_end.rstrip()
+    is_open = template.thinks is not None and bare.endswith(template.thinks[0])
+    return prompt_end[len(bare) - len(template.thinks[0]) :] if is_open and template.thinks is not None else ""
+
+
+def _matches(pattern: Pattern, text: str) -> Iterator[PatternMatch]:
+    at = 0
+    while at < len(text):
+        search = Search([pattern], at)
+        match = search.push(text, at) or search.finish()
         if match is None:
-            break
-        end = at = match.end
-    return prompt_end[end:] if end >= 0 else ""
+            return
+        yield match
+        at = match.end

@@ -2,8 +2,9 @@
 
 It is Hugging Face's ``response_template`` (version 1, of tokenizer_config.json): an anchor after which the answer
 begins in the prompt, and fields with an opening and a closing marker each. The field without an opening is where all
-other text goes. Our own descriptions (bundled_templates.py) have two more keys: the content "python-calls", and
-``calls``, how a grammar lets the model write them (see CallForm).
+other text goes. Our own descriptions (bundled_templates.py) have more keys: the contents "python-calls" and "tags" (see
+TagForm), ``anywhere``, ``exact`` and ``needs_arguments`` of a field (see ResponseField), and ``calls``, how a grammar
+lets the model write them (see CallForm).
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 from diptych.control.errors import ConfigError
 from diptych.serving.answers.response.content_formats import CONTENT_FORMATS
 from diptych.serving.answers.response.pattern import Pattern
+from diptych.serving.answers.response.tagged_calls import TagForm, TagPatterns
 
 Source = tuple[str, ...]  # a capture's name, or "content" (with transform_each: a key), and keys within it
 
@@ -37,16 +39,29 @@ _KINDS = {
 }
 _FIELD_KEYS = {
     "open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats", "join", "optional",
-    "transform", "transform_each",
+    "transform", "transform_each", "anywhere", "exact", "needs_arguments",
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TagSpelling:
+    """How a grammar writes an argument in tags: begin, its name, middle, the value, end; gap: behind each of them.
+    middle and end may have a line break that does not belong to the value."""
+
+    begin: str = "<parameter="
+    middle: str = ">\n"
+    end: str = "\n</parameter>"
+    gap: str = "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
     """How a tool call is written, for grammars. begin, between, end: around the name and the arguments. first,
     separator, last: around all calls (separator None: a single call in an answer). quotes_name: the name is written as
-    JSON. arguments: "json", "tags" or "python", see call_arguments.py. is_whole: an answer is either calls or text.
-    twin: another way in which a call may begin, which a grammar leaves out."""
+    JSON. arguments: "json", "tags", "python" or "marked", see call_arguments.py. is_whole: an answer is either calls or
+    text. twin: another way in which a call may begin, which a grammar leaves out. tags: of arguments in tags.
+    string_mark: on both sides of a string, of marked arguments. before, final: where an answer is messages: the
+    beginnings and ends of those that may come before the last, and the beginning of a last one that is no call."""
 
     begin: str
     between: str
@@ -58,12 +73,18 @@ class CallForm:
     arguments: str = "json"
     is_whole: bool = False
     twin: str = ""
+    tags: TagSpelling = TagSpelling()
+    string_mark: str = ""
+    before: tuple[tuple[str, str], ...] = ()
+    final: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseField:
     """A part of answers. open: None for the one that all other text belongs to. name_source, arguments_source: where
-    a call has its name and its arguments; ``each``: the content is a list of calls."""
+    a call has its name and its arguments; ``each``: the content is a list of calls. anywhere: reasoning of this kind
+    may follow content. exact: a call counts only when it begins a line, has its arguments and is closed.
+    needs_arguments: an object without arguments is no call. tags: of a content of tags."""
 
     name: str
     kind: FieldKind
@@ -75,6 +96,10 @@ class ResponseField:
     name_source: Source = ()
     arguments_source: Source = ()
     each: bool = False
+    anywhere: bool = False
+    exact: bool = False
+    needs_arguments: bool = False
+    tags: TagPatterns | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +119,11 @@ class ResponseTemplate:
     def implicit(self) -> ResponseField | None:
         """Where text without a marker goes."""
         return next((field for field in self.fields if field.open is None), None)
+
+    @property
+    def has_more_than_content(self) -> bool:
+        """Whether answers have parts other than calls and text without marks."""
+        return any(field.open is not None and field.kind is not FieldKind.CALLS for field in self.fields)
 
     def has(self, kind: FieldKind) -> bool:
         """Whether answers have such a field."""
@@ -125,8 +155,12 @@ def load_response_template(name: str, spec: Any) -> ResponseTemplate:
     if sum(field.open is None for field in fields) > 1:
         raise ConfigError(f"response template {name}: more than one field has no opening")
     thinks = next((marks for key, given in spec["fields"].items() if (marks := _thinks(key, given))), None)
-    calls = CallForm(**spec["calls"]) if "calls" in spec else None
+    calls = _call_form(spec["calls"]) if "calls" in spec else None
     return ResponseTemplate(name, anchor, fields, tuple(texts), calls, thinks, spec.get("id_length", 0))
+
+
+def _call_form(given: Mapping[str, Any]) -> CallForm:
+    return CallForm(**{**given, "tags": TagSpelling(**given.get("tags", {}))})
 
 
 def _marker(where: str, given: Mapping[str, Any], key: str, pattern_key: str, texts: list[str]) -> Pattern | None:
@@ -156,7 +190,8 @@ def _field(where: str, name: str, given: Any, texts: list[str]) -> ResponseField
         wrong = sorted(set(given) - _FIELD_KEYS) if isinstance(given, Mapping) else given
         raise ConfigError(f"response template {where}: unknown keys {wrong}", param="response_template")
     content, arguments = given.get("content", "text"), given.get("content_args", {})
-    if content not in CONTENT_FORMATS or not isinstance(arguments, Mapping):
+    tags = TagPatterns(TagForm(**arguments)) if content == "tags" else None
+    if (tags is None and content not in CONTENT_FORMATS) or not isinstance(arguments, Mapping):
         known = ", ".join(sorted(CONTENT_FORMATS))
         raise ConfigError(f"response template {where}: content is {content!r}; known: {known}")
     kind = _KINDS.get(name, FieldKind.DROPPED)
@@ -166,6 +201,7 @@ def _field(where: str, name: str, given: Any, texts: list[str]) -> ResponseField
     )
     if content == "xml-inline":
         arguments = {**arguments, "tag_pattern": _tag_pattern(where, arguments)}
+    texts += tags.form.texts if tags is not None else _delimiters(arguments)
     return ResponseField(
         name,
         kind,
@@ -177,7 +213,16 @@ def _field(where: str, name: str, given: Any, texts: list[str]) -> ResponseField
         name_source,
         arguments_source,
         each,
+        bool(given.get("anywhere", False)),
+        bool(given.get("exact", False)),
+        bool(given.get("needs_arguments", False)),
+        tags,
     )
+
+
+def _delimiters(arguments: Mapping[str, Any]) -> list[str]:
+    """The marks of strings: they may be special tokens."""
+    return [str(mark) for pair in arguments.get("string_delims", ()) for mark in pair]
 
 
 def _tag_pattern(where: str, arguments: Mapping[str, Any]) -> Pattern:

@@ -1,0 +1,62 @@
+"""A stretch of content or reasoning: what of its text goes out, and what is white space at its edges."""
+
+from diptych.serving.answers.response.call_readers import AnswerPart, PartKind
+from diptych.serving.answers.response.response_template import FieldKind, ResponseField
+
+_TEXT_KINDS = {FieldKind.CONTENT: PartKind.CONTENT, FieldKind.REASONING: PartKind.REASONING}
+
+
+class TextRegion:
+    """The text of one field. field None: text that no field takes. is_first: it begins the answer."""
+
+    __slots__ = ("_begun", "_space", "field", "keeps_start", "strips")
+
+    def __init__(self, opened: ResponseField | None, *, is_first: bool = False) -> None:
+        self.field = opened
+        self.strips = opened is None or bool(opened.content_args.get("strip", True))
+        self.keeps_start = is_first
+        self._space = ""
+        self._begun = False
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether its text is reasoning."""
+        return self.field is not None and self.field.kind is FieldKind.REASONING
+
+    @property
+    def is_content(self) -> bool:
+        """Whether its text is content."""
+        return self.field is not None and self.field.kind is FieldKind.CONTENT
+
+    def was_prefilled(self) -> None:
+        """The text so far is the prompt's."""
+        self._space = ""
+        self.keeps_start = False
+
+    def push(self, text: str) -> list[AnswerPart]:
+        """More text."""
+        if self.field is None or self.field.kind not in _TEXT_KINDS:
+            return []
+        if not self.strips:
+            return self._part(text)
+        text = self._space + text
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if not kept:
+            return []
+        if not self._begun and not self.keeps_start:
+            kept = kept.lstrip()
+        return self._part(kept)
+
+    def _part(self, text: str) -> list[AnswerPart]:
+        assert self.field is not None
+        join = "" if self._begun else self.field.join
+        self._begun = True
+        return [AnswerPart(_TEXT_KINDS[self.field.kind], join + text)] if join + text else []
+
+    def end(self) -> list[AnswerPart]:
+        """The answer ends: white space at the end of its content belongs to it."""
+        is_plain = self.field is not None and self.field.open is None
+        if is_plain and self._space and (self._begun or self.keeps_start):
+            return self._part(self._space)
+        return []
