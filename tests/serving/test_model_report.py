@@ -66,6 +66,26 @@ def test_a_model_that_takes_tools_says_in_which_format(tmp_path: Path) -> None:
     assert abilities["reasoning"].is_served
 
 
+def test_what_the_template_takes_is_shown(tmp_path: Path) -> None:
+    model = tool_model(tmp_path / "tools")
+    template = report_model(model).template
+    assert template is not None and (template["tools"], template["calls"], template["complaints"]) == (True, True, [])
+    lines = shown(str(model)).partition("the chat template:\n")[2].splitlines()
+    assert {"tools", "calls", "null content", "arguments", "parts", "later system", "documents", "reasoning"} <= {
+        line[2:21].strip() for line in lines
+    }
+    assert recorded(str(model))["template"] == template
+
+
+def test_a_template_that_does_not_compile_is_said(tmp_path: Path) -> None:
+    model = changed(tmp_path / "model")
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "{% for %}"}))
+    chat = report_model(model).abilities["chat"]
+    assert not chat.is_served and "template" in chat.detail
+    assert f"no: {chat.detail}" in shown(str(model))
+
+
 @pytest.mark.parametrize(
     "changes",
     [

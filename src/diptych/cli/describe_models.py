@@ -70,8 +70,10 @@ def _print_one(path: Path, as_json: bool) -> None:
     print(f"{report.name}: {'can be served' if report.can_be_served else 'cannot be served'}")
     for name, value in (*_facts(report), *_abilities(report.abilities.items())):
         print(f"  {name:<19}{value}")
+    if report.template is not None:
+        print("the chat template:")
     for name, value in (report.template or {}).items():
-        print(f"  template: {name:<8} {value}")
+        print(f"  {name.replace('_', ' '):<19}{_words(value)}")
     for refusal in report.refusals:
         print(f"refused: {refusal}")
     for obstacle in report.obstacles:
@@ -101,6 +103,13 @@ def _facts(report: "ModelReport") -> Iterable[tuple[str, str]]:
 def _abilities(abilities: "Iterable[tuple[str, Ability]]") -> Iterable[tuple[str, str]]:
     for name, ability in abilities:
         yield name, ("yes" if ability.is_served else "no") + (f": {ability.detail}" if ability.detail else "")
+
+
+def _words(value: Any) -> str:
+    """A value of the template's profile, in words."""
+    if isinstance(value, bool) or value is None:
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value) or "none"
 
 
 def _print_list(found: tuple[Sequence[Path], Sequence[str]], as_json: bool, *, title: str) -> None:

@@ -29,7 +29,6 @@ from diptych.serving.start_checks import GPU, most_memory
 
 GIB = 2**30
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth")
-GREETING = ({"role": "user", "content": "Hello"},)
 NO_GRAMMARS = "llguidance is not installed: pip install 'diptych[structured]'"
 IDS_ONLY = "there is no tokenizer.json: prompts and answers are token ids"
 
@@ -93,6 +92,7 @@ def report_model(path: Path) -> ModelReport:
         size_bytes=_size(path, checkpoint),
         loaded_bytes=loaded_bytes,
         abilities=_abilities(path, tokenizer) if tokenizer else {},
+        template=_template(tokenizer) if tokenizer else None,
         refusals=tuple(refusals),
         obstacles=_obstacles(loaded_bytes),
     )
@@ -207,18 +207,25 @@ def _abilities(path: Path, tokenizer: Tokenizer) -> dict[str, Ability]:
     }
 
 
+def _template(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """What the chat template takes, with the sentences of a start about what is wrong with the templates."""
+    profile = tokenizer.template_profile
+    return None if profile is None else {**profile.as_dict(), "complaints": tokenizer.template_complaints}
+
+
 def _chat(tokenizer: Tokenizer) -> Ability:
-    if not tokenizer.has_chat_template:
-        return Ability(False, "there is no chat template" if tokenizer.has_text else IDS_ONLY)
-    try:
-        tokenizer.render_chat(GREETING)
-    except DiptychError as error:
-        return Ability(False, error.message)
-    return Ability(True)
+    complaints = tokenizer.template_complaints
+    if tokenizer.has_chat_template:
+        return Ability(True, complaints[0] if complaints else "")
+    if not tokenizer.has_text:
+        return Ability(False, IDS_ONLY)
+    return Ability(False, complaints[0] if complaints else "there is no chat template")
 
 
 def _tools(tokenizer: Tokenizer) -> Ability:
     answers = tokenizer.answer_format
+    if not tokenizer.has_chat_template:
+        return Ability(False, "there is no chat template that can be used")
     if answers.tools_error:
         return Ability(False, answers.tools_error)
     if answers.is_generic:
