@@ -202,28 +202,49 @@ def test_tools_without_a_schema_take_any_arguments_and_strict_ones_follow_theirs
 @pytest.mark.parametrize(
     ("schema", "path"),
     [
-        ({"properties": {"a": {"oneOf": [{"type": "string"}]}}}, "properties.a"),
         ({"properties": {"a": {"not": {}}}}, "properties.a"),
         ({"properties": {"a": False}}, "properties.a"),
-        ({"properties": {"a": {"type": "text"}}}, "properties.a"),
+        ({"properties": {"a": {"type": "text"}}}, "properties.a.type"),
         ({"properties": {"a": {"type": "string", "enum": [1]}}}, "properties.a"),
-        ({"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}}, "properties.a"),
-        ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "properties.a"),
-        ({"properties": {"a": {"$ref": "http://x/y"}}}, "properties.a"),
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}}, "$defs.a.$ref"),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "properties.a.$ref"),
+        ({"properties": {"a": {"$ref": "http://x/y"}}}, "properties.a.$ref"),
         ({"properties": {"a": {"type": "string", "minLength": 5, "maxLength": 2}}}, "properties.a"),
-        ({"properties": {"a": {"type": "string", "minLength": -1}}}, "properties.a"),
-        ({"properties": {}, "required": ["a"]}, "required"),
+        ({"properties": {"a": {"type": "string", "minLength": -1}}}, "properties.a.minLength"),
         ({"additionalProperties": {"type": "string"}}, "additionalProperties"),
-        ({"minProperties": 1}, ""),
-        ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ""),
+        ({"minProperties": 1}, "minProperties"),
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_enforced_is_refused_with_its_path(name: str, schema: Any, path: str) -> None:
+def test_what_cannot_be_enforced_is_refused_with_its_path_where_the_tool_is_strict(
+    name: str, schema: Any, path: str
+) -> None:
     _, form = template_of(name)
     with pytest.raises(InvalidRequestError) as caught:
-        assert WRITER.calls(form, {"f": schema}, None).text
-    assert str(caught.value.param) == ("tools.0.function.parameters." + path).rstrip(".")
+        assert WRITER.calls(form, {"f": schema}, None, ["f"])
+    assert str(caught.value.param) == f"tools.0.function.parameters.{path}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_cannot_be_enforced_is_left_out_and_named_where_the_tool_is_not_strict(name: str) -> None:
+    _, form = template_of(name)
+    schema = {"properties": {"a": {"type": "string"}}, "minProperties": 1, "additionalProperties": {"type": "string"}}
+    left_out = WRITER.calls(form, {"f": schema}, None).left_out
+    assert set(left_out) <= {
+        f"tools.0.function.parameters.{keyword}" for keyword in ("minProperties", "additionalProperties")
+    }
+    assert left_out
+
+
+def test_a_choice_of_required_properties_is_enforced(grammars: Grammars) -> None:
+    schema = {
+        "properties": {"a": {"type": "integer"}, "b": {"oneOf": [{"type": "integer"}]}},
+        "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+    }
+    constraint = grammars.constraint(WRITER.calls(template_of("pythonic")[1], {"f": schema}, None, ["f"]).text)
+    for text, is_right in (("[f(a=1)]", True), ("[f(b=1)]", True), ("[f(a=1, b=2)]", True), ("[f()]", False)):
+        tokens = TOKENIZER.encode(text, add_special_tokens=False)
+        assert (constraint.count_allowed(tokens) == len(tokens)) == is_right, text
 
 
 def test_names_that_a_format_cannot_write_are_refused() -> None:
@@ -240,7 +261,7 @@ def test_names_that_a_format_cannot_write_are_refused() -> None:
         (python, {"f.if": {}}),
     ):
         with pytest.raises(InvalidRequestError, match=r"tools\.0\.function"):
-            assert WRITER.calls(form, tools, None).text
+            assert WRITER.calls(form, tools, None, tools).text
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -256,9 +277,10 @@ def test_references_lead_into_the_schema_of_their_own_tool(grammars: Grammars, n
 def test_many_alternatives_and_references_to_references_end_soon() -> None:
     defs = {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 4} for at in range(40)} | {"d40": {"type": "null"}}
     tools: Any = {"f": {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": defs}}
-    with pytest.raises(InvalidRequestError, match="more than 256 alternatives"):
-        assert WRITER.calls(template_of("qwen_xml")[1], tools, None).text
-    assert WRITER.calls(template_of("pythonic")[1], tools, None).text
+    for name in ("qwen_xml", "pythonic"):
+        with pytest.raises(InvalidRequestError, match="behind more than 64 references"):
+            WRITER.calls(template_of(name)[1], tools, None, tools)
+        assert WRITER.calls(template_of(name)[1], tools, None).left_out
     text = "<tool_call>\n<function=f>\n<parameter=a>\nnull\n</parameter>\n</function>\n</tool_call>"
     assert read(template_of("qwen_xml")[0], text, tools).calls
 

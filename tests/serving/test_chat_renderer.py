@@ -305,11 +305,11 @@ def test_a_function_that_no_renderer_has_is_said_at_the_start() -> None:
 
 
 def test_the_profile_says_what_a_template_takes() -> None:
-    profile = ChatRenderer({"default": CHAT_TEMPLATE}, {}, "hermes").profile
+    profile = ChatRenderer({"default": CHAT_TEMPLATE}, {}).profile
     assert profile is not None
     known = profile.as_dict()
     assert json.loads(json.dumps(known)) == known
-    wanted = {"arguments": "object", "tools": True, "calls": True, "answers": "hermes", "error": "", "documents": False}
+    wanted = {"arguments": "object", "tools": True, "calls": True, "answers": None, "error": "", "documents": False}
     assert {name: known[name] for name in wanted} == wanted
     strict = ChatRenderer({"default": STRICT}, {}).profile
     assert strict is not None

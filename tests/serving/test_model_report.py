@@ -57,7 +57,7 @@ def test_a_model_is_described() -> None:
     assert (report.context_length, report.vocab_size, report.precision) == (8192, 4096, "BF16")
     assert report.num_parameters and report.size_bytes > 2 * report.num_parameters
     assert report.abilities["chat"].is_served and report.abilities["embeddings"].detail == "pooling last"
-    assert not report.abilities["tools"].is_served and report.abilities["tools"].detail
+    assert report.abilities["tools"].is_served and "generic" in report.abilities["tools"].detail
 
 
 def test_a_model_that_takes_tools_says_in_which_format(tmp_path: Path) -> None:

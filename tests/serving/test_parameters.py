@@ -146,12 +146,12 @@ def test_the_newer_name_of_the_limit_wins_in_chats() -> None:
     assert caught.value.param == "max_completion_tokens"
 
 
-def test_a_conversation_is_flat_text_with_its_other_fields() -> None:
+def test_a_conversation_keeps_its_parts_its_nulls_and_its_other_fields() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
     messages = [{"role": "user", "content": parts, "name": "me"}, {"role": "tool", "content": None}]
     assert conversation(chat(messages=messages).messages) == [
-        {"role": "user", "content": "a\nb", "name": "me"},
-        {"role": "tool", "content": ""},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"},
+        {"role": "tool", "content": None},
     ]
 
 

@@ -19,7 +19,7 @@ from diptych.serving.answers.grammar.call_arguments import (
     TaggedArguments,
     quoted,
 )
-from diptych.serving.answers.grammar.schema_parts import Schema, refuse
+from diptych.serving.answers.grammar.schema_parts import Schema, refuse, with_nulls
 from diptych.serving.answers.grammar.schema_rewriting import Check, SchemaRefusedError, rewrite
 from diptych.serving.answers.response.response_template import CallForm
 
@@ -253,7 +253,7 @@ def add_arguments(
     InvalidRequestError."""
     check_size(schema, param)
     try:
-        written = rewrite(schema, is_strict=is_strict, form="tags" if form == "tags" else "python")
+        written = rewrite(with_nulls(schema), is_strict=is_strict, form="tags" if form == "tags" else "python")
     except SchemaRefusedError as refusal:
         raise refused(refusal, param) from None
     yield from (".".join((param, *path)) for path in written.left_out)

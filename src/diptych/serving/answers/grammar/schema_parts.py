@@ -13,6 +13,7 @@ Schema = Mapping[str, Any] | bool
 
 MAX_ALTERNATIVES = 256  # of one value
 MAX_REFERENCES = 64  # that lead to one another
+_VALUES = ("const", "default", "enum", "example", "examples")  # keywords whose values are no schemas
 _ANNOTATIONS = frozenset(
     (
         *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "format"),
@@ -56,6 +57,19 @@ def _at(pointer: Any, root: Any, param: str) -> Any:
             refuse(param, f"$ref is {pointer[:80]!r}, which is not there")
         root = root[key]
     return root
+
+
+def with_nulls(schema: Any) -> Any:
+    """A schema in which OpenAPI's ``nullable`` is said in the words of JSON Schema."""
+    if isinstance(schema, list):
+        return [with_nulls(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    written = {key: value if key in _VALUES else with_nulls(value) for key, value in schema.items()}
+    if written.get("nullable") is not True:
+        return written
+    del written["nullable"]
+    return {"anyOf": [written, {"type": "null"}]}
 
 
 def alternatives(schema: Any, root: Schema, param: str, *, follows: bool = True) -> list[Mapping[str, Any]]:

@@ -193,7 +193,8 @@ class SchemaSets:
     def enter(self, node: Node) -> None:
         """One part within another begins, at the same value. Raises SchemaError where there is no end to that."""
         if self._depth >= MAX_REFERENCES:
-            raise SchemaError(*self.blame(node, "$ref"), "it leads to itself")
+            reason = f"it leads to itself, or is behind more than {MAX_REFERENCES} references and branches"
+            raise SchemaError(*self.blame(node, "$ref"), reason)
         self._depth += 1
 
     def leave(self) -> None:
