@@ -17,7 +17,9 @@ from diptych.serving.answers.response.response_parser import ReadAnswer, Respons
 from diptych.serving.answers.response.response_template import CallForm, ResponseTemplate, load_response_template
 from tests.runtime.test_grammar import EOS, TOKENIZER, WRITER, walk
 
-FORMATS = ("qwen_xml", "pythonic", "gemma4", "functiongemma", "glm", "glm47", "minimax_m2", "seed_oss", "lfm2")
+KINDS = ("qwen_xml", "glm", "pythonic", "gemma4")  # one format for each way to write arguments
+OTHERS = ("functiongemma", "glm47", "minimax_m2", "seed_oss", "lfm2")
+FORMATS = (*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS))
 NODE = {
     "type": "object",
     "properties": {"name": {"enum": ["a", "b"]}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
