@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.system
 REPEAT = Path(__file__).parents[1] / "scripts" / "repeat_tests.py"
 THIRD_TIME = """\
 from pathlib import Path

@@ -193,8 +193,7 @@ class SchemaSets:
     def enter(self, node: Node) -> None:
         """One part within another begins, at the same value. Raises SchemaError where there is no end to that."""
         if self._depth >= MAX_REFERENCES:
-            reason = f"it leads to itself, or is behind more than {MAX_REFERENCES} references and branches"
-            raise SchemaError(*self.blame(node, "$ref"), reason)
+            raise SchemaError(*self.blame(node, "$ref"), f"it leads to itself or through over {MAX_REFERENCES} parts")
         self._depth += 1
 
     def leave(self) -> None:
