@@ -1,7 +1,7 @@
-"""Does Diptych read what is published as those do whose files they are? Chat templates, configs, tool schemas.
+"""Does Diptych read what is published as its makers do? Chat templates, configs, tokenizers, tool schemas.
 
     python benchmarks/compatibility.py templates [--folder FOLDER] [--json compatibility-templates.json]
-    python benchmarks/compatibility.py configs | schemas [...]
+    python benchmarks/compatibility.py configs | schemas | tokenizers [...]
 
 Each part prints a table and what differs. FOLDER keeps the packages that a part downloads, so that a second run needs
 no network; without it they are fetched into a temporary folder. The parts are the modules compatibility_NAME.py, each
