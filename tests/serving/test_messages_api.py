@@ -121,6 +121,11 @@ async def test_a_choice_of_tools_is_a_grammar(tokenizer: Tokenizer) -> None:
     assert ["<tool_call>" in grammar.text for grammar in llm.grammars] == [True, True, False]
 
 
+DEEP: dict[str, Any] = {}  # a schema that is nested more deeply than any may be
+for _ in range(200):
+    DEEP = {"items": DEEP}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -133,6 +138,7 @@ async def test_a_choice_of_tools_is_a_grammar(tokenizer: Tokenizer) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages.0.content.0.name"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": DEEP}}}, "output_config.format.schema"),
         ({"tools": [{"type": "web_search_20250305", "name": "web"}], "tool_choice": {"type": "any"}}, "tool_choice"),
         (
             {

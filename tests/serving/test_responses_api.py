@@ -112,10 +112,17 @@ async def test_a_form_is_a_grammar_and_a_cut_answer_is_incomplete(tokenizer: Tok
     assert reply.incomplete_details.reason == "max_output_tokens"
 
 
+DEEP: dict[str, Any] = {}  # a schema that is nested more deeply than any may be
+for _ in range(200):
+    DEEP = {"items": DEEP}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"background": True}, "background"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": DEEP}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),

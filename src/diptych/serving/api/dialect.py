@@ -30,10 +30,20 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # Anthropic's
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """error_body: of a reply that failed. done: the end of every stream."""
+    """error_body: of a reply that failed. done: the end of every stream. names: how the path of a field begins in chat
+    requests, and what clients of this dialect call that."""
 
     error_body: Callable[[DiptychError], bytes]
     done: bytes = b""
+    names: tuple[tuple[str, str], ...] = ()
+
+    def named(self, error: DiptychError) -> DiptychError:
+        """The error with the field as the client wrote it."""
+        for name, own in self.names:
+            if error.param is not None and error.param.startswith(name):
+                error.param = own + error.param.removeprefix(name)
+                error.message = error.message.replace(name, own)
+        return error
 
 
 def anthropic_error(error: DiptychError) -> bytes:
@@ -73,8 +83,10 @@ def messages_failure(error: DiptychError) -> bytes:
 
 
 CHAT = Dialect(error_body, b"data: [DONE]\n\n")
-MESSAGES = Dialect(anthropic_error)
-RESPONSES = Dialect(error_body)
+MESSAGES = Dialect(anthropic_error, names=(("response_format.json_schema", "output_config.format"),))
+RESPONSES = Dialect(
+    error_body, names=(("response_format.json_schema", "text.format"), ("response_format", "text.format"))
+)
 
 
 def dialect_of(path: str) -> Dialect:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def error_response(error: DiptychError, dialect: Dialect = CHAT) -> Response:
     """A whole reply."""
-    return Response(dialect.error_body(error), error.status, error_headers(error), "application/json")
+    return Response(dialect.error_body(dialect.named(error)), error.status, error_headers(error), "application/json")
 
 
 def invalid_body(error: ValidationError) -> InvalidRequestError:

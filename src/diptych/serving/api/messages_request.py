@@ -226,5 +226,5 @@ def _format(config: dict[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
         raise InvalidRequestError("output_config.format.type is not json_schema", param="output_config.format.type")
-    described = {"name": "answer", "schema": wanted.get("schema", {})}
+    described = {"name": "answer", "schema": wanted.get("schema", {}), "strict": wanted.get("strict")}
     return {"response_format": {"type": "json_schema", "json_schema": described}}
