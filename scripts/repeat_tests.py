@@ -1,7 +1,7 @@
 """Run test files several times in a row, because a test that passes once may still fail on correct code.
 
 usage: scripts/test --repeat N [--within SECONDS] FILE...
-       scripts/test --repeat N [--within SECONDS] --since COMMIT     (test files that differ from COMMIT, newest first)
+       scripts/test --repeat N [--within SECONDS] --since COMMIT     (test files that differ from COMMIT)
 
 As many files run side by side as there are cores. What does not fit within the time is named. Exits with 1 when any run
 failed, and shows its output.
@@ -53,8 +53,9 @@ def main() -> int:
 
 
 def changed_files(commit: str) -> list[str]:
-    """Test files that differ from ``commit`` or are not in it, those that were changed last first. Exits, with a line
-    that says so, where git knows no such commit (a shallow clone)."""
+    """Test files that differ from ``commit`` or are not in it: those that were changed last first, and behind all those
+    that start servers, of which a few would take all the time. Exits, with a line that says so, where git knows no such
+    commit (a shallow clone)."""
     compared = subprocess.run(
         ["git", "diff", "--name-only", "--diff-filter=d", commit, "--", "tests"], capture_output=True, text=True
     )
@@ -63,7 +64,7 @@ def changed_files(commit: str) -> list[str]:
         raise SystemExit(0)
     untracked = _git("ls-files", "--others", "--exclude-standard", "--", "tests")
     found = {name for name in [*compared.stdout.split(), *untracked] if _is_test_file(name)}
-    return sorted(found, key=_changed_s, reverse=True)
+    return sorted(found, key=lambda name: ("pytest.mark.system" in Path(name).read_text(), -_changed_s(name)))
 
 
 def repeat(file: str, times: int, deadline: float | None) -> Repeated:

@@ -1,5 +1,6 @@
 """scripts/test --repeat: a test that fails now and then is found, and what there was no time for is named."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,19 @@ def test_files_that_differ_from_a_commit_are_repeated_and_no_others(checkout: Pa
     (checkout / "tests" / "test_third_time.py").unlink()
     status, said = repeat(checkout, "2", "--since", "HEAD")
     assert status == 0 and "1 of 1 files passed 2 times" in said
+
+
+def test_files_that_start_servers_come_behind_the_others(checkout: Path) -> None:
+    (checkout / "tests" / "test_new.py").write_text(PASSES)
+    (checkout / "tests" / "test_a_server.py").write_text(
+        f"import pytest\n\npytestmark = pytest.mark.system\n\n{PASSES}"
+    )
+    code = "import repeat_tests; print(*repeat_tests.changed_files('HEAD'))"
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=checkout, env={**os.environ, "PYTHONPATH": str(REPEAT.parent)},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert said.split() == ["tests/test_new.py", "tests/test_a_server.py"]
 
 
 def test_what_does_not_fit_into_the_time_is_named_and_does_not_fail(checkout: Path) -> None:
