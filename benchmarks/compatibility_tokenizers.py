@@ -1,6 +1,6 @@
 """Variants of a folder's tokenizer files, in Diptych and in transformers: the same tokens and texts, or a refusal.
 
-    python benchmarks/compatibility_tokenizers.py [--limit 20] [--json compatibility-tokenizers.json]
+    python benchmarks/compatibility.py tokenizers [--limit 20] [--json compatibility-tokenizers.json]
 
 The folder of the bundled model, with the config of each class of tokenizers, is changed one field at a time,
 and in combinations. Of each variant both encode and decode a number of texts, with and without special tokens, and name
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from common import report
 
 from diptych.control.errors import DiptychError
 from diptych.serving.answers.tokenizer import Tokenizer
@@ -155,17 +154,3 @@ def _write(directory: Path, kind: str, files: Files) -> None:
     for name, fields in {"tokenizer_config": {}, **files}.items():
         whole = {**base, **fields} if name == "tokenizer_config" else fields
         (directory / f"{name}.json").write_text(json.dumps(whole))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=int, help="of variants of each class, for a quick look")
-    parser.add_argument("--show", type=int, default=40, help="how many that are not equal are printed")
-    parser.add_argument("--json", help="name of a file in benchmarks/results")
-    arguments = parser.parse_args()
-    found = run(arguments)
-    report("Compatibility: tokenizers", found.pop("rows"), arguments.json, **found)
-
-
-if __name__ == "__main__":
-    main()
