@@ -98,20 +98,15 @@ def alternatives(schema: Any, root: Schema, param: str, *, follows: bool = True)
 def _branches(node: Mapping[str, Any], root: Schema, param: str, *, follows: bool) -> list[Any] | None:
     """What a schema consists of; None for a simple one."""
     keys = node.keys() - _ANNOTATIONS
-    null: list[Any] = [{"type": "null"}] if node.get("nullable") is True else []
     if keys == {"$ref"}:
-        if follows:
-            return [follow(node, root, param), *null]
-        return [{"$ref": node["$ref"]}, *null] if null else None
+        return [follow(node, root, param)] if follows else None
     for name in ("anyOf", "allOf"):
         members = node.get(name)
         if keys == {name} and isinstance(members, list) and (name == "anyOf" or len(members) == 1):
-            return [*members, *null]
+            return list(members)
     kinds = node.get("type")
-    if isinstance(kinds, list) or null:
-        listed = kinds if isinstance(kinds, list) else [kinds] if kinds is not None else []
-        own = node.keys() - {"type", "nullable"}
-        return [_of_type(node, own, kind) for kind in listed] + null if listed else None
+    if isinstance(kinds, list) and kinds:
+        return [_of_type(node, node.keys() - {"type"}, kind) for kind in kinds]
     return None
 
 
