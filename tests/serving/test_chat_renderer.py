@@ -1,6 +1,7 @@
 """How a conversation becomes a prompt: as transformers renders it, and in the form that each template takes."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from diptych.control.errors import ChatTemplateError, InvalidRequestError
 from diptych.serving.answers import chat_renderer, chat_template
 from diptych.serving.answers.chat_renderer import ChatRenderer
+from diptych.serving.answers.chat_template import OutOfTimeError, within
 from diptych.serving.answers.template_messages import read_arguments
 from diptych.serving.api.conversation import conversation
 from diptych.serving.api.protocol import Message
@@ -279,6 +281,27 @@ def test_a_template_that_takes_too_long_does_not_keep_a_server_from_its_start(
     assert renderer.complaints
     with pytest.raises(ChatTemplateError):
         renderer.render([USER], {})
+
+
+def test_a_template_is_stopped_though_the_first_word_is_dropped() -> None:
+    """As Python drops it in a finalizer or a callback of the garbage collector."""
+    thread: list[threading.Thread] = []
+
+    def work(dropped: int = 1) -> None:
+        thread.append(threading.current_thread())
+        while True:
+            try:
+                for _ in range(10**9):
+                    pass
+            except OutOfTimeError:
+                if dropped == 0:
+                    raise
+                dropped -= 1
+
+    with pytest.raises(OutOfTimeError):
+        within(0.01, work)
+    thread[0].join(10.0)
+    assert not thread[0].is_alive()
 
 
 @pytest.mark.parametrize(

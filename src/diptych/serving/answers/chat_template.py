@@ -4,6 +4,7 @@ Knows nothing of what messages mean. A template comes with the model's files and
 the start of a server (``within``) has a limit of processor time.
 """
 
+import contextlib
 import ctypes
 import json
 import threading
@@ -23,7 +24,7 @@ from jinja2.utils import Namespace
 
 Result = TypeVar("Result")
 LONGEST_REPEATED = 2**20  # items of a sequence times a number, in a template
-_POLL_S, _LAST_WAIT_S = 0.05, 1.0
+_POLL_S, _STOPS, _STOP_WAIT_S = 0.05, 5, 0.2  # how often a thread is told to stop, and how long each is waited for
 
 
 class OutOfTimeError(BaseException):
@@ -69,10 +70,11 @@ def within(limit_s: float, function: Callable[[], Result]) -> Result:
     failure: list[BaseException] = []
 
     def run() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            failure.append(error)
+        with contextlib.suppress(OutOfTimeError):  # told to stop once more while it ends
+            try:
+                outcome.append(function())
+            except BaseException as error:
+                failure.append(error)
 
     thread = threading.Thread(target=run, name="chat template", daemon=True)
     started = time.monotonic()
@@ -80,17 +82,24 @@ def within(limit_s: float, function: Callable[[], Result]) -> Result:
     thread.join(_POLL_S)
     while thread.is_alive():
         if _seconds_used(thread, started) > limit_s:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(OutOfTimeError)
-            )
-            thread.join(_LAST_WAIT_S)
-            if not outcome and not failure:
-                raise OutOfTimeError
+            _stop(thread)
             break
         thread.join(_POLL_S)
     if failure:
         raise failure[0]
+    if not outcome:
+        raise OutOfTimeError
     return outcome[0]
+
+
+def _stop(thread: threading.Thread) -> None:
+    """Raise OutOfTimeError in a thread until it ends. Python drops what is raised in a callback of its garbage
+    collector or in a finalizer, so that once may not be enough."""
+    for _ in range(_STOPS):
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(OutOfTimeError))
+        thread.join(_STOP_WAIT_S)
+        if not thread.is_alive():
+            return
 
 
 def _seconds_used(thread: threading.Thread, started: float) -> float:
