@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from diptych.serving.api.connection import LINGER_S, MAX_HEAD_BYTES, SILENCE_S, Connection
+from diptych.serving.api.connection import LINGER_S, SILENCE_S, Connection
 from diptych.serving.api.direct_body import DirectBody
+from diptych.serving.edge_limits import HEAD_BYTES
 
 GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nabcde"
@@ -251,11 +252,11 @@ def test_no_bytes_make_it_stumble(pieces: list[bytes]) -> None:
 @pytest.mark.parametrize(
     "pieces",
     [
-        [b"GET /x HTTP/1.1\r\nX: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n"],
+        [b"GET /x HTTP/1.1\r\nX: " + b"a" * HEAD_BYTES + b"\r\n\r\n"],
         [b"GET /x HTTP/1.1\r\nX: ", *[b"a" * 1000] * 70],
         [b"GET /x HTTP/1.1\r\n" + b"X: a\r\n" * 12_000 + b"\r\n"],
         [b"GET /x HTTP/1.1\r\n", *[b"X: a\r\n" * 1000] * 12],
-        [b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\n\r\n"],
+        [b"GET /" + b"a" * HEAD_BYTES + b" HTTP/1.1\r\n\r\n"],
         [b"GET /", *[b"a" * 1000] * 70],
         [b"\r\n" * 20_000] * 2,
         [CHUNKED, b"5\r\nabcde\r\n0\r\n", *[b"X: a\r\n" * 1000] * 12],

@@ -10,14 +10,16 @@ from httptools import HttpParserError, HttpParserUpgrade
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from diptych.control.errors import DiptychError
+from diptych.serving import edge_limits
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_format import error_bytes, http_error
 
-MAX_HEAD_BYTES = 65_536  # of the request line and the headers, and of anything else that is not the body
 SILENCE_S = 60.0  # how long a connection may be silent while its request is awaited or half read
 LINGER_S = 1.0  # for the client to read a refusal: closing at once would lose it while the client still sends
 PROTOCOL_HEADERS = (b"connection", b"upgrade", b"http2-settings")
-HEAD_TOO_LONG = http_error(431, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes", "head_too_long")
+HEAD_TOO_LONG = http_error(
+    431, f"the head of the request is longer than {edge_limits.HEAD_BYTES} bytes", "head_too_long"
+)
 
 
 class _HeadTooLongError(Exception):
@@ -52,7 +54,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """More bytes from the client."""
-        if self._is_refused or self._num_other_bytes > MAX_HEAD_BYTES:
+        if self._is_refused or self._num_other_bytes > edge_limits.HEAD_BYTES:
             return
         self._unset_keepalive_if_required()
         self._num_other_bytes += len(data)
@@ -65,7 +67,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(HEAD_TOO_LONG)
             else:
                 self._refuse(http_error(400, "this is not an HTTP/1.1 request", "invalid_http"))
-        if self._num_other_bytes > MAX_HEAD_BYTES:
+        if self._num_other_bytes > edge_limits.HEAD_BYTES:
             self._refuse(HEAD_TOO_LONG)
         self._watch_silence()
 
@@ -93,7 +95,7 @@ class Connection(HttpToolsProtocol):
         """The head is read: its task runs later, and finds the extension."""
         self._is_in_head = False
         self._num_other_bytes = 0
-        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > edge_limits.HEAD_BYTES:
             raise _HeadTooLongError
         if not self.parser.should_upgrade():
             super().on_headers_complete()
