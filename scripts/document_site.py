@@ -1,7 +1,7 @@
 """What scripts/docs does: the generated documents, and the folder that mkdocs makes the site of.
 
 usage: document_site.py tables | stage
-    tables: write docs/supported.md, docs/settings.md, the table in README.md, and llms.txt
+    tables: write docs/supported.md, docs/settings.md, the tables in README.md and docs/security.md, and llms.txt
     stage: copy every page to build/pages under the name that it has in mkdocs.yml, with links between them changed
 """
 
@@ -47,13 +47,15 @@ def navigation() -> dict[str, dict[str, str]]:
 
 def generated() -> dict[Path, str]:
     """The text of every generated file."""
+    from document_limits import limits_table
     from document_settings import settings_page
     from document_support import readme_table, supported_page
 
-    readme = ROOT / "README.md"
+    readme, security = ROOT / "README.md", ROOT / "docs" / "security.md"
     return {
         ROOT / "docs" / "supported.md": supported_page(),
         ROOT / "docs" / "settings.md": settings_page(),
+        security: _with_table(security.read_text(), limits_table()),
         readme: _with_table(readme.read_text(), readme_table()),
         ROOT / "llms.txt": llms(readme.read_text()),
     }

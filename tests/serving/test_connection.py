@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from diptych.serving.api.connection import LINGER_S, SILENCE_S, Connection
+from diptych.serving.api.connection import Connection
 from diptych.serving.api.direct_body import DirectBody
-from diptych.serving.edge_limits import HEAD_BYTES
+from diptych.serving.edge_limits import HEAD_BYTES, REFUSAL_LINGER_S, REQUEST_SILENCE_S
 
 GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nabcde"
@@ -221,7 +221,7 @@ async def test_what_is_no_http_is_a_400_in_our_format_and_the_end(data: bytes) -
     assert set(client.wire.error) == {"message", "type", "param", "code"}
     assert not client.app.seen
     await client.say(GET)  # is not heard
-    await client.clock.pass_s(LINGER_S)
+    await client.clock.pass_s(REFUSAL_LINGER_S)
     assert client.wire.is_over
     assert client.wire.statuses == [400]
 
@@ -241,8 +241,8 @@ def test_no_bytes_make_it_stumble(pieces: list[bytes]) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: pytest.fail(str(context)))
         client = await replies(*pieces)
         assert set(client.wire.statuses) <= {200, 400, 405}
-        await client.clock.pass_s(2 * SILENCE_S)
-        await client.clock.pass_s(LINGER_S)
+        await client.clock.pass_s(2 * REQUEST_SILENCE_S)
+        await client.clock.pass_s(REFUSAL_LINGER_S)
         assert client.wire.is_over
 
     asyncio.run(run())
@@ -269,7 +269,7 @@ async def test_what_is_no_body_has_a_limit(pieces: list[bytes]) -> None:
     assert client.wire.statuses == [431]
     assert client.wire.error["code"] == "head_too_long"
     assert not client.app.seen
-    await client.clock.pass_s(LINGER_S)
+    await client.clock.pass_s(REFUSAL_LINGER_S)
     assert client.wire.is_over
 
 
@@ -349,7 +349,7 @@ async def test_a_client_that_leaves_ends_every_request_that_it_has_sent(rest: by
 @pytest.mark.asyncio
 async def test_a_client_that_says_nothing_is_cut_off() -> None:
     client = Client()
-    await client.clock.pass_s(SILENCE_S)
+    await client.clock.pass_s(REQUEST_SILENCE_S)
     assert client.wire.is_over
     assert client.wire.said == b""
 
@@ -357,7 +357,7 @@ async def test_a_client_that_says_nothing_is_cut_off() -> None:
 @pytest.mark.asyncio
 async def test_empty_lines_behind_a_request_do_not_keep_a_connection_open() -> None:
     client = await replies(GET, b"\r\n")
-    await client.clock.pass_s(SILENCE_S)
+    await client.clock.pass_s(REQUEST_SILENCE_S)
     assert client.wire.statuses == [200]
     assert client.wire.is_over
 
@@ -366,13 +366,13 @@ async def test_empty_lines_behind_a_request_do_not_keep_a_connection_open() -> N
 @pytest.mark.parametrize("data", [GET[:20], POST[:-1], CHUNKED], ids=["half a head", "half a body", "no chunk"])
 async def test_a_client_that_stops_within_its_request_is_told_so(data: bytes) -> None:
     client = await replies(data[:10])
-    await client.clock.pass_s(SILENCE_S - 1)
+    await client.clock.pass_s(REQUEST_SILENCE_S - 1)
     await client.say(data[10:])
-    await client.clock.pass_s(SILENCE_S - 1)
+    await client.clock.pass_s(REQUEST_SILENCE_S - 1)
     assert not client.wire.said
     await client.clock.pass_s(1)
     assert client.wire.statuses == [408]
-    await client.clock.pass_s(LINGER_S)
+    await client.clock.pass_s(REFUSAL_LINGER_S)
     assert client.wire.is_over
 
 
@@ -383,7 +383,7 @@ async def test_a_long_reply_is_not_silence(rest: bytes) -> None:
     client.app.gate.clear()
     await client.say(GET + rest)
     for _ in range(5):
-        await client.clock.pass_s(SILENCE_S)
+        await client.clock.pass_s(REQUEST_SILENCE_S)
     assert not client.wire.is_over
     client.app.gate.set()
     await settle()

@@ -15,6 +15,7 @@ import pytest
 from fake_llm import FakeLLM
 
 from diptych.control.errors import OverloadedError
+from diptych.serving import edge_limits
 from diptych.serving.api import embeddings
 from diptych.serving.api.app import build_app
 from diptych.serving.api.embeddings import shortened
@@ -124,7 +125,7 @@ async def test_another_model_a_full_queue_and_a_reply_that_would_be_too_large(mo
             await client.embeddings.create(model="other", input="a")
         with pytest.raises(openai.RateLimitError):
             await client.embeddings.create(model="fake", input="a")
-    monkeypatch.setattr(embeddings, "MAX_NUMBERS", 16)
+    monkeypatch.setattr(edge_limits, "EMBEDDING_NUMBERS", 16)
     monkeypatch.setattr(embeddings, "NUMBERS_AT_ONCE", 8)
     async with client_of(FakeLLM()) as client:
         assert len((await client.embeddings.create(model="fake", input=["a", "b"])).data) == 2

@@ -13,7 +13,7 @@ pytest.importorskip("llguidance")
 from diptych.control.commands import Drop, Prefill, Reserve, Serve
 from diptych.control.errors import InvalidRequestError, UnavailableError
 from diptych.control.request import SamplingParams
-from diptych.serving.answers.grammar import grammar_checker
+from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
 from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter, Thinking, with_schemas
 from diptych.serving.answers.response.bundled_templates import TEMPLATES
@@ -105,7 +105,7 @@ def check_all(grammars: list[Grammar], limit: Any = None) -> list[str]:
 
 
 def test_grammars_are_tried_and_errors_have_their_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checker, "COMPILE_LIMIT_S", 0.1)
+    monkeypatch.setattr(edge_limits, "GRAMMAR_PROCESSOR_S", 0.1)
     nested = {"properties": {"a": {"items": {"$ref": "#/$defs/b"}}}, "$defs": {"b": {"type": "strin"}}}
     slow = {"type": "object", "properties": {f"k{n}": {"type": "string", "maxLength": 1000} for n in range(2000)}}
     thinking = GrammarWriter({"</think>": 2}, Thinking("<think>", "</think>", is_open=True))
@@ -144,7 +144,7 @@ def test_a_process_that_dies_is_started_again() -> None:
 
 
 def test_a_fork_serves_until_a_grammar_was_too_much_for_it_or_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checker, "COMPILE_LIMIT_S", 0.1)
+    monkeypatch.setattr(edge_limits, "GRAMMAR_PROCESSOR_S", 0.1)
     slow = {"type": "object", "properties": {f"k{n}": {"type": "string", "maxLength": 1000} for n in range(2000)}}
 
     async def main() -> None:
@@ -176,7 +176,7 @@ def test_a_fork_serves_until_a_grammar_was_too_much_for_it_or_it_is_killed(monke
 def test_a_machine_without_time_is_said_and_nothing_is_kept_against_the_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grammar_checker, "CLOCK_LIMIT_S", 0.3)
+    monkeypatch.setattr(edge_limits, "GRAMMAR_CLOCK_S", 0.3)
 
     async def main() -> None:
         before = psutil.Process().children()

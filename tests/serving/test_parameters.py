@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from diptych.control.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from diptych.control.request import RequestOptions
 from diptych.control.slo import Slo
+from diptych.serving import edge_limits
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api import protocol
 from diptych.serving.api.conversation import conversation
@@ -169,7 +170,7 @@ FLOODS: list[tuple[type[BaseModel], dict[str, Any], str]] = [
     (protocol.ChatBody, {"messages": [{"role": "user", "content": [1] * MANY}]}, "messages.0.content"),
     (protocol.TokenizeBody, {"messages": [{}] * MANY}, "messages"),
     (protocol.DetokenizeBody, {"tokens": [-1] * MANY}, "tokens"),
-    (protocol.DetokenizeBody, {"tokens": [1] * (protocol.MAX_TOKENS + 1)}, "tokens"),
+    (protocol.DetokenizeBody, {"tokens": [1] * (edge_limits.TOKEN_IDS + 1)}, "tokens"),
 ]
 
 

@@ -14,9 +14,9 @@ from tool_model import tool_model
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.manners import Manners
-from diptych.serving.api.protocol import MAX_TOOLS
 from diptych.serving.api.responses_tools import ClientTool, ClientTools
 from diptych.serving.api.text_argument import TextArgument
+from diptych.serving.edge_limits import TOOLS
 
 Item = dict[str, Any]
 FUNCTION: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
@@ -130,7 +130,7 @@ def test_names_of_functions_are_unique_and_short_enough() -> None:
 
 
 def test_a_request_has_only_so_many_tools() -> None:
-    inner = [{**FUNCTION, "name": f"f{number}"} for number in range(MAX_TOOLS)]
+    inner = [{**FUNCTION, "name": f"f{number}"} for number in range(TOOLS)]
     tools = ClientTools()
     tools.add([{"type": "namespace", "name": "n", "tools": inner}], "tools")
     with pytest.raises(InvalidRequestError, match=r"tools\.0 is one tool too many; at most 1024"):

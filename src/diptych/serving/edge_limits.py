@@ -8,6 +8,9 @@ limit where it applies (``edge_limits.HEAD_BYTES``), so that a test can set a sm
 from dataclasses import dataclass
 from typing import TypeVar
 
+from diptych.control.admission.admission_config import AdmissionConfig
+from diptych.control.config import SchedulerConfig
+
 Number = TypeVar("Number", int, float)
 
 
@@ -37,19 +40,189 @@ def _limit(name: str, value: Number, unit: str, subject: str, *, beyond: str, op
 HEAD_BYTES = _limit(
     "HEAD_BYTES", 65_536, "bytes", "request line and headers of a request", beyond="431 `head_too_long`"
 )
+REQUEST_SILENCE_S = _limit(
+    "REQUEST_SILENCE_S",
+    60.0,
+    "s",
+    "silence of a client whose request is awaited or half read",
+    beyond="408 `timeout`; without a begun request the connection ends",
+)
+REFUSAL_LINGER_S = _limit(
+    "REFUSAL_LINGER_S", 1.0, "s", "time for a client to read a refusal", beyond="the connection ends"
+)
 
 # Bodies that are being read.
 
+BODY_BYTES = _limit(
+    "BODY_BYTES", 16 << 20, "bytes", "body of a request", beyond="413 `body_too_large`", option="--max-body"
+)
+FILE_BYTES = _limit(
+    "FILE_BYTES",
+    256 << 20,
+    "bytes",
+    "file that is uploaded",
+    beyond="413 `body_too_large`",
+    option="--batch-max-file",
+)
+FORM_BYTES = _limit("FORM_BYTES", 65_536, "bytes", "body of an upload besides its file", beyond="413 `body_too_large`")
+FORM_PARTS = _limit("FORM_PARTS", 32, "parts", "parts of an upload", beyond="400 `invalid_multipart`")
+FORM_FIELD_BYTES = _limit("FORM_FIELD_BYTES", 4096, "bytes", "field of an upload besides its file", beyond="400")
+PART_HEAD_BYTES = _limit(
+    "PART_HEAD_BYTES", 16_384, "bytes", "headers of one part of an upload", beyond="400 `invalid_multipart`"
+)
+BOUNDARY_BYTES = _limit(
+    "BOUNDARY_BYTES", 200, "bytes", "boundary between the parts of an upload", beyond="400 `invalid_multipart`"
+)
+
 # What a request may hold: fields, lists, texts, tokens.
+
+LIST_ITEMS = _limit(
+    "LIST_ITEMS", 65_536, "items", "list of prompts, messages, parts of a message, or biased tokens", beyond="400"
+)
+TOKEN_IDS = _limit("TOKEN_IDS", 1 << 22, "tokens", "list of token ids", beyond="400")
+TOOLS = _limit("TOOLS", 1024, "tools", "tools of a request", beyond="400")
+LABELS = _limit("LABELS", 16, "labels", "labels in `metadata`", beyond="400")
+LABEL_NAME = _limit("LABEL_NAME", 64, "characters", "name of a label", beyond="400")
+LABEL_VALUE = _limit("LABEL_VALUE", 512, "characters", "value of a label", beyond="400")
+EMBEDDING_NUMBERS = _limit("EMBEDDING_NUMBERS", 1 << 22, "numbers", "numbers in one reply of embeddings", beyond="400")
 
 # Grammars, schemas and choices.
 
+CHOICES = _limit("CHOICES", 4096, "texts", "texts to choose among", beyond="400")
+GRAMMAR_BYTES = _limit(  # to write a longer one would hold up the other streams of the front end
+    "GRAMMAR_BYTES", 1 << 17, "bytes", "grammar that a request makes", beyond="400"
+)
+SCHEMA_DEPTH = _limit("SCHEMA_DEPTH", 100, "levels", "nesting of a schema", beyond="400")
+SCHEMA_PARTS = _limit("SCHEMA_PARTS", 10_000, "values", "values in a schema, at any depth", beyond="400")
+GRAMMAR_PROCESSOR_S = _limit(
+    "GRAMMAR_PROCESSOR_S", 0.5, "s", "processor time to compile a grammar", beyond="400 `invalid_grammar`"
+)
+GRAMMAR_CLOCK_S = _limit(
+    "GRAMMAR_CLOCK_S",
+    6.0,
+    "s",
+    "time by the clock to compile a grammar on a busy machine",
+    beyond="503 `grammar_timeout`",
+)
+GRAMMAR_MEMORY_BYTES = _limit(
+    "GRAMMAR_MEMORY_BYTES", 2 << 30, "bytes", "memory to compile a grammar", beyond="400 `invalid_grammar`"
+)
+WAITING_GRAMMARS = _limit(
+    "WAITING_GRAMMARS", 64, "grammars", "grammars that wait to be compiled", beyond="503 `grammar_queue_full`"
+)
+
 # Requests in the queue, streams that are open, replies that nobody reads.
+
+QUEUED_REQUESTS = _limit(
+    "QUEUED_REQUESTS",
+    AdmissionConfig().max_queued,
+    "requests",
+    "requests that wait for a worker",
+    beyond="429 `queue_full`",
+    option="--max-queued",
+)
+WAITING_ON_WORKER = _limit(
+    "WAITING_ON_WORKER",
+    SchedulerConfig().max_waiting,
+    "requests",
+    "requests that wait on one worker",
+    beyond="429 `queue_full`",
+    option="--max-waiting",
+)
+OPEN_AT_FRONT = _limit(
+    "OPEN_AT_FRONT", 65_536, "requests", "requests that `diptych front` has open", beyond="429 `queue_full`"
+)
+UNREAD_BYTES_AT_FRONT = _limit(
+    "UNREAD_BYTES_AT_FRONT",
+    1 << 20,
+    "bytes",
+    "answer at `diptych front` that its client has not read",
+    beyond="the engine is read no further until the client reads",
+)
 
 # What is stored: responses, files, batches, recorded streams.
 
+RESPONSES = _limit("RESPONSES", 100_000, "responses", "responses that are kept", beyond="the oldest are forgotten")
+RESPONSE_S = _limit("RESPONSE_S", 30 * 24 * 3600.0, "s", "age of a response", beyond="it is forgotten")
+RECORDED_STREAMS = _limit(
+    "RECORDED_STREAMS", 4096, "streams", "streams that are recorded", beyond="more are served without a record"
+)
+RECORDED_STREAM_S = _limit(
+    "RECORDED_STREAM_S", 600.0, "s", "age of the record of a stream that has ended", beyond="it is forgotten"
+)
+FILES = _limit("FILES", 10_000, "files", "files of batches that are kept", beyond="503")
+ALL_FILES_BYTES = _limit(
+    "ALL_FILES_BYTES", 10 * 10**9, "bytes", "files of batches together", beyond="503", option="--batch-gb"
+)
+FILENAME = _limit("FILENAME", 255, "characters", "name of a file", beyond="its end is kept")
+FILE_LEAST_S = _limit("FILE_LEAST_S", 3600, "s", "least time until a file expires", beyond="400")
+LISTED_FILES = _limit("LISTED_FILES", 10_000, "files", "files on one page of a list", beyond="400")
+BATCHES = _limit("BATCHES", 10_000, "batches", "batches that are remembered", beyond="the oldest are forgotten")
+OPEN_BATCHES = _limit("OPEN_BATCHES", 1000, "batches", "batches that have not ended", beyond="409 `conflict`")
+LISTED_BATCHES = _limit("LISTED_BATCHES", 100, "batches", "batches on one page of a list", beyond="400")
+BATCH_LINES = _limit(
+    "BATCH_LINES", 100_000, "lines", "lines of a batch", beyond="the batch fails", option="--batch-max-lines"
+)
+BATCH_LINE_BYTES = _limit("BATCH_LINE_BYTES", 16 << 20, "bytes", "line of a batch", beyond="the batch fails")
+BATCH_WINDOW_S = _limit(
+    "BATCH_WINDOW_S", 30 * 24 * 3600, "s", "window of a batch, and time until a file expires", beyond="400"
+)
+BATCH_FAULTS = _limit("BATCH_FAULTS", 100, "faults", "faults of a batch that are reported", beyond="left out")
+CUSTOM_ID = _limit("CUSTOM_ID", 512, "characters", "`custom_id` of a line", beyond="the batch fails")
+
 # Pages and observers.
 
+TIMELINE_READERS = _limit("TIMELINE_READERS", 32, "readers", "readers of `/timeline`", beyond="429 `too_many_readers`")
+TIMELINE_EVENT_RECORDS = _limit(
+    "TIMELINE_EVENT_RECORDS", 500, "records", "records of one event of `/timeline`", beyond="more follow in the next"
+)
+TIMELINE_PAGE_RECORDS = _limit(  # about 2 us of the event loop each
+    "TIMELINE_PAGE_RECORDS", 2000, "records", "records of one page of `/timeline/records`", beyond="400"
+)
+TRACE_S = _limit("TRACE_S", 86_400, "s", "span of `/timeline/perfetto` that may be asked for", beyond="400")
+SHOWN_MISSES = _limit("SHOWN_MISSES", 256, "misses", "misses that `/cache/misses` shows", beyond="400")
+
 # The port of the workers.
+
+WORKER_BACKLOG = _limit(
+    "WORKER_BACKLOG", 128, "connections", "connections that wait to be accepted", beyond="the kernel lets them wait"
+)
+WORKER_HANDSHAKE_S = _limit(
+    "WORKER_HANDSHAKE_S", 10.0, "s", "time to prove the key, and then to register", beyond="the connection ends"
+)
+UNREGISTERED_WORKERS = _limit(
+    "UNREGISTERED_WORKERS",
+    64,
+    "connections",
+    "connections that have proved the key and not registered",
+    beyond="the oldest makes room",
+)
+WORKER_FIRST_BYTES = _limit(
+    "WORKER_FIRST_BYTES", 1 << 16, "bytes", "frame before a worker has registered", beyond="the connection ends"
+)
+WORKER_FRAME_BYTES = _limit("WORKER_FRAME_BYTES", 1 << 26, "bytes", "frame", beyond="the connection ends")
+WORKER_UNSENT_BYTES = _limit(
+    "WORKER_UNSENT_BYTES", 1 << 27, "bytes", "frames that the other end does not take", beyond="the connection ends"
+)
+WORKER_LABEL = _limit("WORKER_LABEL", 64, "characters", "name of a worker's host or rack", beyond="it is refused")
+JOINED_WORKERS = _limit(
+    "JOINED_WORKERS",
+    64,
+    "workers",
+    "workers that join besides those that the server starts",
+    beyond="refused until there is room",
+    option="--max-workers",
+)
+
+# Replies of engines behind the front.
+
+ENGINE_HEAD_BYTES = _limit("ENGINE_HEAD_BYTES", 65_536, "bytes", "head of an engine's reply", beyond="the reply fails")
+ENGINE_REPLY_BYTES = _limit(
+    "ENGINE_REPLY_BYTES", 64 << 20, "bytes", "reply that is no stream", beyond="the reply fails"
+)
+ENGINE_REFUSAL_BYTES = _limit("ENGINE_REFUSAL_BYTES", 65_536, "bytes", "refusal of an engine", beyond="the reply fails")
+ENGINE_EVENT_BYTES = _limit(
+    "ENGINE_EVENT_BYTES", 16 << 20, "bytes", "event of an engine's stream", beyond="the reply fails"
+)
 
 # Keys.

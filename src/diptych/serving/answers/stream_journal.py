@@ -19,12 +19,11 @@ import msgspec
 from diptych.control.errors import ConfigError
 from diptych.control.events import RequestFinished
 from diptych.length_prefix import Unpacker, pack
+from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 
 logger = logging.getLogger(__name__)
 
-KEPT_S = 600.0  # after the last token
-MAX_STREAMS = 4096  # more are not recorded
 SWEEP_S = 60.0
 _NAME = re.compile(r"[a-z]{1,16}-[0-9a-f]{32}")
 
@@ -64,7 +63,7 @@ class StreamRecord(msgspec.Struct):
 class StreamJournal:
     """The streams of one directory. Raises ConfigError for one that others can enter, or that cannot be made."""
 
-    def __init__(self, directory: Path, kept_s: float = KEPT_S) -> None:
+    def __init__(self, directory: Path, kept_s: float = edge_limits.RECORDED_STREAM_S) -> None:
         self._directory = directory
         self._kept_s = kept_s
         self._written: dict[str, int] = {}  # tokens of the streams that are recorded now
@@ -86,7 +85,7 @@ class StreamJournal:
         self._sweep()
         stream_id, stream = generation.request_id, generation.streams[0]
         path = self._directory / stream_id
-        if self._num_kept >= MAX_STREAMS and not path.exists():
+        if self._num_kept >= edge_limits.RECORDED_STREAMS and not path.exists():
             return False
         self._num_kept += 1
         self._written[stream_id], self._live[stream_id] = stream.num_tokens, generation

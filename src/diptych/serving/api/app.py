@@ -17,6 +17,7 @@ from pydantic.json_schema import models_json_schema
 
 from diptych import __version__, compiled_modules
 from diptych.control.errors import InvalidRequestError
+from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.grammar_checker import NO_GRAMMAR
 from diptych.serving.answers.grammar.grammar_text import GrammarWriter
 from diptych.serving.answers.stream_journal import StreamHead, StreamRecord
@@ -228,7 +229,7 @@ def build_app(
     also_served_as: Sequence[str] = (),
     api_keys: Sequence[str] = (),
     admin_key: str | None = None,
-    max_body_bytes: int = 16 * 2**20,
+    max_body_bytes: int = edge_limits.BODY_BYTES,
     manners: Manners | None = None,
     store: ResponseStore | None = None,
     batches: BatchService | None = None,

@@ -14,8 +14,6 @@ from diptych.serving import edge_limits
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_format import error_bytes, http_error
 
-SILENCE_S = 60.0  # how long a connection may be silent while its request is awaited or half read
-LINGER_S = 1.0  # for the client to read a refusal: closing at once would lose it while the client still sends
 PROTOCOL_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 HEAD_TOO_LONG = http_error(
     431, f"the head of the request is longer than {edge_limits.HEAD_BYTES} bytes", "head_too_long"
@@ -150,7 +148,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
         self.transport.write(error_bytes(error))
         self.transport.write_eof()
-        self.loop.call_later(LINGER_S, self.transport.close)
+        self.loop.call_later(edge_limits.REFUSAL_LINGER_S, self.transport.close)
 
     def _watch_silence(self) -> None:
         """Start the timer again, if the client is expected to send something."""
@@ -159,7 +157,7 @@ class Connection(HttpToolsProtocol):
             self._silence = None
         is_idle = self.cycle is None or self.cycle.response_complete
         if not self._is_refused and (self._is_reading or is_idle):
-            self._silence = self.loop.call_later(SILENCE_S, self._on_silence)
+            self._silence = self.loop.call_later(edge_limits.REQUEST_SILENCE_S, self._on_silence)
 
     def _on_silence(self) -> None:
         if self.transport.is_closing():
@@ -167,7 +165,8 @@ class Connection(HttpToolsProtocol):
         if self._is_replying or self.pipeline:
             self._watch_silence()
         elif self._is_reading:
-            self._refuse(http_error(408, f"the rest of the request did not come within {SILENCE_S:.0f} s", "timeout"))
+            limit_s = edge_limits.REQUEST_SILENCE_S
+            self._refuse(http_error(408, f"the rest of the request did not come within {limit_s:.0f} s", "timeout"))
         else:
             self.transport.close()
 

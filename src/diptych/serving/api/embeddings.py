@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 
 from diptych.control.errors import InvalidRequestError
 from diptych.control.request import Pooling, SamplingParams
+from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import Delta, Generation
 from diptych.serving.api.bodies import read_body, takes, tenant_in
 from diptych.serving.api.parameters import check_model, options_of, truncated
@@ -28,7 +29,6 @@ from diptych.serving.api.responses import WholeResponse
 from diptych.serving.async_llm import AsyncLLM, check_count, check_prompt
 from diptych.serving.embedding_recipe import read_embedding_recipe, with_prompt
 
-MAX_NUMBERS = 2**22  # of one reply: some 80 MB as JSON
 NUMBERS_AT_ONCE = 2**16  # are encoded between two turns of the event loop: some milliseconds
 # Fields of other servers that would change the vectors, with the values at which they do not.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -157,8 +157,9 @@ async def _submit(llm: AsyncLLM, body: EmbeddingsBody, tenant: str) -> Generatio
     texts, prompts = _inputs(body)
     count = max(len(texts), len(prompts))
     check_count(count, ready, "input")  # before they are encoded
-    if count * size > MAX_NUMBERS:
-        text = f"input has {count} entries, and dimensions is {size}: at most {MAX_NUMBERS} numbers fit in a reply"
+    if count * size > edge_limits.EMBEDDING_NUMBERS:
+        most = edge_limits.EMBEDDING_NUMBERS
+        text = f"input has {count} entries, and dimensions is {size}: at most {most} numbers fit in a reply"
         raise InvalidRequestError(text, param="input")
     recipe = await asyncio.to_thread(read_embedding_recipe, Path(llm.options.model))
     pooling = recipe.pooling(body.pooling)

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from diptych import __version__, compiled_modules
 from diptych.control.errors import NotFoundError
+from diptych.serving import edge_limits
 from diptych.serving.api import error_responses as errors
 from diptych.serving.api import protocol
 from diptych.serving.api.admin_routes import AdminAccess, add_admin_routes
@@ -115,7 +116,7 @@ def build_front_app(
     also_served_as: Sequence[str] = (),
     api_keys: Sequence[str] = (),
     admin_key: str | None = None,
-    max_body_bytes: int = 16 * 2**20,
+    max_body_bytes: int = edge_limits.BODY_BYTES,
     manners: Manners | None = None,
     batches: BatchService | None = None,
 ) -> FastAPI:

@@ -11,12 +11,13 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from diptych.control.errors import InvalidRequestError
+from diptych.serving import edge_limits
 from diptych.serving.api.context_edits import Turn, after_compaction
 from diptych.serving.api.error_responses import invalid_body
 from diptych.serving.api.function_tool import function_tool
 from diptych.serving.api.ignored_fields import OWN_FIELDS
 from diptych.serving.api.messages_blocks import messages_of, texts_of
-from diptych.serving.api.protocol import MAX_TOOLS, ChatBody, Count, Finite, Items, ToolBody
+from diptych.serving.api.protocol import ChatBody, Count, Finite, Items, ToolBody
 
 VOLATILE = re.compile(r"\A\s*x-anthropic-[a-z-]+:[^\n]*\n?")
 Blocks = str | Items[dict[str, Any]]
@@ -59,7 +60,7 @@ class TokenCountBody(BaseModel):
     model: str | None = None
     messages: Annotated[Items[InputMessage], Field(min_length=1)]
     system: Blocks | None = None
-    tools: Annotated[list[InputTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[InputTool], Field(max_length=edge_limits.TOOLS)] | None = None
     tool_choice: dict[str, Any] | None = Field(None, description="auto, any, none, or a tool by its name.")
     thinking: dict[str, Any] | None = Field(None, description="enabled (with budget_tokens) or disabled.")
     output_config: dict[str, Any] | None = Field(

@@ -9,14 +9,14 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 
 from diptych.control.errors import InvalidRequestError, NotFoundError
+from diptych.serving import edge_limits
 from diptych.serving.api.bodies import tenant_in
 from diptych.serving.api.miss_views import MissesReply, misses_reply, tenants_reply
 from diptych.serving.fleet.fleet import Fleet
-from diptych.serving.misses.miss_watch import NUM_RECENT
 
 DEFAULT_RECENT = 32
 
-Limit = Annotated[str | None, Query(description=f"So many of the latest misses: 0 to {NUM_RECENT}")]
+Limit = Annotated[str | None, Query(description=f"So many of the latest misses: 0 to {edge_limits.SHOWN_MISSES}")]
 
 
 def add_miss_routes(
@@ -49,6 +49,8 @@ def add_miss_routes(
 def _number(limit: str | None) -> int:
     if limit is None:
         return DEFAULT_RECENT
-    if not (limit.isascii() and limit.isdigit() and len(limit) <= 9 and int(limit) <= NUM_RECENT):
-        raise InvalidRequestError(f"limit is {limit[:40]!r}; it must be in [0, {NUM_RECENT}]", param="limit")
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 9 and int(limit) <= edge_limits.SHOWN_MISSES):
+        raise InvalidRequestError(
+            f"limit is {limit[:40]!r}; it must be in [0, {edge_limits.SHOWN_MISSES}]", param="limit"
+        )
     return int(limit)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from diptych.serving import edge_limits
 from diptych.serving.api.miss_views import PrefixMissReply
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
@@ -15,30 +16,32 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Milliseconds = Annotated[float, Field(gt=0, le=1e9)]
 Metadata = Annotated[
-    dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=16),
+    dict[
+        Annotated[str, Field(min_length=1, max_length=edge_limits.LABEL_NAME)],
+        Annotated[str, Field(max_length=edge_limits.LABEL_VALUE)],
+    ],
+    Field(max_length=edge_limits.LABELS),
 ]
 Finite = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of reasoning
 
 Element = TypeVar("Element")
-MAX_ITEMS = 65_536  # prompts of a request, messages, parts of a message, biased tokens
-MAX_TOKENS = 2**22  # of one list of token ids
-MAX_TOOLS = 1024
-Items: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=MAX_ITEMS)]
-Tokens: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=MAX_TOKENS)]
+Items: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=edge_limits.LIST_ITEMS)]
+Tokens: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=edge_limits.TOKEN_IDS)]
 
 
 def _is_small(value: Any) -> Any:
     """Pydantic would measure a dict only when it has looked at every item."""
-    if isinstance(value, dict) and len(value) > MAX_ITEMS:
-        raise ValueError(f"at most {MAX_ITEMS} items, not {len(value)}")
+    if isinstance(value, dict) and len(value) > edge_limits.LIST_ITEMS:
+        raise ValueError(f"at most {edge_limits.LIST_ITEMS} items, not {len(value)}")
     return value
 
 
 Biases: TypeAlias = Annotated[
-    dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_ITEMS), BeforeValidator(_is_small)
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=edge_limits.LIST_ITEMS),
+    BeforeValidator(_is_small),
 ]
 
 
@@ -180,7 +183,7 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[Items[Message], Field(min_length=1)]
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=edge_limits.TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = Field(None, description="auto, none, required, or a function.")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer.")
     max_completion_tokens: Count | None = None
@@ -211,7 +214,7 @@ class TokenizeBody(BaseModel):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=edge_limits.TOOLS, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Items[dict[str, Any]] | None = None
     reasoning_effort: Effort | None = None

@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from diptych.control.errors import ConfigError, NotFoundError
+from diptych.serving import edge_limits
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-EXPIRY_S = 30 * 24 * 3600.0
-MAX_RESPONSES = 100_000  # the oldest are forgotten before they expire
 _SCHEMA = (
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = NORMAL",
@@ -44,7 +43,7 @@ class ResponseStore:
     the order of the calls: what was put is there for the next reader."""
 
     def __init__(
-        self, path: Path | None = None, expiry_s: float = EXPIRY_S, clock: Callable[[], float] = time.time
+        self, path: Path | None = None, expiry_s: float = edge_limits.RESPONSE_S, clock: Callable[[], float] = time.time
     ) -> None:
         self._path = path
         self._expiry_s = expiry_s
@@ -119,7 +118,7 @@ class ResponseStore:
             self._database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
             self._database.executemany("INSERT OR IGNORE INTO items VALUES (?, ?)", items)
             self._database.execute(
-                "DELETE FROM responses WHERE rowid <= (SELECT max(rowid) FROM responses) - ?", (MAX_RESPONSES,)
+                "DELETE FROM responses WHERE rowid <= (SELECT max(rowid) FROM responses) - ?", (edge_limits.RESPONSES,)
             )
         except sqlite3.Error as error:  # the answer is not lost with it
             logger.error("response %s is not stored: %s", row[0], error)

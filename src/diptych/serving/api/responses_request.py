@@ -11,9 +11,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, Field, ValidationError
 
 from diptych.control.errors import InvalidRequestError
+from diptych.serving import edge_limits
 from diptych.serving.api.error_responses import invalid_body
 from diptych.serving.api.ignored_fields import OWN_FIELDS
-from diptych.serving.api.protocol import MAX_TOOLS, ChatBody, Count, Finite, Items, Metadata
+from diptych.serving.api.protocol import ChatBody, Count, Finite, Items, Metadata
 from diptych.serving.api.responses_items import ItemReader, take_found_tools
 from diptych.serving.api.responses_tools import ClientTools
 
@@ -42,7 +43,7 @@ class ResponsesBody(BaseModel):
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    tools: Annotated[Items[Item], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Items[Item], Field(max_length=edge_limits.TOOLS)] | None = None
     tool_choice: str | Item | None = None
     parallel_tool_calls: bool | None = None
     text: Item | None = Field(None, description="format: text, json_object or json_schema.")

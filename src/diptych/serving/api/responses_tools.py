@@ -12,8 +12,9 @@ from hashlib import blake2b
 from typing import Any, Final, Literal
 
 from diptych.control.errors import InvalidRequestError
+from diptych.serving import edge_limits
 from diptych.serving.api.function_tool import function_tool
-from diptych.serving.api.protocol import MAX_TOOLS, ToolBody
+from diptych.serving.api.protocol import ToolBody
 
 Item = dict[str, Any]
 ToolKind = Literal["function", "custom", "tool_search"]
@@ -152,8 +153,8 @@ class ClientTools:
             if are_found:
                 return
             raise InvalidRequestError(f"{place}.name is {tool.name!r}, as that of another tool", param=f"{place}.name")
-        if len(self.functions) == MAX_TOOLS:
-            raise InvalidRequestError(f"{place} is one tool too many; at most {MAX_TOOLS}", param=place)
+        if len(self.functions) == edge_limits.TOOLS:
+            raise InvalidRequestError(f"{place} is one tool too many; at most {edge_limits.TOOLS}", param=place)
         name = _joined(tool)
         if name in self._by_callable and tool.namespace is None:
             raise InvalidRequestError(f"{place}.name is {tool.name!r}, as that of another tool", param=f"{place}.name")

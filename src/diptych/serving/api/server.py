@@ -19,6 +19,7 @@ import uvloop
 from diptych.control.errors import DiptychError
 from diptych.runtime.garbage import leave_alone_what_is_loaded
 from diptych.runtime.thread_limits import switch_often
+from diptych.serving import edge_limits
 from diptych.serving.api.listener import Listener, bind, raise_descriptor_limit
 from diptych.serving.api.manners import Manners
 from diptych.serving.batches.batch_service import BatchOptions, BatchService
@@ -47,7 +48,7 @@ class ServerOptions:
     also_served_as: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = edge_limits.BODY_BYTES
     drain_timeout_s: float = 30.0
     log_level: str = "warning"
     manners: Manners = field(default_factory=Manners)

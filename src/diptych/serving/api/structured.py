@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from diptych.control.errors import InvalidRequestError
+from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter
 from diptych.serving.answers.grammar.schema_parts import Schema
 from diptych.serving.api.protocol import GenerationBody
 
-MAX_CHOICES = 4096
 _FORMS = ("json", "json_object", "regex", "choice", "grammar")
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
@@ -40,10 +40,10 @@ def wanted_grammar(body: GenerationBody, writer: GrammarWriter) -> Grammar | Non
     if form == "choice":
         if (
             not isinstance(value, list)
-            or not 0 < len(value) <= MAX_CHOICES
+            or not 0 < len(value) <= edge_limits.CHOICES
             or not all(isinstance(x, str) for x in value)
         ):
-            raise InvalidRequestError(f"{param} is no list of 1 to {MAX_CHOICES} texts", param=param)
+            raise InvalidRequestError(f"{param} is no list of 1 to {edge_limits.CHOICES} texts", param=param)
         return writer.choice(value, param)
     if not isinstance(value, str) or not value:
         raise InvalidRequestError(f"{param} is no text", param=param)

@@ -15,19 +15,18 @@ from pydantic import BaseModel
 
 from diptych.control.errors import InvalidRequestError
 from diptych.control.slo import NS_PER_S
+from diptych.serving import edge_limits
 from diptych.timeline.records import GapRecord, HeaderRecord, Record
 from diptych.timeline.ring import Subscription, Timeline
 from diptych.timeline.trace import hold, trace
 
 BATCH_INTERVAL_S, HEARTBEAT_S = 0.1, 10.0
-MAX_BATCH = 500  # records of one server-sent event
-DEFAULT_PAGE, MAX_PAGE = 1000, 2000  # about 2 us of the event loop each
-MAX_LAST_S = 86_400
+DEFAULT_PAGE = 1000
 HEARTBEAT = b": nothing new\n\n"
 
 Since = Annotated[str | None, Query(description="What comes after this record: its number, or the id of an event")]
 Workers = Annotated[str | None, Query(description="Only these workers, such as 0,2")]
-Limit = Annotated[str | None, Query(description=f"At most so many records: 1 to {MAX_PAGE}")]
+Limit = Annotated[str | None, Query(description=f"At most so many records: 1 to {edge_limits.TIMELINE_PAGE_RECORDS}")]
 Last = Annotated[str | None, Query(description="Only so many seconds before now")]
 
 
@@ -69,13 +68,13 @@ def add_timeline_routes(app: FastAPI, timeline: Timeline, errors: dict[int | str
         position = _position(timeline, since)
         reader = Subscription(timeline, timeline.first_sequence - 1 if position is None else position)
         reader.workers = _workers(workers)
-        count = DEFAULT_PAGE if limit is None else round(_number("limit", limit, MAX_PAGE))
+        count = DEFAULT_PAGE if limit is None else round(_number("limit", limit, edge_limits.TIMELINE_PAGE_RECORDS))
         return Response(_page(timeline, reader, count), media_type="application/json")
 
     @app.get("/timeline/perfetto", responses={**refusals, 200: {"model": TraceReply}})
     async def perfetto(last_s: Last = None) -> Response:
         """What is held as a trace for https://ui.perfetto.dev and chrome://tracing."""
-        last_ns = None if last_s is None else round(_number("last_s", last_s, MAX_LAST_S) * NS_PER_S)
+        last_ns = None if last_s is None else round(_number("last_s", last_s, edge_limits.TRACE_S) * NS_PER_S)
         async with drawing:  # one at a time: it takes a second of a core when much is held
             holding = hold(timeline, time.monotonic_ns())
             pieces = await asyncio.to_thread(trace, holding, last_ns)
@@ -111,7 +110,7 @@ async def events(timeline: Timeline, subscription: Subscription) -> AsyncIterato
     yield _event(timeline, subscription.sequence, [header])
     quiet_s = 0.0
     while True:
-        if batch := subscription.take(MAX_BATCH):
+        if batch := subscription.take(edge_limits.TIMELINE_EVENT_RECORDS):
             yield _event(timeline, subscription.sequence, batch)
             quiet_s = 0.0
         elif timeline.is_closed:

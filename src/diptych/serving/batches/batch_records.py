@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from diptych.control.errors import ConfigError, InvalidRequestError
+from diptych.serving import edge_limits
 from diptych.serving.batches.line_usage import NO_USAGE, LineUsage
 
 Status = Literal[
@@ -20,9 +21,6 @@ Status = Literal[
 ]  # fmt: skip
 End = Literal["completed", "expired", "cancelled"]
 OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
-MAX_ERRORS = 100  # of wrong lines that are reported
-MAX_ID = 512  # characters of a custom_id
-MAX_WINDOW_S = 30 * 24 * 3600
 _WINDOW = re.compile(r"([1-9][0-9]{0,8})(s|m|h|d)")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 
@@ -32,13 +30,13 @@ class BatchLimits:
     """max_file_bytes: of an uploaded file. max_lines: of a batch. max_line_bytes: of one line. max_total_bytes: of all
     files together; no more are taken then. max_files, max_batches: kept; max_open: batches that have not ended."""
 
-    max_file_bytes: int = 256 * 2**20
-    max_lines: int = 100_000
-    max_line_bytes: int = 16 * 2**20
-    max_total_bytes: int = 10 * 10**9
-    max_files: int = 10_000
-    max_batches: int = 10_000
-    max_open: int = 1_000
+    max_file_bytes: int = edge_limits.FILE_BYTES
+    max_lines: int = edge_limits.BATCH_LINES
+    max_line_bytes: int = edge_limits.BATCH_LINE_BYTES
+    max_total_bytes: int = edge_limits.ALL_FILES_BYTES
+    max_files: int = edge_limits.FILES
+    max_batches: int = edge_limits.BATCHES
+    max_open: int = edge_limits.OPEN_BATCHES
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -187,7 +185,7 @@ def window_seconds(window: str) -> int:
     """The length of a completion window such as 24h. Raises InvalidRequestError."""
     found = _WINDOW.fullmatch(window)
     seconds = int(found[1]) * _UNIT_S[found[2]] if found else 0
-    if not 0 < seconds <= MAX_WINDOW_S:
+    if not 0 < seconds <= edge_limits.BATCH_WINDOW_S:
         message = f"completion_window is {window[:40]!r}; expected a time such as 24h, 90m or 7d, at most 30d"
         raise InvalidRequestError(message, param="completion_window")
     return seconds

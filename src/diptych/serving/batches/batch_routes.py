@@ -12,21 +12,18 @@ from fastapi.responses import FileResponse, Response
 from pydantic import BaseModel, Field
 
 from diptych.control.errors import InvalidRequestError, NotFoundError
+from diptych.serving import edge_limits
 from diptych.serving.api.bodies import read_body, takes, tenant_in
 from diptych.serving.api.protocol import Finite, Metadata
 from diptych.serving.api.reply import encode_json
-from diptych.serving.batches.batch_records import MAX_WINDOW_S, Batch, BatchTerms, StoredFile, window_seconds
+from diptych.serving.batches.batch_records import Batch, BatchTerms, StoredFile, window_seconds
 from diptych.serving.batches.batch_service import BatchService, Upload
 from diptych.serving.batches.multipart import MultipartParser, PartBegin
 
-MAX_FIELD_BYTES = 4096  # of a plain field beside a file
-MAX_FILENAME = 255
-MOST_FILES, MOST_BATCHES, USUAL_BATCHES = 10_000, 100, 20
-FORM_BYTES = 2**16  # of an upload besides its file
-LEAST_EXPIRY_S = 3600
+USUAL_BATCHES = 20
 WRITE_BYTES = 2**18
 OFF = "this server keeps no files and batches; it was started without --batch-dir"
-Seconds = Annotated[int, Field(ge=LEAST_EXPIRY_S, le=MAX_WINDOW_S)]
+Seconds = Annotated[int, Field(ge=edge_limits.FILE_LEAST_S, le=edge_limits.BATCH_WINDOW_S)]
 
 
 class ExpiryBody(BaseModel):
@@ -76,7 +73,7 @@ def add_batch_routes(app: FastAPI, service: BatchService | None, errors: dict[in
     async def batches(request: Request) -> Response:
         """Batches, the newest first."""
         known = _required(service)
-        limit = _limit(request, USUAL_BATCHES, MOST_BATCHES)
+        limit = _limit(request, USUAL_BATCHES, edge_limits.LISTED_BATCHES)
         found = await known.batches(tenant_in(request), request.query_params.get("after"), limit + 1)
         return _page(found, limit)
 
@@ -93,7 +90,7 @@ def add_batch_routes(app: FastAPI, service: BatchService | None, errors: dict[in
 
 def upload_limits(service: BatchService | None) -> dict[str, int]:
     """The largest bodies of paths that take files."""
-    return {} if service is None else {"/v1/files": service.options.limits.max_file_bytes + FORM_BYTES}
+    return {} if service is None else {"/v1/files": service.options.limits.max_file_bytes + edge_limits.FORM_BYTES}
 
 
 def _add_file_routes(app: FastAPI, service: BatchService | None, errors: dict[int | str, dict[str, Any]]) -> None:
@@ -113,7 +110,7 @@ def _add_file_routes(app: FastAPI, service: BatchService | None, errors: dict[in
     async def files(request: Request) -> Response:
         """Files, the newest first."""
         known, query = _required(service), request.query_params
-        limit = _limit(request, MOST_FILES, MOST_FILES)
+        limit = _limit(request, edge_limits.LISTED_FILES, edge_limits.LISTED_FILES)
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequestError(f"order is {order[:40]!r}; one of asc, desc", param="order")
@@ -158,11 +155,12 @@ async def _receive(service: BatchService, request: Request) -> StoredFile:
                     elif upload is not None:
                         raise InvalidRequestError("the body has more than one file", param="file")
                     else:
-                        filename, upload = (part.filename or "upload")[-MAX_FILENAME:], await service.begin_upload()
+                        filename = (part.filename or "upload")[-edge_limits.FILENAME :]
+                        upload = await service.begin_upload()
                 elif part.name == "file":
                     pending += event
-                elif len(fields[part.name]) + len(event) > MAX_FIELD_BYTES:
-                    text = f"the field {part.name[:40]!r} has more than {MAX_FIELD_BYTES} bytes"
+                elif len(fields[part.name]) + len(event) > edge_limits.FORM_FIELD_BYTES:
+                    text = f"the field {part.name[:40]!r} has more than {edge_limits.FORM_FIELD_BYTES} bytes"
                     raise InvalidRequestError(text, param=part.name[:40])
                 else:
                     fields[part.name] += event
@@ -193,9 +191,10 @@ def _checked(fields: dict[str, bytearray]) -> int | None:
         raise InvalidRequestError(f"{name} is no field of an upload", param=name)
     if anchor is None and seconds is None:
         return None
+    least, most = edge_limits.FILE_LEAST_S, edge_limits.BATCH_WINDOW_S
     is_known = anchor == "created_at" and seconds is not None and seconds.isdecimal() and len(seconds) < 10
-    if not is_known or not LEAST_EXPIRY_S <= int(seconds or 0) <= MAX_WINDOW_S:
-        text = f"expires_after needs the anchor created_at and {LEAST_EXPIRY_S} to {MAX_WINDOW_S} seconds"
+    if not is_known or not least <= int(seconds or 0) <= most:
+        text = f"expires_after needs the anchor created_at and {least} to {most} seconds"
         raise InvalidRequestError(text, param="expires_after")
     return int(seconds or 0)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from diptych.serving.batches.batch_records import MAX_ID, LineFault
+from diptych.serving import edge_limits
+from diptych.serving.batches.batch_records import LineFault
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encode = msgspec.json.Encoder().encode
@@ -32,8 +33,10 @@ def check_line(text: bytes, number: int, endpoint: str, models: Collection[str])
         if name not in fields:
             return fault("missing_required_parameter", f"{name} is required", name)
     custom_id, method, url = (_value(fields[name]) for name in REQUIRED[:3])
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID:
-        return fault("invalid_custom_id", f"custom_id must be a text of 1 to {MAX_ID} characters", "custom_id")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= edge_limits.CUSTOM_ID:
+        return fault(
+            "invalid_custom_id", f"custom_id must be a text of 1 to {edge_limits.CUSTOM_ID} characters", "custom_id"
+        )
     if method != "POST":
         return fault("invalid_method", f"method is {_shown(method)}; it must be POST", "method")
     if url != endpoint:

@@ -4,7 +4,8 @@ part of the file at a time, so that others get their turns.
 
 from collections.abc import Collection
 
-from diptych.serving.batches.batch_records import MAX_ERRORS, Batch, LineFault, LinePlace
+from diptych.serving import edge_limits
+from diptych.serving.batches.batch_records import Batch, LineFault, LinePlace
 from diptych.serving.batches.batch_store import BatchStore
 from diptych.serving.batches.line_check import check_line
 
@@ -34,14 +35,14 @@ class LineIntake:
         if self._num_lines > limit:
             self._faults.append(LineFault("too_many_lines", f"the file has more than {limit} lines, the limit"))
             is_over = True
-        if not is_over and len(self._faults) < MAX_ERRORS:
+        if not is_over and len(self._faults) < edge_limits.BATCH_FAULTS:
             return True
         if not self._num_lines:
             self._faults.append(LineFault("empty_file", "the file has no lines"))
         tables, number = self._store.tables, self._batch.number
         if self._faults:
             tables.forget_lines(number)
-            tables.set_status(self._batch, "failed", now, faults=self._faults[:MAX_ERRORS])
+            tables.set_status(self._batch, "failed", now, faults=self._faults[: edge_limits.BATCH_FAULTS])
         else:
             with tables.begin():
                 tables.set_total(number, self._num_lines)
@@ -65,7 +66,7 @@ class LineIntake:
                 else:
                     places.append(LinePlace(number, offset, len(text), found))
             num_bytes += len(text)
-            if number % PART_LINES == 0 or num_bytes >= PART_BYTES or len(self._faults) >= MAX_ERRORS:
+            if number % PART_LINES == 0 or num_bytes >= PART_BYTES or len(self._faults) >= edge_limits.BATCH_FAULTS:
                 is_over = False
                 break
         with self._store.tables.begin():

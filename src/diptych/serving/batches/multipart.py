@@ -12,9 +12,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
 from diptych.control.errors import InvalidRequestError
-
-MAX_HEAD_BYTES = 16_384  # of one part
-MAX_PARTS = 32
+from diptych.serving import edge_limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class MultipartParser:
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
-        if kind != b"multipart/form-data" or not 0 < len(boundary) <= 200:
+        if kind != b"multipart/form-data" or not 0 < len(boundary) <= edge_limits.BOUNDARY_BYTES:
             raise InvalidRequestError(
                 f"content-type is {content_type[:80]!r}; a file is uploaded as multipart/form-data with a boundary",
                 code="invalid_multipart",
@@ -70,8 +68,8 @@ class MultipartParser:
 
     def _on_part_begin(self) -> None:
         self._num_parts += 1
-        if self._num_parts > MAX_PARTS:
-            raise _invalid(f"it has more than {MAX_PARTS} parts")
+        if self._num_parts > edge_limits.FORM_PARTS:
+            raise _invalid(f"it has more than {edge_limits.FORM_PARTS} parts")
         self._headers.clear()
         self._head_bytes = 0
 
@@ -83,8 +81,8 @@ class MultipartParser:
 
     def _take(self, target: bytearray, piece: bytes) -> None:
         self._head_bytes += len(piece)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise _invalid(f"the head of a part has more than {MAX_HEAD_BYTES} bytes")
+        if self._head_bytes > edge_limits.PART_HEAD_BYTES:
+            raise _invalid(f"the head of a part has more than {edge_limits.PART_HEAD_BYTES} bytes")
         target += piece
 
     def _on_header_end(self) -> None:

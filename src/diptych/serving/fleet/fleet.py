@@ -30,6 +30,7 @@ from diptych.control.events import Event, RequestFinished, Resized, TransferFail
 from diptych.control.request import FinishReason, Submission
 from diptych.control.router.topology import Role, WorkerInfo, has_both_phases
 from diptych.processor import Processor, read_processor
+from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.output_streams import OutputStreams
 from diptych.serving.fleet.due_timer import DueTimer
@@ -99,7 +100,7 @@ class Fleet:
         self.ready: asyncio.Future[Ready] | None = None  # of all first starts
         self.joint_ready: Ready | None = None  # the fleet as one worker, once all were ready
         self.loading = Loading("starting")
-        self.timeline = Timeline()
+        self.timeline = Timeline(max_subscribers=edge_limits.TIMELINE_READERS)
         self._takeovers = Takeovers(self.streams, self.metrics, self.timeline)
         self.core = ClusterCore()
         self._launcher = launcher or LocalLauncher()

@@ -15,7 +15,8 @@ from diptych.control.planner.planner_config import PlannerConfig
 from diptych.control.router.topology import ROLES, Role
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import CodecName
-from diptych.serving.fleet.join_options import DEFAULT_MAX_JOINED, JoinOptions
+from diptych.serving import edge_limits
+from diptych.serving.fleet.join_options import JoinOptions
 from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.serving.link.engine_options import ExplainMisses, parse_cores
 from diptych.serving.ray.ray_options import RayOptions
@@ -93,7 +94,7 @@ class FleetOptions:
     def slots(self) -> tuple[Role, ...]:
         """The roles of all workers that there may be: those that are added begin with both."""
         both: Role = "both"
-        most = self.max_workers or (len(self.roles) + DEFAULT_MAX_JOINED if self.join is not None else 0)
+        most = self.max_workers or (len(self.roles) + edge_limits.JOINED_WORKERS if self.join is not None else 0)
         return self.roles + (both,) * (most - len(self.roles))
 
     @property

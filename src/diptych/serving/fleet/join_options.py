@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from diptych.control.errors import ConfigError
 from diptych.tls.shared_key import SharedKey
 
-DEFAULT_MAX_JOINED = 64
-
 
 @dataclass(frozen=True, slots=True)
 class JoinOptions:

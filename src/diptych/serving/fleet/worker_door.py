@@ -18,18 +18,16 @@ from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError, DiptychError
 from diptych.runtime.checkpoint import fingerprint
 from diptych.runtime.models.registry import read_model_config
+from diptych.serving import edge_limits
 from diptych.serving.fleet.join_options import JoinOptions
 from diptych.serving.fleet.joined_worker import JoinedWorker
 from diptych.serving.fleet.launched_worker import LaunchedWorker
 from diptych.serving.fleet.worker_port import WorkerPort, WorkerSite, WorkerState
-from diptych.serving.join.framed_link import HANDSHAKE_S, FramedLink
+from diptych.serving.join.framed_link import FramedLink
 from diptych.serving.join.join_messages import PROTOCOL, Accepted, Refused, Registration, read_from_agent, told
 from diptych.serving.link.engine_options import EngineOptions
 
 logger = logging.getLogger(__name__)
-
-BACKLOG = 128
-MAX_UNKNOWN = 64  # connections that have proved the key and not registered
 
 
 class JoiningFleet(Protocol):
@@ -109,8 +107,8 @@ class WorkerDoor:
                 self._options.host,
                 self._options.port,
                 ssl=tls,
-                ssl_handshake_timeout=HANDSHAKE_S,
-                backlog=BACKLOG,
+                ssl_handshake_timeout=edge_limits.WORKER_HANDSHAKE_S,
+                backlog=edge_limits.WORKER_BACKLOG,
             )
         except OSError as error:
             message = f"listen_workers is {self._options.listen}, which cannot be had: {error.strerror or error}"
@@ -151,10 +149,12 @@ class WorkerDoor:
 
     def _greet(self, link: FramedLink) -> None:
         """It knows the key: it is to say what it is, soon."""
-        if len(self._unknown) >= MAX_UNKNOWN:
+        if len(self._unknown) >= edge_limits.UNREGISTERED_WORKERS:
             self._forget(next(iter(self._unknown)), "too many connections without a registration")
         loop = asyncio.get_running_loop()
-        self._unknown[link] = loop.call_later(HANDSHAKE_S, self._forget, link, "it did not register in time")
+        self._unknown[link] = loop.call_later(
+            edge_limits.WORKER_HANDSHAKE_S, self._forget, link, "it did not register in time"
+        )
         link.on_closed = lambda why: self._forget(link, why)
         link.on_told = lambda data: self._register(link, data)
         link.on_relayed = lambda data: self._forget(link, "it sent something else than its registration")

@@ -5,7 +5,7 @@
     call.abort()                                                    # closes the connection; nothing follows
 
 A closed connection is how every engine learns that an answer is not wanted any more. Knows nothing of what is asked.
-Memory: ``pause`` stops reading; a head has at most HEAD_LIMIT bytes.
+Memory: ``pause`` stops reading; a head has at most ENGINE_HEAD_BYTES bytes.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-HEAD_LIMIT = 65_536
+from diptych.serving import edge_limits
+
 CONNECT_TIMEOUT_S = 5.0
 MAX_IDLE = 256  # connections that are kept
 MAX_IDLE_S = 4.0  # servers close what is idle, uvicorn after 5 s: a request must not meet that
@@ -268,8 +269,8 @@ class _Connection(asyncio.Protocol):
             return
         if self._is_between_chunks and not data.endswith(b"\r\n"):  # but for a part of a chunk's size
             self._is_between_chunks = False
-        if not self._has_head and self._head_bytes > HEAD_LIMIT:
-            self._end_with(f"the head of the reply is longer than {HEAD_LIMIT} bytes")
+        if not self._has_head and self._head_bytes > edge_limits.ENGINE_HEAD_BYTES:
+            self._end_with(f"the head of the reply is longer than {edge_limits.ENGINE_HEAD_BYTES} bytes")
         elif self._is_whole:
             self._finish()
 

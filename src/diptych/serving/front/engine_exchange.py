@@ -19,6 +19,7 @@ from diptych.control.events import Event, FirstToken, HandoffDelivered, RequestA
 from diptych.control.request import FinishReason
 from diptych.control.slo import LatencyBreakdown
 from diptych.control.step import StepTokens
+from diptych.serving import edge_limits
 from diptych.serving.api.error_format import error_body
 from diptych.serving.front.engine_connection import ConnectionPool, EngineCall
 from diptych.serving.front.engine_question import EngineQuestion, id_header
@@ -36,8 +37,6 @@ from diptych.serving.front.reply_chunks import (
     without_token_ids,
 )
 
-BODY_LIMIT = 64 << 20
-REFUSAL_LIMIT = 1 << 16
 ELSEWHERE = frozenset((408, 409, 425, 429))  # and all from 500 on: another engine may take it
 TOLD_S = 0.25  # how often the owner is told of tokens
 SPARE_TOKENS = 8  # by which an engine may miscount an answer
@@ -174,7 +173,7 @@ class EngineExchange:
             self._on_events(data)
             return
         self._body += data
-        limit = BODY_LIMIT if self._status == 200 else REFUSAL_LIMIT
+        limit = edge_limits.ENGINE_REPLY_BYTES if self._status == 200 else edge_limits.ENGINE_REFUSAL_BYTES
         if len(self._body) > limit:
             self.break_off(f"the reply (status {self._status}) is longer than {limit} bytes")
 

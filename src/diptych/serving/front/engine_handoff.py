@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from diptych.control.commands import Prefill
 from diptych.control.events import TransferFailed
+from diptych.serving import edge_limits
 from diptych.serving.front.capabilities import HandoffKind
 from diptych.serving.front.engine_connection import ConnectionPool, EngineCall
 from diptych.serving.front.engine_exchange import ELSEWHERE, ExchangeOwner
@@ -27,7 +28,6 @@ from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_stream import HandoffSlot, RelayStream
 from diptych.serving.front.reply_chunks import EngineUsage, UnreadableReplyError, read_chunk
 
-BODY_LIMIT = 64 << 20
 BOOTSTRAP_PORT = 8998
 ROOMS = 1 << 63
 NIXL_REQUEST: dict[str, Any] = {
@@ -110,8 +110,8 @@ class PrefillLeg:
         """See ReplyListener. (The engine's own answer is read to its end, and is not needed.)"""
         if self._kind == "nixl" or self._status != 200:
             self._body += data
-            if len(self._body) > BODY_LIMIT:
-                self.break_off(f"the reply is longer than {BODY_LIMIT} bytes")
+            if len(self._body) > edge_limits.ENGINE_REPLY_BYTES:
+                self.break_off(f"the reply is longer than {edge_limits.ENGINE_REPLY_BYTES} bytes")
 
     def on_end(self) -> None:
         """See ReplyListener."""

@@ -1,7 +1,7 @@
 """One answer of an engine on its way to its client: an AnswerStream whose text stays as the engine wrote it.
 
 Tokens are counted (and kept, where the engine names them, to continue the answer elsewhere); their text is never made
-here. Bounded: an exchange stops reading while its client has not taken UNREAD_BYTES.
+here. Bounded: an exchange stops reading while its client has not taken UNREAD_BYTES_AT_FRONT.
 """
 
 import re
@@ -13,12 +13,12 @@ import msgspec
 from diptych.control.errors import DiptychError, RequestError
 from diptych.control.events import RequestFinished
 from diptych.control.request import RequestOptions, SamplingParams
+from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 from diptych.serving.api.dialect import CHAT, COMMENT, Dialect, chat_failure
 from diptych.serving.api.error_format import error_body
 from diptych.serving.front.relay_request import CHAT_PATH, RelayRequest
 
-UNREAD_BYTES = 1 << 20
 TEXT_HERE = "\u241f text"  # stands for the text of a chunk
 _QUOTED_HERE = msgspec.json.encode(TEXT_HERE)
 MAX_RETRY_S = 3600
@@ -163,7 +163,7 @@ class RelayStream(AnswerStream):
     @property
     def is_full(self) -> bool:
         """Whether the client has left too much unread."""
-        return self._num_unread > UNREAD_BYTES
+        return self._num_unread > edge_limits.UNREAD_BYTES_AT_FRONT
 
     def note_chunk(self, num_tokens: int, num_new: int, num_left: int, *, has_text: bool) -> None:
         """A chunk came with so many tokens. num_new: of these, how many the answer did not have yet. num_left: how many
@@ -231,7 +231,7 @@ class RelayStream(AnswerStream):
         self.is_dirty = False
         data = self._data[0] if len(self._data) == 1 else b"".join(self._data)
         self._data.clear()
-        if self._num_unread > UNREAD_BYTES and self.on_read is not None:
+        if self._num_unread > edge_limits.UNREAD_BYTES_AT_FRONT and self.on_read is not None:
             self.on_read()
         self._num_unread = 0
         return data

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-MAX_EVENT_BYTES = 16 << 20
+from diptych.serving import edge_limits
+
 DONE = b"[DONE]"
 _TOKEN_IDS = re.compile(rb',\s*"(?:prompt_)?token_ids"\s*:\s*(?:\[[\d,\s]*\]|null)')
 _BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -41,8 +42,8 @@ class EventSplitter:
             if payload is not None:
                 payloads.append(payload)
         self.rest = self.rest[begin:]
-        if len(self.rest) > MAX_EVENT_BYTES:
-            raise UnreadableReplyError(f"an event of the stream is longer than {MAX_EVENT_BYTES} bytes")
+        if len(self.rest) > edge_limits.ENGINE_EVENT_BYTES:
+            raise UnreadableReplyError(f"an event of the stream is longer than {edge_limits.ENGINE_EVENT_BYTES} bytes")
         return payloads
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from diptych.control.errors import ConflictError, OverloadedError, UnavailableError
 from diptych.control.request import Submission
 from diptych.control.slo import NS_PER_S
+from diptych.serving import edge_limits
 from diptych.serving.front.engine_metrics import engine_families
 from diptych.serving.front.engine_pages import DIAGNOSED_KINDS
 from diptych.serving.front.external_fleet import ExternalFleet
@@ -17,7 +18,6 @@ from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 from diptych.serving.served_fleet import ServedFleet
 from diptych.timeline.watched_server import WatchedEngine
 
-MAX_OPEN = 65_536  # requests that are open at once
 MAX_TOKENISING = 1024  # requests that engines tokenise at once
 ID_PREFIXES = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
 
@@ -52,8 +52,8 @@ class EngineFront(ServedFleet):
     async def submit(self, request: RelayRequest, tenant: str) -> RelayGeneration:
         """Send a request to an engine. Raises InvalidRequestError, OverloadedError or UnavailableError."""
         self.require_ready()
-        if self.num_open >= MAX_OPEN:
-            raise OverloadedError(f"{self.num_open} requests are open already; at most {MAX_OPEN}")
+        if self.num_open >= edge_limits.OPEN_AT_FRONT:
+            raise OverloadedError(f"{self.num_open} requests are open already; at most {edge_limits.OPEN_AT_FRONT}")
         options, begun_ns = options_for(request.body, tenant), self.external.clock()
         request = replace(request, tokenized=await self._tokenized(request, options.deadline_ns))
         if options.deadline_ns is not None:

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from typing import cast
 
 from diptych.length_prefix import Unpacker, pack
-from diptych.serving.join.join_messages import MAX_FIRST_BYTES, MAX_FRAME_BYTES, RELAYED, TOLD
-
-MAX_UNSENT_BYTES = 1 << 27
-HANDSHAKE_S = 10.0
+from diptych.serving import edge_limits
+from diptych.serving.join.join_messages import RELAYED, TOLD
 
 
 class FramedLink(asyncio.Protocol):
@@ -27,7 +25,7 @@ class FramedLink(asyncio.Protocol):
         self.peer = ""  # address of the other end
         self.own_host = ""  # address of this end
         self.heard_s = 0.0  # when something came, on the loop's clock
-        self._unpacker = Unpacker(MAX_FIRST_BYTES)
+        self._unpacker = Unpacker(edge_limits.WORKER_FIRST_BYTES)
         self._transport: asyncio.Transport | None = None
         self._why = ""
 
@@ -38,7 +36,7 @@ class FramedLink(asyncio.Protocol):
 
     def introduced(self) -> None:
         """The other end is known: its frames may be long from now on."""
-        self._unpacker.limit = MAX_FRAME_BYTES
+        self._unpacker.limit = edge_limits.WORKER_FRAME_BYTES
 
     def tell(self, frame: bytes) -> None:
         """Send a frame; nothing happens when the connection is gone."""
@@ -46,8 +44,8 @@ class FramedLink(asyncio.Protocol):
             return
         assert self._transport is not None
         self._transport.write(pack(frame))
-        if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            self.close(f"{MAX_UNSENT_BYTES} bytes wait to be sent, and the other end takes none")
+        if self._transport.get_write_buffer_size() > edge_limits.WORKER_UNSENT_BYTES:
+            self.close(f"{edge_limits.WORKER_UNSENT_BYTES} bytes wait to be sent, and the other end takes none")
 
     def relay(self, data: bytes) -> None:
         """Send a message that the other end passes on."""

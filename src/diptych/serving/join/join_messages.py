@@ -9,13 +9,11 @@ import msgspec
 
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
+from diptych.serving import edge_limits
 from diptych.serving.link.engine_options import EngineOptions
 
 PROTOCOL = 1
 RELAYED, TOLD = b"\x00", b"\x01"
-MAX_FIRST_BYTES = 1 << 16  # of a frame before the other end is introduced
-MAX_FRAME_BYTES = 1 << 26
-MAX_LABEL = 64  # characters of a host's or a rack's name
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, tag="registration"):
@@ -38,8 +36,10 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, tag="registration"
     def __post_init__(self) -> None:
         for name in ("host", "rack"):
             value = getattr(self, name)
-            if len(value) > MAX_LABEL or not value.isprintable():
-                raise ConfigError(f"{name} is {value!r}; at most {MAX_LABEL} printable characters", param=name)
+            if len(value) > edge_limits.WORKER_LABEL or not value.isprintable():
+                raise ConfigError(
+                    f"{name} is {value!r}; at most {edge_limits.WORKER_LABEL} printable characters", param=name
+                )
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):

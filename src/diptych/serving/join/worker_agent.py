@@ -20,7 +20,8 @@ from diptych.control.errors import ConfigError, WorkerError
 from diptych.control.router.topology import Role
 from diptych.runtime.checkpoint import fingerprint
 from diptych.runtime.models.registry import read_model_config
-from diptych.serving.join.framed_link import HANDSHAKE_S, FramedLink
+from diptych.serving import edge_limits
+from diptych.serving.join.framed_link import FramedLink
 from diptych.serving.join.hosted_worker import HostedWorker
 from diptych.serving.join.join_messages import (
     PROTOCOL,
@@ -178,7 +179,11 @@ class WorkerAgent:
         loop, options = asyncio.get_running_loop(), self._options
         async with asyncio.timeout(DIAL_S):
             _, link = await loop.create_connection(
-                FramedLink, options.host, options.port, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
+                FramedLink,
+                options.host,
+                options.port,
+                ssl=self._tls,
+                ssl_handshake_timeout=edge_limits.WORKER_HANDSHAKE_S,
             )
         return link
 

@@ -15,12 +15,12 @@ from diptych.control.misses.miss_explainer import MissExplainer
 from diptych.control.misses.miss_summary import MAX_PLACES
 from diptych.control.misses.prefix_miss import PrefixMiss
 from diptych.control.request import Submission
+from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream
 from diptych.serving.misses.difference import BEFORE_TOKENS, MAX_TOKENS, Decode, TextDifference, difference
 from diptych.serving.misses.sealed_tokens import SealedTokens, unsealed
 
 KEY_BYTES = 32
-NUM_RECENT = 256  # misses that are kept
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class MissWatch:
     ) -> None:
         self.explainer = MissExplainer(block_size)
         self.keeps_text = keeps_text
-        self.recent: deque[ExplainedMiss] = deque(maxlen=NUM_RECENT)
+        self.recent: deque[ExplainedMiss] = deque(maxlen=edge_limits.SHOWN_MISSES)
         self.texts: dict[bytes, TextDifference] = {}  # of places (see MissSummary), the latest of each
         self.decode: Decode | None = None  # token ids to text; set by the owner of the tokenizer
         self._stream_of = stream_of
@@ -60,7 +60,7 @@ class MissWatch:
         return self._clock()
 
     def spent_within(self, window_ns: int) -> dict[str, int]:
-        """What the prompt tokens of the last NUM_RECENT requests of so many nanoseconds were computed for."""
+        """What the prompt tokens of the last SHOWN_MISSES requests of so many nanoseconds were computed for."""
         since_ns, spent = self._clock() - window_ns, Counter[str]()
         for explained in self.recent:
             if explained.miss.time_ns >= since_ns:

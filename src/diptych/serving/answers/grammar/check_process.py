@@ -25,10 +25,10 @@ import msgspec
 
 from diptych.control.errors import InvalidRequestError
 from diptych.runtime.grammar import MASK_LIMITS
+from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.check_messages import CheckReply, CheckRequest, CheckSettings
 from diptych.serving.answers.grammar.grammar_text import SCHEMA, with_schemas
 
-MEMORY_BYTES = 2 << 30  # a fork may take so much more
 KEPT_BYTES = 128 << 20  # a fork that holds so much more after a grammar is not used again
 NICENESS = 5
 LOOK_S = 0.02  # so often is looked how long a grammar takes
@@ -129,7 +129,7 @@ def _serve_fork(
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         if used_bytes:
-            most = used_bytes + MEMORY_BYTES
+            most = used_bytes + edge_limits.GRAMMAR_MEMORY_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
         with os.fdopen(requests, "rb") as lines:
             for line in lines:

@@ -15,17 +15,15 @@ from typing import NamedTuple
 import msgspec
 
 from diptych.control.errors import InvalidRequestError, UnavailableError
+from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.check_messages import CheckReply, CheckRequest, CheckSettings
 from diptych.serving.answers.grammar.grammar_text import Grammar
 
 logger = logging.getLogger(__name__)
 
-COMPILE_LIMIT_S = 0.5  # of a processor
-CLOCK_LIMIT_S = 6.0  # where others want the processors
 RETRY_AFTER_S = 5.0  # where the machine has no time
 MAX_KNOWN = 512
 MAX_KNOWN_BYTES = 1 << 16  # longer grammars are tried each time
-MAX_WAITING = 64
 START_LIMIT_S = 30.0
 REPLY_LIMIT_S = 20.0  # by the clock, which is more than the process takes for one grammar
 LINE_BYTES = 1 << 28
@@ -51,7 +49,9 @@ class GrammarChecker:
     """The grammars of one tokenizer. ``check`` returns what a worker is given; ``close`` ends the process."""
 
     def __init__(self, tokenizer_json: str, eos_token_ids: list[int], vocab_size: int) -> None:
-        self._settings = CheckSettings(tokenizer_json, eos_token_ids, vocab_size, COMPILE_LIMIT_S, CLOCK_LIMIT_S)
+        self._settings = CheckSettings(
+            tokenizer_json, eos_token_ids, vocab_size, edge_limits.GRAMMAR_PROCESSOR_S, edge_limits.GRAMMAR_CLOCK_S
+        )
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._num_waiting = 0
@@ -62,7 +62,7 @@ class GrammarChecker:
         UnavailableError where the machine is too busy."""
         reply = self._known.get(grammar.text)
         if reply is None:
-            if self._num_waiting >= MAX_WAITING:
+            if self._num_waiting >= edge_limits.WAITING_GRAMMARS:
                 raise UnavailableError(f"{self._num_waiting} grammars wait to be compiled", code="grammar_queue_full")
             self._num_waiting += 1
             try:

@@ -12,6 +12,7 @@ from keyword import iskeyword
 from typing import Any
 
 from diptych.control.errors import InvalidRequestError
+from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.call_arguments import (
     CallArguments,
     MarkedArguments,
@@ -23,9 +24,6 @@ from diptych.serving.answers.grammar.schema_parts import Schema, refuse, with_nu
 from diptych.serving.answers.grammar.schema_rewriting import Check, SchemaRefusedError, rewrite
 from diptych.serving.answers.response.response_template import CallForm
 
-MAX_GRAMMAR_BYTES = 1 << 17  # to write a longer one would hold up the other streams of the front end
-MAX_DEPTH = 100  # of a schema
-MAX_PARTS = 10_000  # of a schema: values, at any depth
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 SCHEMA = "%schema "  # in a rule: a schema that is yet to be written as the compiler takes it, on one line of JSON
 _ARGUMENTS: dict[str, type[CallArguments]] = {
@@ -52,9 +50,10 @@ class Grammar:
         """In Lark, with schemas as clients wrote them (see SCHEMA), or the client's own. Raises InvalidRequestError for
         one that is too long."""
         text = self.foreign or f"{self.start}answer: {self.rule}\n{self.rules}"
-        if len(text) > MAX_GRAMMAR_BYTES:
+        if len(text) > edge_limits.GRAMMAR_BYTES:
             raise InvalidRequestError(
-                f"{self.param} makes a grammar of {len(text)} bytes; the limit is {MAX_GRAMMAR_BYTES}", param=self.param
+                f"{self.param} makes a grammar of {len(text)} bytes; the limit is {edge_limits.GRAMMAR_BYTES}",
+                param=self.param,
             )
         return text
 
@@ -284,17 +283,19 @@ def check_size(schema: Any, param: str) -> None:
     """Raise InvalidRequestError for what has too many parts, or, with its path, for what is nested too deeply."""
     nodes, num_parts, depth = [schema], 1, 0
     while nodes:
-        if depth > MAX_DEPTH:
+        if depth > edge_limits.SCHEMA_DEPTH:
             path = ".".join((param, *_path_down(schema, depth)))
-            raise InvalidRequestError(f"{path[:200]}... is nested more than {MAX_DEPTH} deep", param=param)
+            raise InvalidRequestError(
+                f"{path[:200]}... is nested more than {edge_limits.SCHEMA_DEPTH} deep", param=param
+            )
         inner: list[Any] = []
         for node in nodes:
             if isinstance(node, Mapping):
                 inner.extend(node.values())
             elif isinstance(node, list):
                 inner.extend(node)
-            if num_parts + len(inner) > MAX_PARTS:
-                raise InvalidRequestError(f"{param} has more than {MAX_PARTS} parts", param=param)
+            if num_parts + len(inner) > edge_limits.SCHEMA_PARTS:
+                raise InvalidRequestError(f"{param} has more than {edge_limits.SCHEMA_PARTS} parts", param=param)
         num_parts += len(inner)
         nodes, depth = [node for node in inner if isinstance(node, Mapping | list)], depth + 1
 
