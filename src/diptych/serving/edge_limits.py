@@ -76,6 +76,26 @@ BOUNDARY_BYTES = _limit(
 
 # What a request may hold: fields, lists, texts, tokens.
 
+BODY_DEPTH = _limit(
+    "BODY_DEPTH", 256, "levels", "lists and objects in each other in a body", beyond="400 `body_too_deep`"
+)
+BODY_VALUES = _limit(
+    "BODY_VALUES",
+    1 << 19,
+    "values",
+    "texts (names of members too), lists and objects in a body, at any depth",
+    beyond="400 `too_many_values`",
+)
+BODY_ELEMENTS = _limit(
+    "BODY_ELEMENTS",
+    5 << 20,
+    "elements",
+    "elements of all lists, and members of all objects, in a body",
+    beyond="400 `too_many_values`",
+)
+BODY_FIELDS = _limit(
+    "BODY_FIELDS", 1024, "fields", "fields of a body, a message or a tool, known or not", beyond="400"
+)
 LIST_ITEMS = _limit(
     "LIST_ITEMS", 65_536, "items", "list of prompts, messages, parts of a message, or biased tokens", beyond="400"
 )
