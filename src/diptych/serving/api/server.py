@@ -1,4 +1,5 @@
-"""One HTTP server process: bind the port, start the workers, serve, drain on SIGTERM, exit with status 0.
+"""One HTTP server process: bind the port, start the workers, serve, drain on a stop signal, exit with
+status 0.
 
 Owns the listening socket, the event loop and the signals. Imports no torch.
 """
@@ -6,7 +7,6 @@ Owns the listening socket, the event loop and the signals. Imports no torch.
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from diptych.serving.api.manners import Manners
 from diptych.serving.batches.batch_service import BatchOptions, BatchService
 from diptych.serving.link.messages import Loading, Ready
 from diptych.serving.served_fleet import ServedFleet
+from diptych.stop_signals import stop_signals
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -37,9 +38,9 @@ DATE_INTERVAL_S = 1.0
 class ServerOptions:
     """The HTTP side. also_served_as: more names of the model; replies have the first. api_keys: the accepted keys; each
     is a tenant of its own (none given: no key is asked for). admin_key: asked for at /admin (None: only this machine's
-    loopback address is answered there). drain_timeout_s: how long running requests may take after SIGTERM. manners:
-    towards clients. responses: the SQLite file of responses that can be continued (None: memory). batches: files and
-    batches (None: not served)."""
+    loopback address is answered there). drain_timeout_s: how long running requests may take after a stop
+    signal. manners: towards clients. responses: the SQLite file of responses that can be continued (None: memory).
+    batches: files and batches (None: not served)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -101,8 +102,8 @@ def run_server(
     on_ready: Callable[[Ready, str], None] = lambda ready, url: None,
     make_app: "Callable[[], FastAPI] | None" = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. make_app: instead of the application around an AsyncLLM. Raises the error of a
-    worker that cannot start."""
+    """Serve until a stop signal; a second one, of whichever kind, ends the drain. make_app: instead of the application
+    around an AsyncLLM. Raises the error of a worker that cannot start."""
     limit = raise_descriptor_limit(len(llm.fleet.fleet.slots))
     listening = bind(options.host, options.port)
     switch_often()
@@ -128,7 +129,7 @@ async def _serve(
     def on_signal() -> None:
         (stop_now if stop.is_set() else stop).set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, on_signal)
     await llm.start(wait=False)  # the worker imports torch while we import the web framework
     app = _app_of(llm, options) if make_app is None else make_app()

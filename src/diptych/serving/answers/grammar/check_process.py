@@ -27,6 +27,7 @@ from diptych.control.errors import InvalidRequestError
 from diptych.runtime.grammar import MASK_LIMITS
 from diptych.serving.answers.grammar.check_messages import CheckReply, CheckRequest, CheckSettings
 from diptych.serving.answers.grammar.grammar_text import SCHEMA, with_schemas
+from diptych.stop_signals import leave_terminal_to_parent
 
 MEMORY_BYTES = 2 << 30  # a fork may take so much more
 KEPT_BYTES = 128 << 20  # a fork that holds so much more after a grammar is not used again
@@ -40,6 +41,7 @@ NO_MEMORY = "the machine has no memory left to compile it"
 
 def main() -> None:
     """Serve until the end of the input."""
+    leave_terminal_to_parent()
     os.nice(NICENESS)
     sys.setrecursionlimit(20_000)  # schemas are nested
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=CheckSettings)
