@@ -9,6 +9,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ class ServerOptions:
     is a tenant of its own (none given: no key is asked for). admin_key: asked for at /admin (None: only this machine's
     loopback address is answered there). drain_timeout_s: how long running requests may take after a stop
     signal. manners: towards clients. responses: the SQLite file of responses that can be continued (None: memory).
+    max_responses_bytes: that they may take (None: as edge_limits says).
     batches: files and batches (None: not served)."""
 
     host: str = "127.0.0.1"
@@ -53,6 +55,7 @@ class ServerOptions:
     log_level: str = "warning"
     manners: Manners = field(default_factory=Manners)
     responses: Path | None = None
+    max_responses_bytes: int | None = None
     batches: BatchOptions | None = None
 
 
@@ -108,8 +111,9 @@ def run_server(
     listening = bind(options.host, options.port)
     switch_often()
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(llm, options, Listener(listening, limit), on_loading, on_ready, make_app))
+        with ExitStack() as stack, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            make = make_app or _app_maker(llm, options, stack)  # what cannot be opened is said before a model is loaded
+            runner.run(_serve(llm, options, Listener(listening, limit), on_loading, on_ready, make))
     finally:
         listening.close()
 
@@ -120,7 +124,7 @@ async def _serve(
     listener: Listener,
     on_loading: Callable[[Loading], None],
     on_ready: Callable[[Ready, str], None],
-    make_app: "Callable[[], FastAPI] | None",
+    make_app: "Callable[[], FastAPI]",
 ) -> None:
     stop = asyncio.Event()
     stop_now = asyncio.Event()
@@ -132,7 +136,11 @@ async def _serve(
     for number in stop_signals():
         loop.add_signal_handler(number, on_signal)
     await llm.start(wait=False)  # the worker imports torch while we import the web framework
-    app = _app_of(llm, options) if make_app is None else make_app()
+    try:
+        app = make_app()
+    except BaseException:
+        await llm.shutdown()
+        raise
     batches: BatchService | None = app.state.batches
     if batches is not None:
         batches.start()
@@ -160,23 +168,32 @@ async def _serve(
         stopping.cancel()
 
 
-def _app_of(llm: ServedFleet, options: ServerOptions) -> "FastAPI":
-    from diptych.serving.api.app import build_app
+def _app_maker(llm: ServedFleet, options: ServerOptions, stack: ExitStack) -> "Callable[[], FastAPI]":
+    """stack: closes what was opened here. Raises ConfigError."""
     from diptych.serving.api.response_store import ResponseStore
-    from diptych.serving.async_llm import AsyncLLM
 
-    assert isinstance(llm, AsyncLLM)
-    return build_app(
-        llm,
-        options.served_model_name,
-        also_served_as=options.also_served_as,
-        api_keys=options.api_keys,
-        admin_key=options.admin_key,
-        max_body_bytes=options.max_body_bytes,
-        manners=options.manners,
-        store=ResponseStore(options.responses),
-        batches=None if options.batches is None else BatchService(options.batches),
-    )
+    store = ResponseStore(options.responses, max_bytes=options.max_responses_bytes)
+    stack.callback(store.close)
+    batches = None if options.batches is None else BatchService(options.batches)
+
+    def make_app() -> "FastAPI":
+        from diptych.serving.api.app import build_app
+        from diptych.serving.async_llm import AsyncLLM
+
+        assert isinstance(llm, AsyncLLM)
+        return build_app(
+            llm,
+            options.served_model_name,
+            also_served_as=options.also_served_as,
+            api_keys=options.api_keys,
+            admin_key=options.admin_key,
+            max_body_bytes=options.max_body_bytes,
+            manners=options.manners,
+            store=store,
+            batches=batches,
+        )
+
+    return make_app
 
 
 def _make_server(app: "FastAPI", options: ServerOptions, listener: Listener) -> _QuietServer:
