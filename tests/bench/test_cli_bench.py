@@ -121,7 +121,8 @@ def test_goodput_is_searched_and_each_run_is_said(narrow_url: str, tmp_path: Pat
 
 
 @pytest.mark.system
-def test_an_interrupt_ends_a_run_and_reports_what_was_measured(url: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_ends_a_run_and_reports_what_was_measured(url: str, number: signal.Signals) -> None:
     command = [sys.executable, "-c", "from diptych.cli.main import main; main()", "bench", "--url", url, *FAKE]
     process = subprocess.Popen(
         [*command, "--rate", "50", "--num-requests", "100000", "--output-tokens", "4", "--json"],
@@ -131,7 +132,7 @@ def test_an_interrupt_ends_a_run_and_reports_what_was_measured(url: str) -> None
     before = answers(url)
     while answers(url) < before + 20:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     summary = json.loads(printed)["summary"]

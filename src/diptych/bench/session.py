@@ -6,7 +6,6 @@ Nothing is printed: callbacks get the progress.
 import asyncio
 import gc
 import resource
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -23,6 +22,7 @@ from diptych.bench.request_records import verdicts
 from diptych.bench.target import Target, TargetConfig, client_for
 from diptych.control.errors import ConfigError
 from diptych.search.goodput_search import GoodputResult, GoodputSearch, RateResult, SearchConfig
+from diptych.stop_signals import stop_signals
 from diptych.workload.build import WorkloadConfig, build
 from diptych.workload.spec import ClosedLoop, RequestSpec
 
@@ -238,12 +238,16 @@ def at_rate(workload: WorkloadConfig, rate: float, seconds: float | None) -> Wor
 
 @asynccontextmanager
 async def open_session(config: BenchConfig) -> AsyncIterator[Session]:
-    """Find the server and warm it up; the first SIGINT stops what runs, the second interrupts. Raises ConfigError."""
+    """Find the server and warm it up; the first stop signal stops what runs, and the next one ends it as
+    ever. Raises ConfigError."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def on_interrupt() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
+    signals = stop_signals()
+
+    def on_signal() -> None:
+        for number in signals:
+            loop.remove_signal_handler(number)
         stop.set()
 
     client = client_for(config.target)
@@ -253,10 +257,12 @@ async def open_session(config: BenchConfig) -> AsyncIterator[Session]:
             target = await target.with_conversations()
         session = Session(config, target, stop)
         await session.warm_up()
-        loop.add_signal_handler(signal.SIGINT, on_interrupt)
+        for number in signals:
+            loop.add_signal_handler(number, on_signal)
         yield session
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        for number in signals:
+            loop.remove_signal_handler(number)
         await client.close()
 
 

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -9,13 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request
 
 from diptych.control.errors import ConfigError, RequestError
 from diptych.diagnosis.adapters.http_get import Site, open_url
+from diptych.private_files import open_private
 
 CHUNK_BYTES = 2**20
 TIMEOUT_S = 120.0
@@ -77,7 +79,7 @@ class BatchClient:
         """Write a file of the server to ``path``; what was there is replaced when the file is whole."""
         part = path.with_name(f"{path.name}.part")
         try:
-            with self._open("GET", f"/v1/files/{file_id}/content") as reply, part.open("wb") as file:
+            with self._open("GET", f"/v1/files/{file_id}/content") as reply, _private(part) as file:
                 shutil.copyfileobj(reply, file, CHUNK_BYTES)
             part.replace(path)
         except OSError as error:
@@ -125,6 +127,11 @@ class BatchClient:
 
     def _unreachable(self, error: Exception) -> ConfigError:
         return ConfigError(f"cannot reach {self.site.url}: {getattr(error, 'reason', error)}", param="url")
+
+
+def _private(path: Path) -> IO[bytes]:
+    """Texts of answers: for their owner alone."""
+    return os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
 
 
 def _refusal(status: int, body: bytes) -> str:

@@ -104,6 +104,7 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     )
 
     taken = batch_options(given)
+    batches = None if taken is None else BatchService(taken)
 
     def make_app() -> Any:
         return build_front_app(
@@ -114,7 +115,7 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
             admin_key=admin_key,
             max_body_bytes=max_body,
             manners=rules,
-            batches=None if taken is None else BatchService(taken),
+            batches=batches,
         )
 
     chat_command = f"{own_command()} chat"

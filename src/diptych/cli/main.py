@@ -220,6 +220,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, names: list[str], give
     from diptych.serving.fleet.fleet import Fleet
     from diptych.serving.fleet.launchers import launcher_of
 
+    most = given["max_responses"]
     server = ServerOptions(
         **picked(given, "host", "port", "log_level", "responses"),
         served_model_name=names[0],
@@ -230,6 +231,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, names: list[str], give
         drain_timeout_s=given["drain_timeout"],
         manners=manners(given),
         batches=batch_options(given),
+        max_responses_bytes=None if most is None else parse_bytes(most, "max_responses"),
     )
     chat_command = f"{own_command()} chat"
     with StartScreen(

@@ -57,6 +57,7 @@ TOOL_FORMAT_HELP = (
     "How calls of tools are written: auto (as the chat template says, else generic), generic (described in the first "
     "message), none (tools are refused), or a format of docs/structured.md."
 )
+RESPONSES_HELP = "Bytes of responses that are kept, such as 1GiB. Default: 256MiB in memory, 4GiB in a file."
 SHAPE_HELP = "unified: prompts first. chunked: between decodes. Default: chunked, and --plan may change it."
 PLAN_HELP = "Change roles, shapes and --core-split to fit the load (auto), or only say so (advise). Default: advise."
 
@@ -81,6 +82,7 @@ class ServeOptions:
     max_waiting: Annotated[Whole, option("Requests that may wait on each worker; more get 429.", SERVER)] = None
     strict: Annotated[bool, option("Refuse fields of requests that this server does not know.", SERVER)] = False
     responses: Annotated[Path | None, option("Keep /v1/responses in this SQLite file. Default: memory.", SERVER)] = None
+    max_responses: Annotated[Text, option(RESPONSES_HELP, SERVER)] = None
     verbose: Annotated[bool, option("Say at the start what the engine computes with.", SERVER)] = False
     prefill: Annotated[int, option("Workers that prefill.", WORKERS)] = 0
     decode: Annotated[int, option("Workers that decode.", WORKERS)] = 0

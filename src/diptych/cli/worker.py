@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import re
-import signal
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,6 +20,7 @@ from diptych.serving.link.engine_options import (
     parse_bytes,
     parse_cores,
 )
+from diptych.stop_signals import stop_signals
 
 if TYPE_CHECKING:
     from diptych.serving.join.worker_agent import AgentOptions
@@ -89,12 +89,12 @@ def worker(
 
 
 async def run_agent(options: "AgentOptions") -> None:
-    """Be a worker until SIGTERM or SIGINT (a second one ends it at once), or until it is removed. Raises ConfigError
+    """Be a worker until a stop signal (a second one ends it at once), or until it is removed. Raises ConfigError
     when the front end refuses it for good."""
     from diptych.serving.join.worker_agent import WorkerAgent
 
     agent, leaving = WorkerAgent(options), set()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, lambda: leaving.add(loop.create_task(agent.leave())))
     await agent.run()

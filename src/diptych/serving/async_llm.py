@@ -69,6 +69,8 @@ class AsyncLLM(ServedFleet):
         if self._grammars is not None:
             await self._grammars.close()
         await super().shutdown()
+        if self.journal is not None:
+            self.journal.end()
 
     async def __aenter__(self) -> "AsyncLLM":
         try:

@@ -162,8 +162,48 @@ UNREAD_BYTES_AT_FRONT = _limit(
 
 # What is stored: responses, files, batches, recorded streams.
 
-RESPONSES = _limit("RESPONSES", 100_000, "responses", "responses that are kept", beyond="the oldest are forgotten")
-RESPONSE_S = _limit("RESPONSE_S", 30 * 24 * 3600.0, "s", "age of a response", beyond="it is forgotten")
+_FORGOTTEN = "the oldest of the tenant that has the most are forgotten: 404 `response_not_found`"
+RESPONSES_MEMORY_BYTES = _limit(
+    "RESPONSES_MEMORY_BYTES",
+    256 * 2**20,
+    "bytes",
+    "responses of `/v1/responses` in memory",
+    beyond=_FORGOTTEN,
+    option="--max-responses",
+)
+RESPONSES_FILE_BYTES = _limit(
+    "RESPONSES_FILE_BYTES",
+    4 * 2**30,
+    "bytes",
+    "responses in the file of `--responses`",
+    beyond=_FORGOTTEN,
+    option="--max-responses",
+)
+RESPONSES = _limit("RESPONSES", 100_000, "responses", "that are stored", beyond=_FORGOTTEN)
+RESPONSE_LIFE_S = _limit(
+    "RESPONSE_LIFE_S", 30 * 24 * 3600.0, "s", "the life of a stored response", beyond="404 `response_not_found`"
+)
+RESPONSES_UNWRITTEN_BYTES = _limit(
+    "RESPONSES_UNWRITTEN_BYTES",
+    64 * 2**20,
+    "bytes",
+    "responses that wait to be written",
+    beyond='the reply says `"store": false`',
+)
+RESPONSE_WRITE_S = _limit(
+    "RESPONSE_WRITE_S",
+    10.0,
+    "s",
+    "the end of a reply waits until its response is stored",
+    beyond='the reply says `"store": false`',
+)
+CONVERSATION_BYTES = _limit(
+    "CONVERSATION_BYTES",
+    16 * 2**20,
+    "bytes",
+    "stored items that `previous_response_id`, or references to items, stand for",
+    beyond="400 `conversation_too_long`",
+)
 RECORDED_STREAMS = _limit(
     "RECORDED_STREAMS", 4096, "streams", "streams that are recorded", beyond="more are served without a record"
 )

@@ -4,10 +4,11 @@ Owns the routes. Pages are rendered and panels are computed in a process of thei
 that mounts these routes beside others is not disturbed; here replies are only passed on.
 """
 
+import asyncio
 import contextlib
 import threading
 import webbrowser
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -17,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from diptych.stop_signals import stop_signals
 from diptych.web.assets import Asset, packed, send, static_routes, without_slash
 from diptych.web.panel_host import PanelHost
 from diptych.web.panel_wire import Call, Reply
@@ -49,19 +51,19 @@ def guide_app(host: PanelHost) -> Starlette:
 
 
 def run_guide(host: str, port: int, on_ready: Callable[[str], None], *, opens: bool = False) -> None:
-    """Serve the guide until SIGINT or SIGTERM. port 0: a free one. on_ready: called with the address of the first
+    """Serve the guide until a stop signal. port 0: a free one. on_ready: called with the address of the first
     page."""
     panels = PanelHost()
     config = uvicorn.Config(guide_app(panels), host=host, port=port, log_level="warning", lifespan="off")
     try:
-        with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
-            _Server(config, panels, on_ready, opens).run()
+        _Server(config, panels, on_ready, opens).run()
     finally:
         panels.close()
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens, when the first page is there at once."""
+    """Says where it listens, when the first page is there at once. Ends with a stop signal, without raising it again:
+    what closes the process of the panels has to run."""
 
     def __init__(self, config: uvicorn.Config, panels: PanelHost, on_ready: Callable[[str], None], opens: bool) -> None:
         super().__init__(config)
@@ -69,8 +71,15 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
         self._opens = opens
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to ``startup``."""
+        yield
+
     async def startup(self, sockets: Any = None) -> None:
-        """See uvicorn."""
+        """Listen, and say where."""
+        for number in stop_signals():
+            asyncio.get_running_loop().add_signal_handler(number, self._end, number)
         await super().startup(sockets)
         if self.started:
             await self._panels.ask(Call(kind="page", name="index"))
@@ -80,6 +89,10 @@ class _Server(uvicorn.Server):
             self._on_ready(url)
             if self._opens:
                 threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+
+    def _end(self, number: int) -> None:
+        self._panels.end()  # nobody waits for a panel any more
+        self.handle_exit(number, None)
 
 
 def _page(path: str, name: str, host: PanelHost, pages: dict[str, Asset], live: bool) -> Route:

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from diptych.private_files import make_private_folder, open_private, write_private
+
 SEGMENT, LOCK, DESCRIPTION = ".kv", ".lock", ".json"
 FOLDER_LOCK = "folder.lock"
 LOCK_WAIT_S = 5.0
@@ -46,7 +48,7 @@ class SegmentFolder:
     def __init__(self, directory: Path, cap_bytes: int) -> None:
         self.directory = directory
         self.cap_bytes = cap_bytes
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(directory)
 
     def segments(self, format_hex: str = "") -> list[SegmentFile]:
         """Those of one format, or all, in order of their names."""
@@ -83,10 +85,10 @@ class SegmentFolder:
                 raise OSError(errno.ENOSPC, f"{num_bytes} bytes do not fit under the cap of {self.cap_bytes}")
             name = f"{format_hex}-{time.time_ns():x}-{secrets.token_hex(4)}"
             path, lock_path = self.directory / (name + SEGMENT), self.directory / (name + LOCK)
-            lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            lock = open_private(lock_path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
                 try:
                     os.posix_fallocate(fd, 0, num_bytes)
                     # what is written is read once, to verify it: reading ahead would fetch, and zero, what is not
@@ -123,7 +125,7 @@ class SegmentFolder:
         path = self.directory / (format_hex + DESCRIPTION)
         with self.locked():
             if not path.exists() and self._make_room(8192):
-                path.write_text(json.dumps(description, indent=1) + "\n")
+                write_private(path, json.dumps(description, indent=1).encode() + b"\n")
 
     def description(self, format_hex: str) -> dict[str, object]:
         """What was written down of a format; empty when there is nothing that can be read."""
@@ -136,7 +138,7 @@ class SegmentFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of the folder. Raises OSError (EAGAIN) when another process keeps it."""
-        fd = os.open(self.directory / FOLDER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_private(self.directory / FOLDER_LOCK, os.O_RDWR | os.O_CREAT)
         try:
             give_up = time.monotonic() + LOCK_WAIT_S
             while not try_lock(fd, fcntl.LOCK_EX):
@@ -153,7 +155,7 @@ class SegmentFolder:
         does. The caller holds the lock of the folder."""
         with contextlib.ExitStack() as stack:
             try:
-                lock = os.open(path.with_suffix(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                lock = open_private(path.with_suffix(LOCK), os.O_RDWR | os.O_CREAT)
                 stack.callback(os.close, lock)
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 stack.callback(os.close, fd)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from hashlib import sha1
 from pathlib import Path
 
+from diptych.private_files import write_private
+
 FILE_NAME = "weights.json"
 CHUNK_BYTES = 1 << 22
 MAX_KEPT = 64  # files
@@ -51,7 +53,7 @@ def _write(path: Path, kept: dict[str, str]) -> None:
     """Whole or not at all; another process may do the same at the same time."""
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
-        part.write_text(json.dumps(kept))
+        write_private(part, json.dumps(kept).encode())
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)

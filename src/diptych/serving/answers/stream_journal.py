@@ -19,12 +19,14 @@ import msgspec
 from diptych.control.errors import ConfigError
 from diptych.control.events import RequestFinished
 from diptych.length_prefix import Unpacker, pack
+from diptych.private_files import lock_of, make_private_folder, open_private
 from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 
 logger = logging.getLogger(__name__)
 
 SWEEP_S = 60.0
+LOCK_NAME = "lock"  # of the file that is locked by the server that uses the directory
 _NAME = re.compile(r"[a-z]{1,16}-[0-9a-f]{32}")
 
 
@@ -71,13 +73,23 @@ class StreamJournal:
         self._num_kept = 0
         self._swept_s = 0.0
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(directory)
             status = directory.stat()
         except OSError as error:
             raise ConfigError(f"survive_restart is {directory}: {error.strerror}", param="survive_restart") from error
         if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
             message = f"survive_restart is {directory}, which others can enter: it holds prompts (chmod 700)"
             raise ConfigError(message, param="survive_restart")
+        try:
+            self._lock: int | None = lock_of(directory / LOCK_NAME, "survive_restart")
+        except OSError as error:
+            raise ConfigError(f"survive_restart is {directory}: {error.strerror}", param="survive_restart") from error
+
+    def end(self) -> None:
+        """Let another server have the directory."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def begin(self, generation: Generation, head: StreamHead) -> bool:
         """Record this stream from now on; of one that goes on, the file is made anew, since its end may be torn. False
@@ -119,24 +131,12 @@ class StreamJournal:
         return self._live.get(stream_id)
 
     def load(self, stream_id: str, num_seen: int) -> StreamRecord | None:
-        """The record of a stream; None when there is none (any more), or the client cannot have seen so much."""
-        if not _NAME.fullmatch(stream_id):
-            return None
-        try:
-            data = (self._directory / stream_id).read_bytes()
-            first, *others = Unpacker().feed(data)
-            record = StreamRecord(stream_id, msgspec.msgpack.decode(first, type=StreamHead), [], num_seen=num_seen)
-            for data in others:
-                news = msgspec.msgpack.decode(data, type=StreamNews)
-                record.token_ids += news.token_ids
-                record.is_stop, record.finished = news.is_stop, news.finished
-        except (OSError, ValueError, msgspec.DecodeError):
-            return None
-        return record if 0 < num_seen <= len(record.token_ids) else None
+        """See ``read_record``."""
+        return read_record(self._directory, stream_id, num_seen)
 
     def _append(self, path: Path, data: bytes) -> None:
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            descriptor = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
                 os.write(descriptor, data)
             finally:
@@ -163,6 +163,23 @@ class StreamJournal:
                 else:
                     kept += 1
         self._num_kept = kept
+
+
+def read_record(directory: Path, stream_id: str, num_seen: int) -> StreamRecord | None:
+    """The record of a stream; None when there is none (any more), or the client cannot have seen so much."""
+    if not _NAME.fullmatch(stream_id):
+        return None
+    try:
+        data = (directory / stream_id).read_bytes()
+        first, *others = Unpacker().feed(data)
+        record = StreamRecord(stream_id, msgspec.msgpack.decode(first, type=StreamHead), [], num_seen=num_seen)
+        for data in others:
+            news = msgspec.msgpack.decode(data, type=StreamNews)
+            record.token_ids += news.token_ids
+            record.is_stop, record.finished = news.is_stop, news.finished
+    except (OSError, ValueError, msgspec.DecodeError):
+        return None
+    return record if 0 < num_seen <= len(record.token_ids) else None
 
 
 def replay(stream: AnswerStream, record: StreamRecord) -> None:

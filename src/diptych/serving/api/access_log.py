@@ -16,9 +16,11 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.control.errors import ConfigError, DiptychError
+from diptych.private_files import open_private
 from diptych.serving.answers.answer_stream import Generation
 
 STANDARD_ERROR = "-"
+OWNER_AND_GROUP, GROUP_WRITES = 0o640, 0o660  # of a new log; of one that is there, at most
 logger = logging.getLogger(__name__)
 
 
@@ -27,7 +29,7 @@ def open_log(path: str) -> int:
     if path == STANDARD_ERROR:
         return os.dup(2)
     try:
-        return os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+        return open_private(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, OWNER_AND_GROUP, GROUP_WRITES)
     except OSError as error:
         raise ConfigError(f"access_log is {path!r}: {error.strerror}", param="access_log") from None
 

@@ -1,32 +1,45 @@
 """Responses that can be continued by their ids: the items of each conversation, in SQLite, until they expire.
 
 A response knows the one before it and its own new items, so a conversation of many turns is stored once. Items are
-found by their ids, too. Each tenant sees its own responses only.
+found by their ids, too. Each tenant sees its own responses only. All of them together take ``max_bytes`` at most: for a
+new one, the oldest of the tenant that has the most are forgotten.
 """
 
 import asyncio
 import logging
+import os
 import sqlite3
+import threading
 import time
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from diptych.control.errors import ConfigError, NotFoundError
+from diptych.control.errors import ConfigError, InvalidRequestError, NotFoundError, UnavailableError
+from diptych.limited_log import LimitedLog
+from diptych.private_files import lock_of, private_database
 from diptych.serving import edge_limits
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-_SCHEMA = (
+ROW_BYTES, ITEM_BYTES = 512, 256  # beside the texts: of a response, and of an item with an id
+SWEEP_S = 60.0
+_FILE_PRAGMAS = (
     "PRAGMA journal_mode = WAL",
+    f"PRAGMA journal_size_limit = {64 << 20}",
     "PRAGMA synchronous = NORMAL",
+    "PRAGMA secure_delete = ON",  # what is deleted is not in the file any more
+)
+_SCHEMA = (
     "CREATE TABLE IF NOT EXISTS responses (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, previous TEXT, "
     "items BLOB NOT NULL, reply BLOB NOT NULL, expires_s REAL NOT NULL)",
     "CREATE INDEX IF NOT EXISTS expiry ON responses (expires_s)",
+    "CREATE INDEX IF NOT EXISTS of_tenant ON responses (tenant)",
 )
 _ITEMS_SCHEMA = (  # which responses have an item
     "CREATE TABLE items (id TEXT, response TEXT, PRIMARY KEY (id, response)) WITHOUT ROWID",
@@ -36,50 +49,103 @@ _ITEMS_SCHEMA = (  # which responses have an item
     "INSERT OR IGNORE INTO items SELECT json_extract(value, '$.id'), responses.id "
     "FROM responses, json_each(CAST(items AS TEXT)) WHERE json_type(value, '$.id') = 'text'",
 )
+_TEXTS = "length(items) + length(reply)"
+_PREVIOUS = "previous_response_id"
+
+
+class _Row(NamedTuple):
+    """A response as it is stored."""
+
+    id: str
+    tenant: str
+    previous: str | None
+    items: bytes
+    reply: bytes
+    expires_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.items) + len(self.reply)
 
 
 class ResponseStore:
     """The responses of one server. path: None for memory. clock: Unix time in seconds. One thread does all the work, in
-    the order of the calls: what was put is there for the next reader."""
+    the order of the calls: what was put is there for the next reader. num_responses, num_bytes, num_forgotten (for
+    want of room), num_not_stored: for /metrics. Raises ConfigError for a file that cannot be used, or that another
+    server uses."""
 
     def __init__(
-        self, path: Path | None = None, expiry_s: float = edge_limits.RESPONSE_S, clock: Callable[[], float] = time.time
+        self,
+        path: Path | None = None,
+        expiry_s: float = edge_limits.RESPONSE_LIFE_S,
+        clock: Callable[[], float] = time.time,
+        max_bytes: int | None = None,
     ) -> None:
+        usual = edge_limits.RESPONSES_MEMORY_BYTES if path is None else edge_limits.RESPONSES_FILE_BYTES
+        self.max_bytes = usual if max_bytes is None else max_bytes
+        self.num_responses = self.num_bytes = self.num_forgotten = self.num_not_stored = 0
         self._path = path
         self._expiry_s = expiry_s
         self._clock = clock
+        self._log = LimitedLog(logger)
         self._pool = ThreadPoolExecutor(1, "responses")
         self._opened: sqlite3.Connection | None = None
+        self._lock: int | None = None
+        self._texts: dict[str, int] = {}  # bytes of the texts of each tenant
+        self._swept_s = 0.0
+        self._counting = threading.Lock()
+        self._unwritten_bytes = 0
         if path is not None:
             try:
+                self._lock = lock_of(path, "responses", is_database=True)
                 self._pool.submit(lambda: self._database).result()
-            except sqlite3.Error as error:
+            except (OSError, sqlite3.Error) as error:
+                self.close()
                 raise ConfigError(f"responses is {path}, which cannot be opened: {error}", param="responses") from None
 
-    def put(self, reply: dict[str, Any], tenant: str, previous: str | None, items: list[dict[str, Any]]) -> None:
+    def put(
+        self, reply: dict[str, Any], tenant: str, previous: str | None, items: list[dict[str, Any]]
+    ) -> "Future[str]":
         """A response: the items that it has added to its conversation (those of its request first), and its reply.
-        Returns before it is stored."""
+        Returns before it is stored; the future says why it was not ("": it was)."""
         now = self._clock()
-        row = (
-            reply["id"],
-            tenant,
-            previous,
-            msgspec.json.encode(items),
-            msgspec.json.encode(reply),
-            now + self._expiry_s,
-        )
-        self._pool.submit(self._put, row, now, [(item["id"], reply["id"]) for item in items if has_id(item)])
+        encoded = msgspec.json.encode(items), msgspec.json.encode(reply)
+        row = _Row(reply["id"], tenant, previous, *encoded, now + self._expiry_s)
+        with self._counting:
+            has_room = self._unwritten_bytes + row.num_bytes <= edge_limits.RESPONSES_UNWRITTEN_BYTES
+            self._unwritten_bytes += row.num_bytes if has_room else 0
+        if not has_room:
+            refused: Future[str] = Future()
+            refused.set_result(self._not_stored("too many others are being written"))
+            return refused
+        found = self._pool.submit(self._put, row, now, [(item["id"], reply["id"]) for item in items if has_id(item)])
+        found.add_done_callback(lambda _: self._written(row.num_bytes))
+        return found
+
+    async def put_in_time(
+        self, reply: dict[str, Any], tenant: str, previous: str | None, items: list[dict[str, Any]]
+    ) -> str:
+        """As ``put``, but waits for it: why the response was not stored, or "". One that takes too long is not."""
+        stored = self.put(reply, tenant, previous, items)
+        done, _ = await asyncio.wait((asyncio.wrap_future(stored),), timeout=edge_limits.RESPONSE_WRITE_S)
+        if done:
+            return stored.result()
+        if not stored.cancel():
+            self._pool.submit(self._take_back, reply["id"])  # when it has been written
+        return self._not_stored("the disk does not answer")
 
     async def reply(self, response_id: str, tenant: str) -> bytes:
         """The JSON of a response. Raises NotFoundError."""
-        return (await self._run(lambda: self._row(response_id, tenant, "response_id")))[2]
+        return bytes((await self._run(lambda: self._found("reply", response_id, tenant, "response_id")))[0])
 
     async def conversation(self, response_id: str, tenant: str) -> list[dict[str, Any]]:
-        """All items up to the end of a response, oldest first. Raises NotFoundError when some are not there."""
+        """All items up to the end of a response, oldest first. Raises NotFoundError when some are not there,
+        InvalidRequestError when they are too many bytes."""
         return await self._run(lambda: self._conversation(response_id, tenant))
 
     async def items(self, item_ids: Collection[str], tenant: str) -> dict[str, dict[str, Any]]:
-        """The items of these ids that are in responses of the tenant, by their ids."""
+        """The items of these ids that are in responses of the tenant, by their ids. Raises InvalidRequestError when
+        too many bytes would have to be read."""
         return await self._run(lambda: self._items(item_ids, tenant)) if item_ids else {}
 
     async def delete(self, response_id: str, tenant: str) -> None:
@@ -87,79 +153,183 @@ class ResponseStore:
         await self._run(lambda: self._delete(response_id, tenant))
 
     def close(self) -> None:
-        """Finish what was put, and close the file."""
+        """Finish what was put, and let another server have the file."""
         if self._opened is not None:
             self._pool.submit(self._opened.close)
         self._pool.shutdown()
+        if self._lock is not None:  # after SQLite has closed the file
+            os.close(self._lock)
+            self._lock = None
+
+    def _not_stored(self, why: str) -> str:
+        self.num_not_stored += 1
+        self._log.error(why, "a response is not stored: %s", why)
+        return why
+
+    def _written(self, num_bytes: int) -> None:
+        with self._counting:
+            self._unwritten_bytes -= num_bytes
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
     async def _run(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._swept, work)
+        except sqlite3.Error as error:
+            self._log.error("read", "stored responses cannot be used: %s", error)
+            raise UnavailableError(f"stored responses cannot be used: {error}", retry_after_s=60.0) from None
+
+    def _swept(self, work: Callable[[], Result]) -> Result:
+        """Do this; now and then, what has expired is deleted before."""
+        now = self._clock()
+        if abs(now - self._swept_s) >= SWEEP_S:
+            self._swept_s = now
+            with suppress(sqlite3.Error), self._transaction():  # whether the disk is fine, ``work`` will tell
+                self._delete_rows("expires_s < ?", now)
+        return work()
 
     @property
     def _database(self) -> sqlite3.Connection:
         if self._opened is None:
-            self._opened = sqlite3.connect(self._path or ":memory:", check_same_thread=False, isolation_level=None)
-            for statement in _SCHEMA:
-                self._opened.execute(statement)
-            if not self._opened.execute("SELECT 1 FROM sqlite_master WHERE name = 'items'").fetchone():
-                self._opened.execute("BEGIN")
-                for statement in _ITEMS_SCHEMA:
-                    self._opened.execute(statement)
-                self._opened.execute("COMMIT")
+            if self._path is None:
+                database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+                for statement in _SCHEMA:
+                    database.execute(statement)
+            else:
+                database = private_database(self._path, (*_FILE_PRAGMAS, *_SCHEMA), self._lock)
+            self._opened = database
+            with self._transaction():
+                if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'items'").fetchone():
+                    for statement in _ITEMS_SCHEMA:
+                        database.execute(statement)
+                self._tally()
+                self._delete_rows("expires_s < ?", self._clock())
+                self._make_room(0)
         return self._opened
 
-    def _put(
-        self, row: tuple[str, str, str | None, bytes, bytes, float], now: float, items: list[tuple[str, str]]
-    ) -> None:
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All of it happens, or nothing."""
+        database = self._database
+        database.execute("BEGIN IMMEDIATE")
         try:
-            self._database.execute("DELETE FROM responses WHERE expires_s < ?", (now,))
-            self._database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
-            self._database.executemany("INSERT OR IGNORE INTO items VALUES (?, ?)", items)
-            self._database.execute(
-                "DELETE FROM responses WHERE rowid <= (SELECT max(rowid) FROM responses) - ?", (edge_limits.RESPONSES,)
-            )
+            yield
+            database.execute("COMMIT")
+        except BaseException:
+            if database.in_transaction:
+                with suppress(sqlite3.Error):
+                    database.execute("ROLLBACK")
+            with suppress(sqlite3.Error):
+                self._tally()
+            raise
+        self.num_bytes = self._used_bytes()
+
+    def _tally(self) -> None:
+        """Count what is there."""
+        self._texts = dict(self._database.execute(f"SELECT tenant, sum({_TEXTS}) FROM responses GROUP BY tenant"))
+        [[self.num_responses]] = self._database.execute("SELECT count(*) FROM responses")
+
+    def _used_bytes(self) -> int:
+        """That the database takes, without pages that are free."""
+        [[size]] = self._database.execute("PRAGMA page_size")
+        [[count]] = self._database.execute("PRAGMA page_count")
+        [[free]] = self._database.execute("PRAGMA freelist_count")
+        return int(size * (count - free))
+
+    def _put(self, row: _Row, now: float, items: list[tuple[str, str]]) -> str:
+        num_bytes = row.num_bytes + ROW_BYTES + ITEM_BYTES * len(items)
+        try:
+            if num_bytes > self.max_bytes:
+                return self._not_stored(f"it is larger than all that is kept, {self.max_bytes} bytes")
+            with self._transaction():
+                self._delete_rows("expires_s < ?", now)
+                self._delete_rows("id = ?", row.id)
+                self._make_room(num_bytes)
+                self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
+                self._database.executemany("INSERT OR IGNORE INTO items VALUES (?, ?)", items)
+                self._texts[row.tenant] = self._texts.get(row.tenant, 0) + row.num_bytes
+                self.num_responses += 1
         except sqlite3.Error as error:  # the answer is not lost with it
-            logger.error("response %s is not stored: %s", row[0], error)
+            return self._not_stored(str(error))
+        return ""
+
+    def _take_back(self, response_id: str) -> None:
+        with suppress(sqlite3.Error), self._transaction():
+            self._delete_rows("id = ?", response_id)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """For so many more bytes, and one more response: forget the oldest of the tenant that has the most."""
+        oldest = "rowid = (SELECT rowid FROM responses WHERE tenant = ? ORDER BY rowid LIMIT 1)"
+        while self._texts and (
+            self._used_bytes() + num_bytes > self.max_bytes or self.num_responses >= edge_limits.RESPONSES
+        ):
+            largest = max(self._texts, key=lambda tenant: self._texts[tenant])
+            count = self._delete_rows(oldest, largest)
+            self.num_forgotten += count
+            if not count:
+                del self._texts[largest]
+
+    def _delete_rows(self, which: str, value: float | str) -> int:
+        """Returns how many there were."""
+        deleted = self._database.execute(f"DELETE FROM responses WHERE {which} RETURNING tenant, {_TEXTS}", (value,))
+        found = deleted.fetchall()
+        for tenant, num_bytes in found:
+            self._texts[tenant] = self._texts.get(tenant, 0) - num_bytes
+            if self._texts[tenant] <= 0:
+                del self._texts[tenant]
+        self.num_responses -= len(found)
+        return len(found)
 
     def _conversation(self, response_id: str, tenant: str) -> list[dict[str, Any]]:
         turns: list[list[dict[str, Any]]] = []
         wanted: str | None = response_id
+        left = edge_limits.CONVERSATION_BYTES
         while wanted is not None:
-            wanted, items, _ = self._row(wanted, tenant, _PREVIOUS)
+            number, num_bytes, wanted = self._found("rowid, length(items), previous", wanted, tenant, _PREVIOUS)
+            left -= num_bytes
+            if left < 0:
+                raise _too_long(_PREVIOUS)
+            [[items]] = self._database.execute("SELECT items FROM responses WHERE rowid = ?", (number,))
             turns.append(msgspec.json.decode(items))
         return [item for turn in reversed(turns) for item in turn]
 
     def _items(self, item_ids: Collection[str], tenant: str) -> dict[str, dict[str, Any]]:
         query = (
-            "SELECT responses.items FROM items JOIN responses ON responses.id = items.response "
+            "SELECT responses.rowid, length(responses.items) "
+            "FROM items JOIN responses ON responses.id = items.response "
             "WHERE items.id = ? AND tenant = ? AND expires_s >= ? ORDER BY responses.rowid DESC LIMIT 1"
         )
         found: dict[str, dict[str, Any]] = {}
+        left = edge_limits.CONVERSATION_BYTES
         for item_id in item_ids:
-            row = (
+            place = (
                 None if item_id in found else self._database.execute(query, (item_id, tenant, self._clock())).fetchone()
             )
-            if row is not None:
-                items = msgspec.json.decode(row[0])
-                found |= {item["id"]: item for item in items if has_id(item) and item["id"] in item_ids}
+            if place is None:
+                continue
+            left -= place[1]
+            if left < 0:
+                raise _too_long("input")
+            [[text]] = self._database.execute("SELECT items FROM responses WHERE rowid = ?", place[:1])
+            items = msgspec.json.decode(text)
+            found |= {item["id"]: item for item in items if has_id(item) and item["id"] in item_ids}
         return found
 
     def _delete(self, response_id: str, tenant: str) -> None:
-        self._row(response_id, tenant, "response_id")
-        self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+        [number] = self._found("rowid", response_id, tenant, "response_id")
+        with self._transaction():
+            self._delete_rows("rowid = ?", number)
 
-    def _row(self, response_id: str, tenant: str, param: str) -> tuple[str | None, bytes, bytes]:
-        query = "SELECT previous, items, reply FROM responses WHERE id = ? AND tenant = ? AND expires_s >= ?"
-        row = self._database.execute(query, (response_id, tenant, self._clock())).fetchone()
+    def _found(self, columns: str, response_id: str, tenant: str, param: str) -> tuple[Any, ...]:
+        query = f"SELECT {columns} FROM responses WHERE id = ? AND tenant = ? AND expires_s >= ?"
+        row: tuple[Any, ...] | None = self._database.execute(query, (response_id, tenant, self._clock())).fetchone()
         if row is None:
             raise NotFoundError(
                 f"{param}: there is no response {response_id[:80]!r}, or it has expired",
                 param=param,
                 code="previous_response_not_found" if param == _PREVIOUS else "response_not_found",
             )
-        return row[0], bytes(row[1]), bytes(row[2])
+        return row
 
 
 def has_id(item: dict[str, Any]) -> bool:
@@ -167,4 +337,6 @@ def has_id(item: dict[str, Any]) -> bool:
     return isinstance(item.get("id"), str)
 
 
-_PREVIOUS = "previous_response_id"
+def _too_long(param: str) -> InvalidRequestError:
+    text = f"{param}: the stored items that it means are more than {edge_limits.CONVERSATION_BYTES} bytes, the limit"
+    return InvalidRequestError(text, param=param, code="conversation_too_long")

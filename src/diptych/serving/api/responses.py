@@ -187,7 +187,10 @@ class GenerationResponse(WholeResponse):
                 self._on_sent(SILENCE_S)
             deltas = await self._read(on_new)
             events = writer.events(deltas) if deltas else writer.pause()
-        return events + writer.last_events()
+        return events + await self._last_events()
+
+    async def _last_events(self) -> bytes:
+        return self._writer.last_events()
 
     async def _read(self, on_new: Callable[[], bool] | None) -> list[Delta]:
         """Everything new; nothing when nothing was sent for too long, not by ``on_new`` either."""

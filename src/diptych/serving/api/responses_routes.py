@@ -9,15 +9,15 @@ from fastapi.responses import Response
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.api.bodies import note_ignored, read_body, takes, tenant_in
 from diptych.serving.api.conversation import start_chat
-from diptych.serving.api.dialect import RESPONSES
 from diptych.serving.api.parameters import check_model
 from diptych.serving.api.reply import encode_json
 from diptych.serving.api.response_store import ResponseStore, has_id
-from diptych.serving.api.responses import GenerationResponse
 from diptych.serving.api.responses_items import kind_of
 from diptych.serving.api.responses_request import ResponsesBody, as_chat, input_items
 from diptych.serving.api.responses_writer import Reply, ResponsesWriter
+from diptych.serving.api.stored_response import Keeping, StoredResponse
 from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.metrics.store_metrics import store_families
 
 
 def add_responses_routes(
@@ -28,6 +28,7 @@ def add_responses_routes(
     store: ResponseStore,
 ) -> None:
     """POST /v1/responses, and what was stored by GET and DELETE."""
+    llm.metrics.more_families.append(lambda model: store_families(store, model))
 
     @app.post("/v1/responses", responses=errors, openapi_extra=takes(ResponsesBody))
     async def responses(request: Request) -> Response:
@@ -40,13 +41,9 @@ def add_responses_routes(
         chat, tools = as_chat(body, earlier, new)
         note_ignored(request, tools.left_out)
         started = await start_chat(llm, chat, model_names[0], tenant, "resp_", clamps=True)
-
-        def finished(reply: Reply) -> None:
-            if body.store is not False:
-                store.put(reply, tenant, previous, [*new, *reply["output"]])
-
-        writer = ResponsesWriter(started.context, body, started.reader, finished, tools)
-        return GenerationResponse(llm, started.generation, writer, stream=bool(body.stream), dialect=RESPONSES)
+        writer = ResponsesWriter(started.context, body, started.reader, tools)
+        keeping = None if body.store is False else Keeping(store, tenant, previous, new)
+        return StoredResponse(llm, started.generation, writer, keeping, stream=bool(body.stream))
 
     @app.get("/v1/responses/{response_id}", responses=errors)
     async def stored(request: Request, response_id: str) -> Response:

@@ -1,10 +1,10 @@
 """POST /v1/responses: formats an answer as a response of items, whole or as events.
 
-Owns the JSON of responses and of their items. Must never wait or submit. ``on_finished`` gets the whole response.
+Owns the JSON of responses and of their items. Must never wait or submit.
 """
 
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from diptych.control.errors import DiptychError
@@ -32,13 +32,11 @@ class ResponsesWriter:
         context: ReplyContext,
         body: ResponsesBody,
         reader: AnswerReader,
-        on_finished: Callable[[Reply], None],
         tools: ClientTools,
     ) -> None:
         self._context = context
         self._body = body
         self._reader = reader
-        self._on_finished = on_finished
         self._tools = tools
         self._argument = TextArgument()  # of the call that is open, where its tool is a custom one
         self._seals_reasoning = wants_sealed_reasoning(body)
@@ -47,6 +45,7 @@ class ResponsesWriter:
         self._open: PartKind | None = None
         self._number = 0  # of the next event
         self._num_pauses = 0
+        self.ended: Reply | None = None  # the whole response, from its end on
 
     def opening(self) -> bytes:
         """The response that begins."""
@@ -65,8 +64,7 @@ class ResponsesWriter:
                 if not self._items:
                     events += self._begin_item(PartKind.CONTENT, "")
                 events += self._end_item(_item_status(delta))
-                reply = self._ended(delta)
-                events += self._event(reply["status"], {"response": reply})
+                self._end(delta)
         return events
 
     def pause(self) -> bytes:
@@ -86,11 +84,17 @@ class ResponsesWriter:
         return self.opening() + self._event("failed", {"response": reply})
 
     def last_events(self) -> bytes:
-        """Nothing: the last event has the whole response."""
-        return b""
+        """The whole response."""
+        assert self.ended is not None
+        return self._event(self.ended["status"], {"response": self.ended})
 
     def body(self, deltas: Iterable[Delta]) -> bytes:
         """The whole response."""
+        self.read(deltas)
+        return encode_json(self.ended)
+
+    def read(self, deltas: Iterable[Delta]) -> None:
+        """Take a whole answer, of which no events are sent."""
         ended = None
         for delta in deltas:
             for part in self._reader.parts(delta):
@@ -100,14 +104,12 @@ class ResponsesWriter:
             self._begin_item(PartKind.CONTENT, "")
         assert ended is not None
         self._end_item(_item_status(ended))
-        return encode_json(self._ended(ended))
+        self._end(ended)
 
-    def _ended(self, delta: Delta) -> Reply:
-        """The whole response, once its last item has ended."""
+    def _end(self, delta: Delta) -> None:
+        """The last item has ended."""
         reason = None if delta.finish_reason != "length" else {"reason": "max_output_tokens"}
-        reply = self._response("completed" if reason is None else "incomplete", reason)
-        self._on_finished(reply)
-        return reply
+        self.ended = self._response("completed" if reason is None else "incomplete", reason)
 
     def _response(self, status: str, incomplete: Reply | None) -> Reply:
         body = self._body

@@ -1,4 +1,5 @@
-"""One HTTP server process: bind the port, start the workers, serve, drain on SIGTERM, exit with status 0.
+"""One HTTP server process: bind the port, start the workers, serve, drain on a stop signal, exit with
+status 0.
 
 Owns the listening socket, the event loop and the signals. Imports no torch.
 """
@@ -6,9 +7,9 @@ Owns the listening socket, the event loop and the signals. Imports no torch.
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from diptych.serving.api.manners import Manners
 from diptych.serving.batches.batch_service import BatchOptions, BatchService
 from diptych.serving.link.messages import Loading, Ready
 from diptych.serving.served_fleet import ServedFleet
+from diptych.stop_signals import stop_signals
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -38,9 +40,10 @@ DATE_INTERVAL_S = 1.0
 class ServerOptions:
     """The HTTP side. also_served_as: more names of the model; replies have the first. api_keys: the accepted keys; each
     is a tenant of its own (none given: no key is asked for). admin_key: asked for at /admin (None: only this machine's
-    loopback address is answered there). drain_timeout_s: how long running requests may take after SIGTERM. manners:
-    towards clients. responses: the SQLite file of responses that can be continued (None: memory). batches: files and
-    batches (None: not served)."""
+    loopback address is answered there). drain_timeout_s: how long running requests may take after a stop
+    signal. manners: towards clients. responses: the SQLite file of responses that can be continued (None: memory).
+    max_responses_bytes: that they may take (None: as edge_limits says).
+    batches: files and batches (None: not served)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -53,6 +56,7 @@ class ServerOptions:
     log_level: str = "warning"
     manners: Manners = field(default_factory=Manners)
     responses: Path | None = None
+    max_responses_bytes: int | None = None
     batches: BatchOptions | None = None
 
 
@@ -102,14 +106,15 @@ def run_server(
     on_ready: Callable[[Ready, str], None] = lambda ready, url: None,
     make_app: "Callable[[], FastAPI] | None" = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. make_app: instead of the application around an AsyncLLM. Raises the error of a
-    worker that cannot start."""
+    """Serve until a stop signal; a second one, of whichever kind, ends the drain. make_app: instead of the application
+    around an AsyncLLM. Raises the error of a worker that cannot start."""
     limit = raise_descriptor_limit(len(llm.fleet.fleet.slots))
     listening = bind(options.host, options.port)
     switch_often()
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(llm, options, Listener(listening, limit), on_loading, on_ready, make_app))
+        with ExitStack() as stack, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            make = make_app or _app_maker(llm, options, stack)  # what cannot be opened is said before a model is loaded
+            runner.run(_serve(llm, options, Listener(listening, limit), on_loading, on_ready, make))
     finally:
         listening.close()
 
@@ -120,7 +125,7 @@ async def _serve(
     listener: Listener,
     on_loading: Callable[[Loading], None],
     on_ready: Callable[[Ready, str], None],
-    make_app: "Callable[[], FastAPI] | None",
+    make_app: "Callable[[], FastAPI]",
 ) -> None:
     stop = asyncio.Event()
     stop_now = asyncio.Event()
@@ -129,10 +134,14 @@ async def _serve(
     def on_signal() -> None:
         (stop_now if stop.is_set() else stop).set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, on_signal)
     await llm.start(wait=False)  # the worker imports torch while we import the web framework
-    app = _app_of(llm, options) if make_app is None else make_app()
+    try:
+        app = make_app()
+    except BaseException:
+        await llm.shutdown()
+        raise
     batches: BatchService | None = app.state.batches
     if batches is not None:
         batches.start()
@@ -160,23 +169,32 @@ async def _serve(
         stopping.cancel()
 
 
-def _app_of(llm: ServedFleet, options: ServerOptions) -> "FastAPI":
-    from diptych.serving.api.app import build_app
+def _app_maker(llm: ServedFleet, options: ServerOptions, stack: ExitStack) -> "Callable[[], FastAPI]":
+    """stack: closes what was opened here. Raises ConfigError."""
     from diptych.serving.api.response_store import ResponseStore
-    from diptych.serving.async_llm import AsyncLLM
 
-    assert isinstance(llm, AsyncLLM)
-    return build_app(
-        llm,
-        options.served_model_name,
-        also_served_as=options.also_served_as,
-        api_keys=options.api_keys,
-        admin_key=options.admin_key,
-        max_body_bytes=options.max_body_bytes,
-        manners=options.manners,
-        store=ResponseStore(options.responses),
-        batches=None if options.batches is None else BatchService(options.batches),
-    )
+    store = ResponseStore(options.responses, max_bytes=options.max_responses_bytes)
+    stack.callback(store.close)
+    batches = None if options.batches is None else BatchService(options.batches)
+
+    def make_app() -> "FastAPI":
+        from diptych.serving.api.app import build_app
+        from diptych.serving.async_llm import AsyncLLM
+
+        assert isinstance(llm, AsyncLLM)
+        return build_app(
+            llm,
+            options.served_model_name,
+            also_served_as=options.also_served_as,
+            api_keys=options.api_keys,
+            admin_key=options.admin_key,
+            max_body_bytes=options.max_body_bytes,
+            manners=options.manners,
+            store=store,
+            batches=batches,
+        )
+
+    return make_app
 
 
 def _make_server(app: "FastAPI", options: ServerOptions, listener: Listener) -> _QuietServer:

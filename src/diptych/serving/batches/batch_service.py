@@ -4,6 +4,7 @@ Owns the order of start and stop. ``connect`` it to what runs lines, ``start`` i
 """
 
 import asyncio
+import io
 import os
 import time
 import uuid
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 from diptych.byte_size import size_words
 from diptych.control.errors import BodyTooLargeError, InvalidRequestError, UnavailableError
+from diptych.private_files import open_private
 from diptych.serving.batches.batch_records import Batch, BatchLimits, BatchTerms, StoredFile
 from diptych.serving.batches.batch_runner import BatchRunner, LineExecutor
 from diptych.serving.batches.batch_store import BatchStore
@@ -166,7 +168,8 @@ class Upload:
         self._service = service
         self._file_id = file_id
         self._path = service.store.incoming_path(file_id)
-        self._file = self._path.open("wb", buffering=0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        self._file = io.FileIO(open_private(self._path, flags), "w")
         self.num_bytes = 0
 
     async def write(self, data: bytes) -> None:

@@ -9,7 +9,6 @@ Rows of done lines are appended and synced to disk before the lines are marked a
 behind the marked end, which the next writer overwrites. Not for several threads at a time: BatchService has one for it.
 """
 
-import fcntl
 import os
 import re
 import sqlite3
@@ -20,6 +19,7 @@ from typing import IO
 
 from diptych.byte_size import size_words
 from diptych.control.errors import BodyTooLargeError, ConfigError, ConflictError, InvalidRequestError, NotFoundError
+from diptych.private_files import lock_of, make_private_folder, open_private, warn_of_visitors
 from diptych.serving.batches.batch_records import Batch, BatchLimits, End, LinePlace, LineResult, StoredFile
 from diptych.serving.batches.batch_tables import BatchTables
 from diptych.serving.batches.line_check import CANCELLED, EXPIRED, unanswered_row
@@ -37,15 +37,11 @@ class BatchStore:
         self.folder = folder
         self._files, self._incoming = folder / "files", folder / "incoming"
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
             for path in (folder, self._files, self._incoming):
-                path.mkdir(exist_ok=True, mode=0o700)
-            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                make_private_folder(path)
+            warn_of_visitors(folder, "batch_dir")
+            self._lock = lock_of(folder / "lock", "batch_dir")
             self.tables = BatchTables(folder / "batches.sqlite")
-        except BlockingIOError:
-            os.close(self._lock)
-            raise ConfigError(f"batch_dir is {folder}, which another server uses", param="batch_dir") from None
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"batch_dir is {folder}, which cannot be used: {error}", param="batch_dir") from None
         self._recover()
@@ -63,6 +59,8 @@ class BatchStore:
         for path in (*self._incoming.iterdir(), *(path for path in self._files.iterdir() if path.name not in known)):
             if _FILE_NAME.fullmatch(path.name):
                 path.unlink()
+        for path in self._files.iterdir():  # of older versions: as private as new ones
+            os.close(open_private(path, os.O_RDONLY))
         for batch in open_batches:
             for name, num_bytes in _ends(batch):
                 if self.path(name).exists():
@@ -193,7 +191,7 @@ class BatchStore:
             return
         path = self.path(name)
         is_new = not path.exists()
-        with path.open("wb" if is_new else "r+b") as file:
+        with os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
             file.seek(end)
             file.truncate()
             file.writelines(rows)

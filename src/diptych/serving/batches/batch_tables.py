@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from diptych.private_files import private_database
 from diptych.serving.batches.batch_records import OPEN, Batch, BatchTerms, End, LineFault, LinePlace, Status, StoredFile
 from diptych.serving.batches.line_usage import LineUsage
 
@@ -45,9 +46,7 @@ class BatchTables:
     """The database. Raises sqlite3.Error where it cannot be read or written."""
 
     def __init__(self, path: Path) -> None:
-        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        for statement in _SCHEMA:
-            self._database.execute(statement)
+        self._database = private_database(path, _SCHEMA)
 
     def close(self) -> None:
         """Use it no more."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from diptych.private_files import write_private
 from diptych.serving.fleet.descriptor_reserve import DescriptorReserve
 from diptych.serving.fleet.private_directory import locked_directory
 from diptych.serving.link.channel import Channel, accept, listen
@@ -64,7 +65,7 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         listener: socket.socket | None = None
         try:
-            (directory / "options.json").write_bytes(msgspec.json.encode(self._options))
+            write_private(directory / "options.json", msgspec.json.encode(self._options))
             listener = listen(directory / "worker")
             self._directory = directory
             loop.add_reader(listener.fileno(), self._accept, listener)

@@ -32,6 +32,7 @@ from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, Row
 from diptych.control.errors import ConfigError
 from diptych.control.planner import planner_recording
 from diptych.control.planner.planner_config import PlannerConfig
+from diptych.private_files import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def _create(path: Path) -> tuple[Path, io.FileIO]:
     for number in range(1000):
         target = path if number == 0 else path.with_name(f"{path.stem}.{number}{path.suffix}")
         try:
-            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            descriptor = open_private(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
         except FileExistsError:
             continue
         except OSError as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from diptych.control.config import TierConfig
 from diptych.control.errors import ConfigError
+from diptych.private_files import make_private_folder, warn_of_visitors
 from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.kv_geometry import KVGeometry
 from diptych.runtime.tiers.disk_store import DiskStore
@@ -102,7 +103,8 @@ def _open_disk(memory: MemoryOptions, runner: "ModelRunner", kv_format: "KVForma
     assert memory.disk is not None
     directory = Path(memory.disk)
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(directory)
+        warn_of_visitors(directory, "kv_disk")
         weights = weights_digest(open_checkpoint(runner.model_config).files, directory)
     except OSError as error:
         raise ConfigError(f"kv_disk is {memory.disk!r}: {error.strerror}", param="kv_disk") from None

@@ -60,6 +60,7 @@ from diptych.serving.worker.cpu_wait import cpu_wait_ns
 from diptych.serving.worker.load_engine import LoadedEngine, Report, connect_peers, load_engine
 from diptych.serving.worker.request_intake import RequestIntake, Runner
 from diptych.serving.worker.withheld_tokens import WithheldTokens
+from diptych.stop_signals import leave_terminal_to_parent
 
 if TYPE_CHECKING:
     from diptych.runtime.grammar import Grammars
@@ -389,7 +390,7 @@ def main() -> int:
     """``python -m diptych.serving.worker DIRECTORY``: started by the supervisor."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s worker %(levelname)s %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when to stop
+    leave_terminal_to_parent()
     directory = Path(sys.argv[1])
     die_with_parent(directory)
     switch_often()

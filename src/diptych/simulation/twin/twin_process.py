@@ -15,6 +15,7 @@ import msgspec
 
 from diptych.control.planner.planner_events import TwinAnswered, TwinFailed, TwinQuestion, TwinSettings
 from diptych.simulation.twin.twin import Twin
+from diptych.stop_signals import leave_terminal_to_parent
 
 LOWEST_PRIORITY = 19
 
@@ -40,5 +41,6 @@ def answer(twin: Twin, question: TwinQuestion) -> TwinAnswered | TwinFailed:
 
 
 if __name__ == "__main__":
+    leave_terminal_to_parent()
     os.nice(LOWEST_PRIORITY)
     serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -28,6 +28,7 @@ from diptych.runtime.grammar import MASK_LIMITS
 from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.check_messages import CheckReply, CheckRequest, CheckSettings
 from diptych.serving.answers.grammar.grammar_text import SCHEMA, with_schemas
+from diptych.stop_signals import leave_terminal_to_parent
 
 KEPT_BYTES = 128 << 20  # a fork that holds so much more after a grammar is not used again
 NICENESS = 5
@@ -40,6 +41,7 @@ NO_MEMORY = "the machine has no memory left to compile it"
 
 def main() -> None:
     """Serve until the end of the input."""
+    leave_terminal_to_parent()
     os.nice(NICENESS)
     sys.setrecursionlimit(20_000)  # schemas are nested
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=CheckSettings)
