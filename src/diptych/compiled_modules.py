@@ -25,10 +25,10 @@ MODULES = tuple(
         "control": ("length_predictor", "length_watch"),
         "control.admission": ("admission_queue", "fair_queue"),
         "control.cluster": (
-            *("attempts", "block_reports", "cluster_core", "cluster_recording", "load_book", "membership"),
+            *("attempts", "block_reports", "cluster_audit", "cluster_core", "cluster_recording", "load_book", "membership"),
             "open_request",
         ),
-        "control.engine": ("engine_core", "leases", "recording", "worker_core"),
+        "control.engine": ("engine_audit", "engine_core", "leases", "recording", "worker_core"),
         "control.engine.kvcache": (
             *("block_pool", "demand", "disk_journal", "kv_cache_manager", "load_source", "prefix_cache"),
             *("tier_changes", "tier_loads", "tiers"),

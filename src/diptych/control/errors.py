@@ -15,7 +15,10 @@
     |   |-- OverloadedError          429, with Retry-After
     |   |-- ChatTemplateError        501
     |   `-- UnavailableError         503, with Retry-After
-    `-- WorkerError              the worker failed (500)
+    |-- WorkerError              the worker failed (500)
+    `-- CoreFailedError          what decides or computes has failed by a defect of its own (500)
+
+BrokenInvariantError is none of these: it is a defect, and must not be taken for an error that somebody handles.
 
 Each carries what the OpenAI error format needs: message, type, param and code. An ErrorRecord is an error as data: in
 events, logs and messages between processes.
@@ -152,6 +155,18 @@ class WorkerError(DiptychError):
     code = "worker_failed"
 
 
+class CoreFailedError(DiptychError):
+    """A core or its driver has failed by a defect; the message names it and the error."""
+
+    code = "core_failed"
+
+
+class BrokenInvariantError(AssertionError):
+    """What must always hold of a state does not. The message has counts and ids, never a text of a request.
+
+    Raised where a plain ``assert`` would vanish with ``python -O``."""
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
     """An error as data. kind: the name of its class."""
@@ -183,5 +198,6 @@ _CLASSES: dict[str, type[DiptychError]] = {
         OverloadedError,
         UnavailableError,
         WorkerError,
+        CoreFailedError,
     )
 }

@@ -103,6 +103,15 @@ class AdmissionQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._class_of
 
+    @property
+    def num_held(self) -> int:
+        """Requests that wait, or had to make room and were not refused yet."""
+        return len(self._class_of) + len(self._displaced)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether this is one of those."""
+        return request_id in self._class_of or any(displaced == request_id for displaced, _ in self._displaced)
+
     def num_waiting(self, service_class: str) -> int:
         """Requests that wait in a class."""
         return len(self._queues[service_class].entries)

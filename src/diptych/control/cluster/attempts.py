@@ -31,6 +31,7 @@ ClusterCore decides why an attempt closes and what follows for its request.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -184,6 +185,14 @@ class AttemptTable:
 
     def __len__(self) -> int:
         return len(self._attempts)
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return iter(self._attempts.values())
+
+    @property
+    def num_leased(self) -> int:
+        """Attempts whose leases are renewed."""
+        return len(self._leased)
 
     def count_in(self, state: AttemptState) -> int:
         """How many are in this state."""

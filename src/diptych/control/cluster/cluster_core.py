@@ -18,6 +18,7 @@ from typing import Any
 from diptych.control.admission.admission_queue import AdmissionQueue, QueuedRequest
 from diptych.control.cluster.attempts import Attempt, AttemptState, AttemptTable
 from diptych.control.cluster.block_reports import BlockReports
+from diptych.control.cluster.cluster_audit import ClusterAudit, event_words
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_events import (
     Arrived,
@@ -87,6 +88,7 @@ class ClusterCore:
         self.paths = Paths(self.counts)
         self._relocation = Relocation(self)
         self._partition = Partition(self.members)
+        self._audit = ClusterAudit(self.requests, self._parked, self.admission, self.attempts, self._num_untouched)
         blocks = BlockReports(self.members, self.router, self.counts)
         self._handlers: dict[type, Callable[[Any, int], list[Command]]] = {
             Arrived: self._on_arrived,
@@ -131,7 +133,12 @@ class ClusterCore:
 
     def on_event(self, event: ClusterEvent, now: int) -> list[Command]:
         """Something happened: what is to be done."""
-        commands = self._handlers[type(event)](event, now)
+        try:
+            commands = self._handlers[type(event)](event, now)
+            self._audit.after_event()
+        except Exception as error:
+            error.add_note(f"ClusterCore was given {event_words(event)} at {now} ns")
+            raise
         return commands + self._relocation.newly_drained() if self.members.draining else commands
 
     def next_time(self) -> int | None:
@@ -145,8 +152,8 @@ class ClusterCore:
 
     def check_idle(self) -> None:
         """Assert that nothing is left of any request (for tests)."""
-        assert not self.requests and not self._parked, f"left behind: {list(self.requests)[:5]}"
-        assert not any(self._num_untouched) and len(self.admission) == 0
+        assert not self.requests, f"left behind: {list(self.requests)[:5]}"
+        self._audit.check_idle()
         self.attempts.check_idle()
 
     # -- requests -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ driver's whole job is to call ``begin_step``, let an executor run the plan, and 
 from collections.abc import Iterable
 
 from diptych.control.config import EngineConfig, SchedulerConfig
+from diptych.control.engine.engine_audit import STEPS_BETWEEN, check_idle, check_step
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.kvcache.tier_records import TierEvent
 from diptych.control.engine.leases import Leases
@@ -15,6 +16,7 @@ from diptych.control.engine.scheduler.incoming import reservation
 from diptych.control.engine.scheduler.scheduler import Scheduler
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.errors import (
+    BrokenInvariantError,
     ConfigError,
     ContextLengthError,
     ErrorRecord,
@@ -61,6 +63,7 @@ class EngineCore:
         self._pending_events: list[Event] = []
         self._num_kv_events = 0
         self._first_scheduler = config.scheduler  # what the executor was made for
+        self._audit_at = 0  # the step after which the counts are compared; 0: nothing has happened since they were
 
     def add_request(self, request: Request, now: int) -> list[Event]:
         """Queue a request, or refuse it with its terminal event (the executor then never gets it).
@@ -202,14 +205,21 @@ class EngineCore:
     def begin_step(self, now: int) -> SchedulerOutput | None:
         """The plan of the next step, or None when there is nothing to do. Events that planning causes are returned by
         ``end_step`` or ``take_events``."""
-        assert self._plan is None, "the step before has not ended"
+        if self._plan is not None:
+            raise BrokenInvariantError("the step before has not ended")
         if not self.has_work:
+            if self._audit_at:
+                check_idle(self.leases, self.scheduler, self.kv)
+                self._audit_at = 0
             return None
         output, events = self.scheduler.schedule(self._num_steps, tuple(self._finished_ids), now)
         self._pending_events.extend(events)
         if output is None:
             return None
         self._num_steps += 1
+        if self._num_steps >= self._audit_at:
+            self._audit_at = self._num_steps + STEPS_BETWEEN
+            check_step(self.requests, self.leases, self.scheduler, self.kv)
         self._finished_ids.clear()
         self._plan, self._begun_ns = output, now
         return output
@@ -224,10 +234,13 @@ class EngineCore:
         because they give way (``gives_way_to``): then it computed nothing, and will be planned again.
         """
         output, self._plan = self._plan, None
-        assert output is not None, "no step has begun"
-        assert result.step_id == output.step_id, f"result of step {result.step_id}, expected {output.step_id}"
+        if output is None:
+            raise BrokenInvariantError("no step has begun")
+        if result.step_id != output.step_id:
+            raise BrokenInvariantError(f"result of step {result.step_id}, expected {output.step_id}")
         if num_steps > 1:
-            assert num_steps <= output.max_repeats, f"{num_steps} steps of a plan for {output.max_repeats}"
+            if num_steps > output.max_repeats:
+                raise BrokenInvariantError(f"{num_steps} steps of a plan for {output.max_repeats}")
             self.scheduler.repeat(num_steps - 1)
             self._num_steps += num_steps - 1
         self.kv.tiers.step_ended()

@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import islice
 
 from diptych.control.engine.kvcache.prefix_cache import PrefixCache
+from diptych.control.errors import BrokenInvariantError
 
 
 @lru_cache(maxsize=4)
@@ -29,6 +30,7 @@ class BlockPool:
         self.prefix_cache = PrefixCache()
         self._enable_prefix_cache = enable_prefix_cache
         self._references = [0] * (first_block + num_blocks)
+        self._num_held = 0  # blocks with a reference, counted as they are taken and given up
         self._free = list(reversed(_block_ids(first_block, num_blocks)))  # a stack; low ids first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._stored: dict[bytes, None] = {}  # since the last ``drain_changes``, and still there
@@ -59,7 +61,8 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """``count`` private blocks; the caller has checked ``num_available``. Evicts the least recently used."""
-        assert count <= self.num_available, f"asked for {count} blocks, {self.num_available} available"
+        if count > self.num_available:
+            raise BrokenInvariantError(f"asked for {count} blocks, {self.num_available} available")
         self.version += 1
         free = self._free
         taken = min(count, len(free))
@@ -72,6 +75,7 @@ class BlockPool:
             blocks.append(block_id)
         for block_id in blocks:
             self._references[block_id] = 1
+        self._num_held += count
         return blocks
 
     def take_one(self) -> int | None:
@@ -80,6 +84,7 @@ class BlockPool:
         if self._free:
             block_id = self._free.pop()
             self._references[block_id] = 1
+            self._num_held += 1
             return block_id
         return self.allocate(1)[0] if self._cached else None
 
@@ -89,6 +94,7 @@ class BlockPool:
         for block_id in blocks:
             if self._references[block_id] == 0:
                 del self._cached[block_id]
+                self._num_held += 1
             self._references[block_id] += 1
 
     def num_idle(self, blocks: Iterable[int]) -> int:
@@ -101,15 +107,19 @@ class BlockPool:
         references, holds, free = self._references, self.prefix_cache.holds, self._free
         if not len(self.prefix_cache):  # nothing is shared, nothing stays findable
             for block_id in blocks:
-                assert references[block_id] == 1, f"block {block_id} released more often than held"
+                if references[block_id] != 1:
+                    raise BrokenInvariantError(f"block {block_id} released more often than held")
                 references[block_id] = 0
             free.extend(reversed(blocks))
+            self._num_held -= len(blocks)
             return
         for block_id in reversed(blocks):
             count = references[block_id] - 1
-            assert count >= 0, f"block {block_id} released more often than held"
+            if count < 0:
+                raise BrokenInvariantError(f"block {block_id} released more often than held")
             references[block_id] = count
             if count == 0:
+                self._num_held -= 1
                 if holds(block_id):
                     self._cached[block_id] = None
                 else:
@@ -167,9 +177,18 @@ class BlockPool:
             else:
                 runs.append((self.taker, 1))
 
+    def check_counts(self) -> None:
+        """Raise BrokenInvariantError unless free, cached and held blocks are all blocks. O(1)."""
+        if len(self._free) + len(self._cached) + self._num_held != self.num_blocks:
+            raise BrokenInvariantError(
+                f"{len(self._free)} blocks are free, {len(self._cached)} cached and {self._num_held} held: "
+                f"not the {self.num_blocks} that there are"
+            )
+
     def check(self) -> None:
         """Assert the pool's invariants (for tests): every block in exactly one state."""
         free, cached = set(self._free), set(self._cached)
+        self.check_counts()
         assert len(free) == len(self._free)
         assert not free & cached
         for block_id in range(self.first_block, self.first_block + self.num_blocks):

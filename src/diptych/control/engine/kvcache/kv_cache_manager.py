@@ -11,6 +11,7 @@ from diptych.control.engine.kvcache.block_pool import BlockPool
 from diptych.control.engine.kvcache.demand import future_peak_blocks
 from diptych.control.engine.kvcache.tier_loads import WorkNs
 from diptych.control.engine.kvcache.tiers import Tiers
+from diptych.control.errors import BrokenInvariantError
 from diptych.control.request import Request
 
 Demands = Callable[[], Iterable[tuple[int, int]]]
@@ -235,9 +236,20 @@ class KVCacheManager:
         elif count == 1:
             del self._in_progress[block_hash]
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing is reserved for a request, and no prompt is expected to be computed."""
+        return not self._num_reserved and not self._in_progress
+
+    def check_counts(self) -> None:
+        """Raise BrokenInvariantError where a count of blocks cannot be right. O(1); the pool's are its own."""
+        if self._num_reserved < 0:
+            raise BrokenInvariantError(f"{self._num_reserved} blocks are reserved")
+        if self.host.num_blocks:
+            self.host.check_counts()
+
     def check(self) -> None:
         """Assert the accounting invariants (for tests)."""
         self.pool.check()
         self.tiers.check()
-        assert self._num_reserved >= 0
-        assert 0 <= self.host.num_available <= self.host.num_blocks
+        self.check_counts()

@@ -24,6 +24,7 @@ from diptych.control.engine.kvcache.tier_records import (
     ShareBlocks,
     TierAction,
 )
+from diptych.control.errors import BrokenInvariantError
 from diptych.control.request import Request, Standing
 
 MARGIN = 2  # a load is to take at most one part in so many of the time of computing
@@ -134,7 +135,8 @@ class TierLoads:
             self._begin(request, self.disk, NO_PEER, start, from_disk, work_ns, actions, now)
         else:
             peer_run, request.peer_run = request.peer_run, None
-            assert peer_run is not None, "blocks of no peer"
+            if peer_run is None:
+                raise BrokenInvariantError("a load of blocks of no peer")
             self._begin(request, self.peers, peer_run.peer, start, from_peer, work_ns, actions, now)
         return True
 

@@ -10,6 +10,7 @@ A member that got more than one token in a step is as one that joined with so ma
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
+from diptych.control.errors import BrokenInvariantError
 from diptych.control.request import Request
 
 UNLIMITED = 2**62
@@ -60,7 +61,10 @@ class DecodeBatch:
     def join(self, request: Request, num_tokens: int, num_outputs: int) -> None:
         """Add a request whose KV holds ``num_tokens`` and which has ``num_outputs`` sampled tokens (one of them not
         in the KV yet: the input of its first step here)."""
-        assert num_outputs < request.max_tokens
+        if num_outputs >= request.max_tokens:
+            raise BrokenInvariantError(
+                f"{request.request_id} decodes with {num_outputs} of {request.max_tokens} tokens"
+            )
         stay = _Stay(request, self.ticks_scheduled, num_tokens, num_outputs)
         request.last_resume_tick = self.ticks_scheduled
         self._stays[request.request_id] = stay
@@ -110,7 +114,8 @@ class DecodeBatch:
         self._outputs_before += num_tokens
         self._begin_again(stay, num_tokens)
         num_outputs = self.num_outputs(request)
-        assert num_outputs <= request.max_tokens
+        if num_outputs > request.max_tokens:
+            raise BrokenInvariantError(f"{request.request_id} has {num_outputs} of {request.max_tokens} tokens")
         return num_outputs == request.max_tokens
 
     def block_added(self, request: Request) -> None:
@@ -155,7 +160,8 @@ class DecodeBatch:
             self.ticks_scheduled = max(self.ticks_scheduled, heappop(self._block_ticks))
             for request in self.take_block_due():
                 block_id = grow(request)
-                assert block_id is not None, "a plan was repeated further than it allows"
+                if block_id is None:
+                    raise BrokenInvariantError("a plan was repeated further than it allows")
                 self.block_added(request)
         self.ticks_scheduled = last
 

@@ -18,6 +18,7 @@ from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
 from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.engine.scheduler.step_time import StepTimeModel
+from diptych.control.errors import BrokenInvariantError
 from diptych.control.request import Request
 from diptych.control.step import Extra, ExtraRows, Offer
 
@@ -141,7 +142,8 @@ class Speculation:
             if kv.pool.num_available <= kv.config.watermark_blocks + len(self._batch):
                 break
             block_id = kv.grow(request)
-            assert block_id is not None, "blocks are available"
+            if block_id is None:
+                raise BrokenInvariantError("no block for an extra row where blocks are available")
             plan.new_blocks.append((request.request_id, block_id))
             self._batch.block_came_early(request)
         return len(request.block_ids) * kv.block_size - taken

@@ -1,5 +1,6 @@
 """The plan of one step while it is being made."""
 
+from diptych.control.errors import BrokenInvariantError
 from diptych.control.events import Event
 from diptych.control.request import Request
 from diptych.control.step import (
@@ -55,6 +56,10 @@ class StepPlan:
     def add_prefill(self, request: Request, num_tokens: int) -> None:
         """Compute the next ``num_tokens`` of the request's prompt."""
         start = request.num_scheduled_tokens
+        if not 0 < num_tokens <= request.num_tokens - start:
+            raise BrokenInvariantError(
+                f"a chunk of {num_tokens} tokens of {request.request_id}, which has {request.num_tokens - start} left"
+            )
         request.num_scheduled_tokens += num_tokens
         is_last = request.num_scheduled_tokens == request.num_tokens
         chunk = ScheduledPrefill(request.request_id, start, num_tokens, tuple(request.block_ids), is_last)
