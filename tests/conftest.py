@@ -4,6 +4,10 @@ import gc
 
 import pytest
 
+from tests.laws import pytest_addoption, pytest_configure
+
+__all__ = ["pytest_addoption", "pytest_configure"]  # the options and the seeds of laws
+
 STARTED = {"server", "fake", "url", "narrow_url", "split", "guide", "browser"}  # fixtures that start processes
 
 

@@ -11,6 +11,7 @@ from diptych.simulation.faults import Fault, FaultKind, Watch
 from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec
+from tests.laws import law
 from tests.simulation.fault_schedules import (
     AuditedCluster,
     check_strides,
@@ -30,26 +31,19 @@ STRIDES_SEEDS = (3768,)  # a refused prompt and a refused reservation shared one
 REGRESSION_SEEDS = (1709, 2999, 3872, 6764, 8798, 12943, 14235, 15339, 17894, 18296, 41105, 87615)
 
 
-@pytest.mark.parametrize("seed", [*range(120), *REGRESSION_SEEDS])
+@law(weight=2.0, seeds=REGRESSION_SEEDS)
 def test_every_law_holds_on_a_bad_day(seed: int) -> None:
     run_schedule(random_schedule(seed))
 
 
-@pytest.mark.parametrize("seed", [*range(200, 240), *STRIDES_SEEDS])
+@law(weight=1.5, seeds=STRIDES_SEEDS)
 def test_strides_give_the_log_of_single_steps_on_a_bad_day_too(seed: int) -> None:
     check_strides(seed, run_schedule(random_schedule(seed)))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@law(weight=1.0)
 def test_every_law_holds_among_unequal_workers_on_a_bad_day(seed: int) -> None:
     run_schedule(unequal_schedule(seed))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_every_law_holds_in_twenty_thousand_schedules() -> None:
-    for seed in range(20_000):
-        run_schedule(random_schedule(seed))
 
 
 def two_workers(fault: Fault | None, *, link: str = "eth100", **changes: Any) -> Scenario:
