@@ -107,7 +107,11 @@ def test_many_requests_that_come_at_once_do_not_pass_by_the_same_room() -> None:
     quota = Quota(QuotaLimits(tokens_per_minute=1000))
     assert [quota.admit(0, 300) is None for _ in range(8)] == [True] * 4 + [False] * 4
     refusal = quota.admit(0, 300)
-    assert refusal is not None and (refusal.limit_name, refusal.used, refusal.retry_ns) == ("tokens_per_minute", 1200, 0)
+    assert refusal is not None and (refusal.limit_name, refusal.used, refusal.retry_ns) == (
+        "tokens_per_minute",
+        1200,
+        0,
+    )
     quota.end(0, 300, 10)
     assert quota.admit(0, 300) is None, "what was not used is given back"
 

@@ -69,10 +69,12 @@ class Quota:
         self._day = RateWindow(DAY_NS)
 
     def admit(self, now: int, held: int, num_waiting: int = 0, *, counts_open: bool = True) -> QuotaRefusal | None:
-        """Take a request that is expected to use ``held`` tokens, or say why not; then nothing has changed.
+        """Take a request that is expected to use ``held`` tokens (0: it computes none, and the limits of tokens do not
+        apply), or say why not; then nothing has changed.
         num_waiting: open requests of the name that no worker has begun with. counts_open: whether the limits of open
         and waiting requests apply (not to lines of batches, which have limits of their own)."""
-        refusal = self._refusal(now, num_waiting if counts_open else -1)
+        refusal = self._full_queue(num_waiting) if counts_open else None
+        refusal = refusal or self._full_window(now, computes=held > 0)
         if refusal is None:
             self._requests.charge(now, 1)
             self.num_open += counts_open
@@ -109,14 +111,17 @@ class Quota:
         ]
         return min(found, key=lambda allowance: allowance.remaining, default=None)
 
-    def _refusal(self, now: int, num_waiting: int) -> QuotaRefusal | None:
-        """num_waiting: -1 where the limits of open requests do not apply."""
+    def _full_queue(self, num_waiting: int) -> QuotaRefusal | None:
         limits = self.limits
-        if num_waiting >= 0:
-            if limits.max_requests is not None and self.num_open >= limits.max_requests:
-                return QuotaRefusal("max_requests", limits.max_requests, self.num_open, 0)
-            if limits.max_queued is not None and num_waiting >= limits.max_queued:
-                return QuotaRefusal("max_queued", limits.max_queued, num_waiting, 0)
+        if limits.max_requests is not None and self.num_open >= limits.max_requests:
+            return QuotaRefusal("max_requests", limits.max_requests, self.num_open, 0)
+        if limits.max_queued is not None and num_waiting >= limits.max_queued:
+            return QuotaRefusal("max_queued", limits.max_queued, num_waiting, 0)
+        return None
+
+    def _full_window(self, now: int, *, computes: bool) -> QuotaRefusal | None:
+        """Of several that are full, the one that is full for longest."""
+        limits = self.limits
         windows: tuple[tuple[LimitName, int | None, RateWindow, int], ...] = (
             ("requests_per_minute", limits.requests_per_minute, self._requests, 0),
             ("tokens_per_minute", limits.tokens_per_minute, self._minute, self.held_tokens),
@@ -124,7 +129,7 @@ class Quota:
         )
         refusals = [
             QuotaRefusal(name, limit, window.used(now) + held, window.wait_ns(now, limit - 1))
-            for name, limit, window, held in windows
+            for name, limit, window, held in (windows if computes else windows[:1])
             if limit is not None and window.used(now) + held >= limit
         ]
         return max(refusals, key=lambda refusal: refusal.retry_ns, default=None)

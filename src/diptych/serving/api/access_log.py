@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.control.errors import ConfigError, DiptychError
 from diptych.serving.answers.answer_stream import Generation
+from diptych.serving.keys.key_record import KeyRecord
 
 STANDARD_ERROR = "-"
 logger = logging.getLogger(__name__)
@@ -79,6 +80,9 @@ def entry(scope: Scope, status: int, begin: float, end: float) -> dict[str, Any]
     }
     if tenant := state.get("tenant"):
         fields["tenant"] = tenant
+    key: KeyRecord | None = state.get("key")
+    if key is not None and not key.is_option:
+        fields["key"] = key.name
     generation: Generation | None = state.get("generation")
     if generation is not None:
         fields |= _answers(generation, begin)

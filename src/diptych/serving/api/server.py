@@ -28,6 +28,8 @@ from diptych.serving.served_fleet import ServedFleet
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from diptych.serving.keys.keyring import Keyring
+
 logger = logging.getLogger(__name__)
 
 DATE_INTERVAL_S = 1.0
@@ -36,10 +38,10 @@ DATE_INTERVAL_S = 1.0
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """The HTTP side. also_served_as: more names of the model; replies have the first. api_keys: the accepted keys; each
-    is a tenant of its own (none given: no key is asked for). admin_key: asked for at /admin (None: only this machine's
-    loopback address is answered there). drain_timeout_s: how long running requests may take after SIGTERM. manners:
-    towards clients. responses: the SQLite file of responses that can be continued (None: memory). batches: files and
-    batches (None: not served)."""
+    is a tenant of its own (none given: no key is asked for). keys: instead of them. admin_key: asked for at /admin
+    (None: only this machine's loopback address is answered there). drain_timeout_s: how long running requests may take
+    after SIGTERM. manners: towards clients. responses: the SQLite file of responses that can be continued (None:
+    memory). batches: files and batches (None: not served)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -53,6 +55,7 @@ class ServerOptions:
     manners: Manners = field(default_factory=Manners)
     responses: Path | None = None
     batches: BatchOptions | None = None
+    keys: "Keyring | None" = None
 
 
 class _QuietServer(uvicorn.Server):
@@ -133,8 +136,11 @@ async def _serve(
     await llm.start(wait=False)  # the worker imports torch while we import the web framework
     app = _app_of(llm, options) if make_app is None else make_app()
     batches: BatchService | None = app.state.batches
+    keys: Keyring | None = app.state.keys
     if batches is not None:
         batches.start()
+    if keys is not None:
+        keys.start()
     server = _make_server(app, options, listener)
     serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(_report_start(llm, listener.url, on_loading, on_ready))
@@ -148,6 +154,8 @@ async def _serve(
             await batches.stop()
         await _drain(llm, options.drain_timeout_s, stop_now)
     finally:
+        if keys is not None:
+            keys.stop()
         if batches is not None:
             await batches.stop()
             batches.close()
@@ -175,6 +183,7 @@ def _app_of(llm: ServedFleet, options: ServerOptions) -> "FastAPI":
         manners=options.manners,
         store=ResponseStore(options.responses),
         batches=None if options.batches is None else BatchService(options.batches),
+        keys=options.keys,
     )
 
 

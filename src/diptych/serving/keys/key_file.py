@@ -158,7 +158,7 @@ class _Entry:
         for text in hashes:
             if not _DIGEST.fullmatch(text):
                 raise self._error(f"sha256 has {len(text)} characters; it must be 64 digits from 0 to f")
-        return (*map(digest_of, keys), *map(bytes.fromhex, hashes))
+        return (*(digest_of(key.encode()) for key in keys), *map(bytes.fromhex, hashes))
 
     def _texts(self, field: str) -> list[str]:
         value = self._given.get(field, [])
