@@ -16,7 +16,6 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel
 
 from diptych.control.admission.quota import Allowance
-from diptych.control.errors import NotFoundError
 from diptych.control.slo import NS_PER_S
 from diptych.serving.api.bodies import key_in
 from diptych.serving.api.key_limits import KeyLimits
@@ -98,14 +97,12 @@ def serve_keys(
     app.state.keys, app.state.default_model = keys, default_model
     if keys is not None:
         app.add_middleware(KeyLimits, keys=keys, paths=paths)
-    refusals: dict[int | str, dict[str, Any]] = {status: documented[status] for status in (401, 403, 404)}
+    refusals: dict[int | str, dict[str, Any]] = {status: documented[status] for status in (401, 403)}
 
     @app.get("/admin/keys", responses={**refusals, 200: {"model": KeysReply}})
     async def usage() -> Response:
         """Every name that may use the server: its limits, what is left of them, and what it used."""
-        if keys is None:
-            raise NotFoundError("this server asks for no key; it was started without --api-keys and --api-key")
-        return Response(_view(keys).model_dump_json(), media_type="application/json")
+        return Response(_view(keys or Keyring()).model_dump_json(), media_type="application/json")
 
 
 def key_metrics(request: Request, model: str) -> bytes:

@@ -104,6 +104,19 @@ def check_distinct(records: Sequence[KeyRecord], place: str) -> None:
             owners[digest] = record.name
 
 
+def check_name(field: str, value: object, place: str = "") -> str:
+    """A name or a tenant. Raises ConfigError. place: begins the message."""
+    if isinstance(value, str) and value.startswith(KEY_PREFIX):
+        message = f"{place}{field} begins like a key ({KEY_PREFIX}): it is shown in metrics and logs"
+    elif not isinstance(value, str) or not NAME.fullmatch(value):
+        message = f"{place}{field} is {_shown(value)}; it must be 1 to 64 letters, digits and ._@-"
+    elif field == "name" and (value == OTHER or value.startswith(OPTION_NAME)):
+        message = f"{place}name is {value!r}, which Diptych uses itself; choose another"
+    else:
+        return value
+    raise ConfigError(message, param=field)
+
+
 class _Entry:
     """One table. place: file and number of the entry, for messages."""
 
@@ -120,8 +133,6 @@ class _Entry:
         if name is None:
             raise self._error("has no name")
         self._place += f" ({name})"
-        if name == OTHER or name.startswith(OPTION_NAME):
-            raise self._error(f"name is {name!r}, which Diptych uses itself; choose another")
         return KeyRecord(
             name,
             self._digests(),
@@ -135,13 +146,7 @@ class _Entry:
 
     def _name(self, field: str) -> str | None:
         value = self._given.get(field)
-        if value is None:
-            return None
-        if isinstance(value, str) and value.startswith(KEY_PREFIX):
-            raise self._error(f"{field} begins like a key ({KEY_PREFIX}): it is shown in metrics and logs")
-        if not isinstance(value, str) or not NAME.fullmatch(value):
-            raise self._error(f"{field} is {_shown(value)}; it must be 1 to 64 letters, digits and ._@-")
-        return value
+        return None if value is None else check_name(field, value, f"{self._place}: ")
 
     def _digests(self) -> tuple[bytes, ...]:
         keys, hashes = self._texts("key"), self._texts("sha256")
