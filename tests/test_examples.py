@@ -25,7 +25,7 @@ from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 COMMANDS: dict[str, Any] = get_command(cli.app).commands  # type: ignore[attr-defined]
 TRACE = Path(__file__).parent.parent / "docs" / "example-trace.csv"
-GROUPS = ("batch", "cache")
+GROUPS = ("batch", "cache", "keys")
 ALL = COMMANDS | {f"{group} {name}": command for group in GROUPS for name, command in COMMANDS[group].commands.items()}
 DIPTYCH = (sys.executable, "-c", "from diptych.cli.main import main; main()")
 LIMITS = {  # so that each ends soon
@@ -63,7 +63,13 @@ def test_examples_are_of_commands_that_exist() -> None:
 
 def given(example: str, folder: Path, server: str) -> list[str]:
     """The words of an example, with this machine's own and little to do."""
-    own = {"MODEL": str(BUNDLED_MODEL), "KEY": str(folder / "key"), "FOLDER": str(folder / "kept"), SERVER: server}
+    own = {
+        "MODEL": str(BUNDLED_MODEL),
+        "KEY": str(folder / "key"),
+        "KEYS": str(folder / "keys.toml"),
+        "FOLDER": str(folder / "kept"),
+        SERVER: server,
+    }
     words = [own.get(word, word) for word in shlex.split(example)[1:]]
     if words[0] == "advise":  # which simulates every shape on the whole trace
         words = [str(TRACE) if word == "azure-conv" else word for word in words]
@@ -126,6 +132,8 @@ def folder(tmp_path: Path) -> Path:
     """Where examples are run, with the files that they speak of."""
     (tmp_path / "key").write_text("k" * 32)
     (tmp_path / "key").chmod(0o600)
+    (tmp_path / "keys.toml").write_text('[[key]]\nname = "web"\nkey = "a-key-of-the-examples"\n')
+    (tmp_path / "keys.toml").chmod(0o600)
     (tmp_path / "kept").mkdir()
     (tmp_path / "prompts.jsonl").write_text('"a prompt"\n')
     (tmp_path / "lines.jsonl").write_text(LINE + "\n")

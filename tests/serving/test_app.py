@@ -18,9 +18,9 @@ from diptych.control.events import RequestAdmitted
 from diptych.control.misses.prefix_miss import MissReason
 from diptych.serving.api import protocol
 from diptych.serving.api.app import build_app
-from diptych.serving.api.middleware import tenant_of
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.keys.key_record import tenant_of
 from diptych.serving.link.engine_options import ExplainMisses
 from diptych.serving.misses.difference import TextDifference
 from diptych.serving.misses.miss_watch import ExplainedMiss

@@ -33,7 +33,7 @@ class FakeServer:
         self.bodies: list[bytes] = []
         self.num_running = self.most_running = self.num_cancelled = 0
 
-    async def __call__(self, path: str, body: bytes, tenant: str) -> LineReply:
+    async def __call__(self, path: str, body: bytes, tenant: str, key: str = "") -> LineReply:
         self.bodies.append(body)
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)

@@ -20,6 +20,7 @@ from diptych.cli.other_names import translate
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer has click inside, or beside it, by its version
 MOST_GUESSES = 3
+SERVERS, SECRETS = ("serve", "front"), ("api_key", "admin_key")  # commands that run for long; their options with keys
 KINDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
 
 
@@ -44,6 +45,8 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; its errors name settings as its options."""
+        if ctx.info_name in SERVERS:
+            _warn_of_secrets(ctx)
         token = OPTION_NAMES.set(_option_names(self, ctx))
         try:
             return super().invoke(ctx)
@@ -74,6 +77,20 @@ class CommandGroup(TyperGroup):
         except typer.Abort:
             sys.exit(1)
         sys.exit(status if isinstance(status, int) else 0)
+
+
+def _warn_of_secrets(ctx: Any) -> None:
+    """Say that arguments can be read by others, where a key is one."""
+    for name in SECRETS:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            instead = {"api_key": "--api-keys FILE or DIPTYCH_API_KEY", "admin_key": "--admin-key-file FILE"}[name]
+            print(
+                f"warning: the key of {option} can be read by every user of this machine, as all arguments can; "
+                f"{instead} keeps it from them",
+                file=sys.stderr,
+            )
 
 
 def _end(error: Any) -> NoReturn:

@@ -1,6 +1,7 @@
 """Two or three commands for the help of each command. tests/test_examples.py runs them.
 
-What is written in capitals is the reader's own: MODEL (a directory or a file), KEY (a file), FOLDER, BATCH (an id).
+What is written in capitals is the reader's own: MODEL (a directory or a file), KEY (a file), KEYS (a file), FOLDER,
+BATCH (an id).
 """
 
 SERVER = "http://127.0.0.1:8000"
@@ -59,6 +60,13 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "batch ls": (f"diptych batch ls --url {SERVER}",),
     "batch cancel": (f"diptych batch cancel BATCH --url {SERVER}",),
+    "keys": ("diptych keys new web", "diptych keys check KEYS"),
+    "keys new": (
+        "diptych keys new web --requests-per-minute 600",
+        "diptych keys new operator --admin",
+    ),
+    "keys check": ("diptych keys check KEYS",),
+    "keys usage": (f"diptych keys usage --url {SERVER}",),
     "version": ("diptych version",),
 }
 

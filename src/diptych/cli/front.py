@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from diptych.cli.batch_options import BatchTaking, batch_options
 from diptych.cli.command_line import own_command
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.http_options import HttpOptions, default_slo, manners
+from diptych.cli.http_options import HttpOptions, admin_key, default_slo, keyring, manners
 from diptych.cli.options import SLO_HELP, Number, Strings, Text, Whole, option, picked, takes, with_objectives
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
 from diptych.control.router.routing import RoutingName
@@ -95,7 +95,7 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     slo = default_slo(given)
     fleet = ExternalFleet(options, cluster_config(**picked(given, *CLUSTER_OPTIONS)), slo, given["record"])
     end = EngineFront(fleet)
-    keys, admin_key = tuple(given["api_key"] or ()), given["admin_key"] or None
+    keys, own_admin_key = keyring(given), admin_key(given)
     max_body = parse_bytes(given["max_body"], "max_body")
     rules = manners(given)
     name, *more_names = given["served_model_name"] or ("",)
@@ -111,14 +111,14 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
             end,
             name,
             also_served_as=more_names,
-            api_keys=keys,
-            admin_key=admin_key,
+            keys=keys,
+            admin_key=own_admin_key,
             max_body_bytes=max_body,
             manners=rules,
             batches=batches,
         )
 
     chat_command = f"{own_command()} chat"
-    with StartScreen(name or OWN_NAME, has_key=bool(keys), chat_command=chat_command) as screen:
+    with StartScreen(name or OWN_NAME, has_key=keys is not None, chat_command=chat_command) as screen:
         screen.kind = "chat"
         run_server(end, server, screen.on_loading, screen.on_ready, make_app)

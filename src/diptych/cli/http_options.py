@@ -8,9 +8,13 @@ from diptych.cli.options import Strings, Text, option, with_objectives
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.serving.api.manners import Manners, is_loopback
+from diptych.serving.keys.key_file import read_secret
+from diptych.serving.keys.keyring import Keyring
 
 SERVER = "Server"
 API_KEY_HELP = "Accept this key (Authorization: Bearer KEY). Repeatable; each key is a tenant, tenants share fairly."
+KEYS_HELP = "TOML file of named keys with tenants, limits and quotas; read again when it changes (diptych keys new)."
+ADMIN_FILE_HELP = "File with that key, instead of the key in the arguments, which every user of the machine can read."
 ADMIN_KEY_HELP = "Ask for this key at /admin. Default: only programs on this machine are answered there."
 CORS_HELP = "Origin whose web pages may use the API, such as https://example.org (*: all). Repeatable."
 HOST_HELP = "Name by which the server may be called, besides addresses and localhost. Repeatable."
@@ -24,7 +28,9 @@ class HttpOptions:
     host: Annotated[str, option("Address to listen on. 0.0.0.0: reachable from everywhere.", SERVER)] = "127.0.0.1"
     port: Annotated[int, option("Port; 0 picks a free one.", SERVER)] = 8000
     api_key: Annotated[Strings, option(API_KEY_HELP, SERVER, envvar="DIPTYCH_API_KEY")] = None
+    api_keys: Annotated[Path | None, option(KEYS_HELP, SERVER)] = None
     admin_key: Annotated[Text, option(ADMIN_KEY_HELP, SERVER, envvar="DIPTYCH_ADMIN_KEY")] = None
+    admin_key_file: Annotated[Path | None, option(ADMIN_FILE_HELP, SERVER)] = None
     max_body: Annotated[str, option("Largest request body; more gets 413.", SERVER)] = "16MiB"
     cors_origin: Annotated[Strings, option(CORS_HELP, SERVER)] = None
     allowed_host: Annotated[Strings, option(HOST_HELP, SERVER)] = None
@@ -39,10 +45,26 @@ def manners(given: Mapping[str, Any]) -> Manners:
     return Manners(
         cors_origins=tuple(given["cors_origin"] or ()),
         allowed_hosts=tuple(given["allowed_host"] or ()),
-        only_local=is_loopback(given["host"]) and not given["api_key"],
+        only_local=is_loopback(given["host"]) and not given["api_key"] and given["api_keys"] is None,
         access_log=given["access_log"],
         is_strict=given.get("strict", False),
     )
+
+
+def keyring(given: Mapping[str, Any]) -> Keyring | None:
+    """The keys that clients may have; None: none is asked for. Raises ConfigError."""
+    if not given["api_key"] and given["api_keys"] is None:
+        return None
+    return Keyring(given["api_key"] or (), given["api_keys"])
+
+
+def admin_key(given: Mapping[str, Any]) -> str | None:
+    """The key of /admin besides those of the file of keys. Raises ConfigError."""
+    if given["admin_key_file"] is None:
+        return given["admin_key"] or None
+    if given["admin_key"]:
+        raise ConfigError("admin_key and admin_key_file are two places of one key; give one", param="admin_key")
+    return read_secret(given["admin_key_file"], "admin_key_file")
 
 
 def default_slo(given: Mapping[str, Any]) -> Slo:

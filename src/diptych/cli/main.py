@@ -28,7 +28,8 @@ from diptych.cli.error_messages import errors_in_words
 from diptych.cli.examples import examples
 from diptych.cli.front import front
 from diptych.cli.guide import guide
-from diptych.cli.http_options import HttpOptions, default_slo, manners
+from diptych.cli.http_options import HttpOptions, admin_key, default_slo, keyring, manners
+from diptych.cli.keys import keys
 from diptych.cli.options import (
     Text,
     model_name,
@@ -225,8 +226,8 @@ def _serve(options: EngineOptions, workers: FleetOptions, names: list[str], give
         **picked(given, "host", "port", "log_level", "responses"),
         served_model_name=names[0],
         also_served_as=tuple(names[1:]),
-        api_keys=tuple(given["api_key"] or ()),
-        admin_key=given["admin_key"] or None,
+        keys=keyring(given),
+        admin_key=admin_key(given),
         max_body_bytes=parse_bytes(given["max_body"], "max_body"),
         drain_timeout_s=given["drain_timeout"],
         manners=manners(given),
@@ -235,7 +236,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, names: list[str], give
     )
     chat_command = f"{own_command()} chat"
     with StartScreen(
-        names[0], has_key=bool(server.api_keys), chat_command=chat_command, is_verbose=given["verbose"]
+        names[0], has_key=server.keys is not None, chat_command=chat_command, is_verbose=given["verbose"]
     ) as screen:
         screen.hint = busy_machine_hint(options, len(workers.roles))
         journal = None if given["survive_restart"] is None else StreamJournal(given["survive_restart"])
@@ -297,6 +298,7 @@ def version() -> None:
 for command in (advise, alerts, bench, calibrate, chat, diagnose, front, models, plan, replay, simulate, worker, guide):
     app.command(cls=Command, epilog=examples(command.__name__))(command)
 app.add_typer(batch, name="batch", epilog=examples("batch"))
+app.add_typer(keys, name="keys", epilog=examples("keys"))
 app.add_typer(cache, name="cache", epilog=examples("cache"))
 
 

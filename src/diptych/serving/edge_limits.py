@@ -286,3 +286,19 @@ ENGINE_EVENT_BYTES = _limit(
 )
 
 # Keys.
+
+KEY_CHARACTERS = _limit("KEY_CHARACTERS", 4096, "bytes", "an API key", beyond="401 `invalid_api_key`")
+KEY_LEAST = _limit("KEY_LEAST", 16, "characters", "an API key in a file, at least", beyond="the file is not used")
+KEY_FILE_BYTES = _limit("KEY_FILE_BYTES", 4 * 2**20, "bytes", "the file of `--api-keys`", beyond="it is not used")
+KEY_ENTRIES = _limit("KEY_ENTRIES", 10_000, "entries", "the file of `--api-keys`", beyond="it is not used")
+KEYS_OF_NAME = _limit("KEYS_OF_NAME", 8, "keys", "one entry of that file", beyond="it is not used")
+MODELS_OF_NAME = _limit("MODELS_OF_NAME", 64, "models", "one entry of that file", beyond="it is not used")
+KEY_NAMES = _limit("KEY_NAMES", 1000, "names", "names of keys in `/metrics`", beyond="counted as `other`")
+SECRET_BYTES = _limit("SECRET_BYTES", 4096, "bytes", "a file with one key (`--admin-key-file`)", beyond="no start")
+HELD_TOKENS = _limit(
+    "HELD_TOKENS",
+    1024,
+    "tokens",
+    "expected of an answer that runs, for the limits of a key",
+    beyond="counted at its end",
+)

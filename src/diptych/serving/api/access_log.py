@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diptych.control.errors import ConfigError, DiptychError
 from diptych.private_files import open_private
 from diptych.serving.answers.answer_stream import Generation
+from diptych.serving.keys.key_record import KeyRecord
 
 STANDARD_ERROR = "-"
 OWNER_AND_GROUP, GROUP_WRITES = 0o640, 0o660  # of a new log; of one that is there, at most
@@ -81,6 +82,9 @@ def entry(scope: Scope, status: int, begin: float, end: float) -> dict[str, Any]
     }
     if tenant := state.get("tenant"):
         fields["tenant"] = tenant
+    key: KeyRecord | None = state.get("key")
+    if key is not None and not key.is_option:
+        fields["key"] = key.name
     generation: Generation | None = state.get("generation")
     if generation is not None:
         fields |= _answers(generation, begin)

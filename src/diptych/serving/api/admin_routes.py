@@ -16,11 +16,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from diptych.control.cluster.core_split import CoreSplit, parse_core_split
 from diptych.control.compute_share import ComputeShare, cpu_ranges
 from diptych.control.config import ShapeName
-from diptych.control.errors import AuthenticationError, ConfigError, InvalidRequestError, PermissionDeniedError
+from diptych.control.errors import (
+    AuthenticationError,
+    ConfigError,
+    InvalidRequestError,
+    PermissionDeniedError,
+    RequestError,
+)
 from diptych.control.router.topology import Role
 from diptych.serving.api import error_responses as errors
+from diptych.serving.api.middleware import given_key
 from diptych.serving.fleet.worker_changes import WorkerChanges
 from diptych.serving.fleet.worker_port import WorkerState
+from diptych.serving.keys.keyring import Keyring
 from diptych.serving.served_fleet import ServedFleet
 
 ADMIN_PREFIX = "/admin/"
@@ -85,19 +93,21 @@ class SplitBody(BaseModel):
 
 class AdminAccess:
     """Lets through to ``/admin/`` requests with ``Authorization: Bearer KEY``, or without a key those that come from
-    this machine's loopback address; and none that a page of another origin has made."""
+    this machine's loopback address; and none that a page of another origin has made. key: of --admin-key. keys: those
+    of a file may be admin keys; where there is a file, a key is asked for, whatever the file says by now."""
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, keys: Keyring | None = None) -> None:
         self._app = app
-        self._expected = None if key is None else f"Bearer {key}".encode()
+        self._expected = None if key is None else key.encode("utf-8", "surrogateescape")
+        self._keys = keys
+        self._needs_key = asks_admin_key(key, keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(ADMIN_PREFIX):
             headers = Headers(scope=scope)
-            if self._expected is not None:
-                given = headers.get("authorization", "").encode("latin-1", "replace")
-                if not hmac.compare_digest(given, self._expected):
-                    error = AuthenticationError("the admin key is missing or wrong (Authorization: Bearer ...)")
+            if self._needs_key:
+                error = self._refused_key(scope, given_key(headers))
+                if error is not None:
                     await errors.error_response(error)(scope, receive, send)
                     return
             elif not is_local(scope):
@@ -109,6 +119,20 @@ class AdminAccess:
                 await errors.error_response(denied)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _refused_key(self, scope: Scope, given: bytes) -> RequestError | None:
+        if self._expected is not None and hmac.compare_digest(given, self._expected):
+            return None
+        record = None if self._keys is None else self._keys.find(given)
+        if record is None or record.is_option or self._keys is None or self._keys.is_expired(record):
+            return AuthenticationError("the admin key is missing or wrong (Authorization: Bearer ...)")
+        scope.setdefault("state", {}).update(key=record, tenant=record.tenant)
+        return None if record.is_admin else PermissionDeniedError(f"the key {record.name!r} is no admin key")
+
+
+def asks_admin_key(key: str | None, keys: Keyring | None) -> bool:
+    """Whether /admin asks for a key, from wherever a request comes. See AdminAccess."""
+    return key is not None or (keys is not None and keys.path is not None)
 
 
 def is_local(scope: Scope) -> bool:

@@ -24,14 +24,15 @@ from diptych.serving.answers.stream_journal import StreamHead, StreamRecord
 from diptych.serving.api import error_responses as errors
 from diptych.serving.api import protocol
 from diptych.serving.api.access_log import AccessLog, open_log
-from diptych.serving.api.admin_routes import AdminAccess, add_admin_routes
-from diptych.serving.api.bodies import REF, read_body, takes, tenant_in
+from diptych.serving.api.admin_routes import AdminAccess, add_admin_routes, asks_admin_key
+from diptych.serving.api.bodies import REF, check_key, read_body, takes, tenant_in, usable
 from diptych.serving.api.chat import ChatWriter
 from diptych.serving.api.completions import CompletionWriter
 from diptych.serving.api.conversation import chat_prompt, start_chat
 from diptych.serving.api.cross_origin import CrossOrigin
 from diptych.serving.api.embeddings import EmbeddingsBody, add_embeddings_routes
 from diptych.serving.api.head_requests import HeadRequests
+from diptych.serving.api.key_routes import key_metrics, serve_keys
 from diptych.serving.api.manners import Manners
 from diptych.serving.api.messages_routes import MESSAGES_BODIES, add_messages_routes
 from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
@@ -63,6 +64,7 @@ from diptych.serving.async_llm import AsyncLLM, check_count, check_prompt
 from diptych.serving.batches.batch_routes import BatchBody, add_batch_routes, upload_limits
 from diptych.serving.batches.batch_service import BatchService
 from diptych.serving.batches.line_host import serve_lines
+from diptych.serving.keys.keyring import Keyring
 
 BODIES: tuple[type[BaseModel], ...] = (
     protocol.CompletionBody,
@@ -233,12 +235,14 @@ def build_app(
     manners: Manners | None = None,
     store: ResponseStore | None = None,
     batches: BatchService | None = None,
+    keys: Keyring | None = None,
 ) -> FastAPI:
     """The ASGI application around a model that is being served. also_served_as: more names that clients may call it by;
     replies have ``model_name``. admin_key: see AdminAccess. store: in memory
-    without one. batches: connected here, and to be started by the server."""
+    without one. batches, keys: to be started by the server. keys: instead of api_keys."""
     app = FastAPI(title="Diptych", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     names = tuple(dict.fromkeys((model_name, *also_served_as)))
+    keys = keys or (Keyring(api_keys) if api_keys else None)
     service = Service(llm, names)
     errors.install(app)
     _add_generation_routes(app, service)
@@ -248,16 +252,17 @@ def build_app(
     add_batch_routes(app, batches, ERRORS)
     _add_information_routes(app, service)
     add_timeline_routes(app, llm.timeline, ERRORS)
-    add_ui_routes(app, llm, model_name, ERRORS, has_admin_key=admin_key is not None)
+    add_ui_routes(app, llm, model_name, ERRORS, has_admin_key=asks_admin_key(admin_key, keys))
     add_settings_routes(app, llm, model_name, ERRORS)
     add_admin_routes(app, llm, ERRORS)
-    add_miss_routes(app, llm.fleet, ERRORS, has_tenants=len(set(api_keys)) > 1)
+    add_miss_routes(app, llm.fleet, ERRORS, has_tenants=keys is not None and keys.has_tenants)
     app.add_middleware(NativePanics)
+    serve_keys(app, keys, LINE_ENDPOINTS, lambda: names[0], ERRORS)
     serve_lines(app, batches, llm, lambda: names, LINE_ENDPOINTS, workers_give_way=True)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches))
-    if api_keys:
-        app.add_middleware(ApiKey, keys=api_keys)
-    app.add_middleware(AdminAccess, key=admin_key)
+    if keys is not None:
+        app.add_middleware(ApiKey, keys=keys)
+    app.add_middleware(AdminAccess, key=admin_key, keys=keys)
     add_manners(app, manners or Manners())
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -324,12 +329,14 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", responses={**no_key, 200: {"model": protocol.ModelList}})
     async def models(request: Request) -> Response:
         """The served model by each of its names; Anthropic's form for clients that send anthropic-version."""
-        return _json(model_list([service.card(name) for name in service.names], request.headers))
+        cards = [service.card(name) for name in usable(request, service.names)]
+        return _json(model_list(cards, request.headers))
 
     @app.get("/v1/models/{name:path}", responses={**no_key, 404: ERRORS[404], 200: {"model": protocol.ModelCard}})
     async def model(request: Request, name: str) -> Response:
         """One model by its name."""
         check_model(name, service.names)
+        check_key(request, name)
         return _json(one_model(service.card(name), request.headers))
 
     @app.get("/health", responses={200: {"model": protocol.StatusReply}})
@@ -356,9 +363,10 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
         return _json({"version": __version__, "control": compiled_modules.what_runs(), **machine, **template})
 
     @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """What Prometheus reads."""
-        return Response(llm.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = llm.metrics.text() + key_metrics(request, service.model_name)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -15,9 +15,10 @@ from diptych.control.errors import NotFoundError
 from diptych.serving import edge_limits
 from diptych.serving.api import error_responses as errors
 from diptych.serving.api import protocol
-from diptych.serving.api.admin_routes import AdminAccess, add_admin_routes
+from diptych.serving.api.admin_routes import AdminAccess, add_admin_routes, asks_admin_key
 from diptych.serving.api.app import ERRORS, add_manners
-from diptych.serving.api.bodies import tenant_in
+from diptych.serving.api.bodies import check_key, tenant_in, usable
+from diptych.serving.api.key_routes import key_metrics, serve_keys
 from diptych.serving.api.manners import Manners
 from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
 from diptych.serving.api.model_list import model_list
@@ -30,6 +31,7 @@ from diptych.serving.batches.line_host import serve_lines
 from diptych.serving.front.relay_request import RelayPath, read_request
 from diptych.serving.front.relay_response import RelayResponse
 from diptych.serving.front.served_engines import EngineFront
+from diptych.serving.keys.keyring import Keyring
 
 OBJECT: dict[str, Any] = {"content": {"application/json": {"schema": {"type": "object"}}}}
 OWN_NAME = "front"  # by which clients may call any model
@@ -66,6 +68,7 @@ class FrontService:
         if name is not None and name not in self.names():
             message = f"model {name!r} is not served here; {self.model_name!r} is"
             raise NotFoundError(message, param="model", code="model_not_found")
+        check_key(request, name)
         generation = await self.front.submit(asked, tenant_in(request))
         stream = generation.relay
 
@@ -119,12 +122,13 @@ def build_front_app(
     max_body_bytes: int = edge_limits.BODY_BYTES,
     manners: Manners | None = None,
     batches: BatchService | None = None,
+    keys: Keyring | None = None,
 ) -> FastAPI:
     """The ASGI application around engines that are being served. model_name, also_served_as: by which clients may call
-    their model besides the engines' own name. batches: connected here, and to be started by the
-    server."""
+    their model besides the engines' own name. batches, keys: to be started by the server. keys: instead of api_keys."""
     app = FastAPI(title="Diptych front", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     names = tuple(dict.fromkeys((model_name, *also_served_as))) if model_name else ()
+    keys = keys or (Keyring(api_keys) if api_keys else None)
     service = FrontService(front, names)
     front.metrics.model_name = model_name or OWN_NAME
     errors.install(app)
@@ -133,15 +137,16 @@ def build_front_app(
     _add_information(app, service)
     add_batch_routes(app, batches, ERRORS)
     add_timeline_routes(app, front.timeline, ERRORS)
-    has_key = admin_key is not None
+    has_key = asks_admin_key(admin_key, keys)
     add_ui_routes(app, front, model_name or OWN_NAME, ERRORS, has_admin_key=has_key, watched=front.watched)
     add_admin_routes(app, front, ERRORS)
     app.add_middleware(NativePanics)
+    serve_keys(app, keys, get_args(RelayPath), lambda: service.model_name, ERRORS)
     serve_lines(app, batches, front, service.names, LINE_ENDPOINTS, workers_give_way=False)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches))
-    if api_keys:
-        app.add_middleware(ApiKey, keys=api_keys)
-    app.add_middleware(AdminAccess, key=admin_key)
+    if keys is not None:
+        app.add_middleware(ApiKey, keys=keys)
+    app.add_middleware(AdminAccess, key=admin_key, keys=keys)
     add_manners(app, manners or Manners())
     return app
 
@@ -160,7 +165,8 @@ def _add_information(app: FastAPI, service: FrontService) -> None:
     @app.get("/v1/models", responses={**no_key, 200: {"model": protocol.ModelList}})
     async def models(request: Request) -> Response:
         """The model of the engines; Anthropic's form for clients that send anthropic-version."""
-        return _json(model_list([service.card(name) for name in service.listed()], request.headers))
+        cards = [service.card(name) for name in usable(request, service.listed())]
+        return _json(model_list(cards, request.headers))
 
     @app.get("/health", responses={200: {"model": protocol.StatusReply}})
     async def health() -> Response:
@@ -186,9 +192,10 @@ def _add_information(app: FastAPI, service: FrontService) -> None:
         return _json({"engines": service.engines()})
 
     @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """What Prometheus reads."""
-        return Response(front.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = front.metrics.text() + key_metrics(request, front.metrics.model_name)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -2,10 +2,8 @@
 libraries. Replies are not buffered: streams pass through untouched.
 """
 
-import hmac
 import logging
-from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Mapping
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +14,7 @@ from diptych.serving.answers.native_panic import is_panic
 from diptych.serving.api.dialect import dialect_of
 from diptych.serving.api.error_format import http_error
 from diptych.serving.api.error_responses import error_response
+from diptych.serving.keys.keyring import Keyring
 
 logger = logging.getLogger(__name__)
 
@@ -94,31 +93,36 @@ class ApiKey:
     """Asks for ``Authorization: Bearer KEY``, or ``x-api-key: KEY``, everywhere but at the paths that load balancers
     ask, and at the files of the pages (the live page asks for the key, and shows nothing of the server without it).
 
-    The owner of the key is in ``scope["state"]["tenant"]``, as a short hash: tenants share the workers fairly.
+    ``scope["state"]["key"]`` is the entry of the key, and ``["tenant"]`` its tenant: tenants share the workers fairly.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Keyring) -> None:
         self._app = app
-        self._expected = [(f"Bearer {key}".encode(), tenant_of(key)) for key in keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _is_open(scope["path"]):
             headers = Headers(scope=scope)
-            own = f"Bearer {headers['x-api-key']}" if "x-api-key" in headers else ""
-            given = headers.get("authorization", own).encode("latin-1", "replace")
-            found = [tenant for expected, tenant in self._expected if hmac.compare_digest(given, expected)]
-            if not found:
-                error = AuthenticationError("the API key is missing or wrong (Authorization: Bearer ...)")
-                await error_response(error, dialect_of(scope["path"]))(scope, receive, send)
+            record = self._keys.find(given_key(headers) or headers.get("x-api-key", "").encode("latin-1", "replace"))
+            if record is None or self._keys.is_expired(record):
+                message = "the API key is missing or wrong (Authorization: Bearer ...)"
+                if record is None:
+                    self._keys.usage.num_unknown += 1
+                else:
+                    self._keys.usage.of(record.name).refused["expired"] += 1
+                    message = f"the API key of {record.name!r} has expired"
+                await error_response(AuthenticationError(message), dialect_of(scope["path"]))(scope, receive, send)
                 return
-            scope.setdefault("state", {})["tenant"] = found[0]
+            state = scope.setdefault("state", {})
+            state["key"], state["tenant"] = record, record.tenant
         await self._app(scope, receive, send)
+
+
+def given_key(headers: Headers) -> bytes:
+    """The key of ``Authorization: Bearer KEY``; empty without one."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 
 def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or (path.startswith(OPEN_PREFIXES) and not path.startswith(CLOSED_PREFIX))
-
-
-def tenant_of(key: str) -> str:
-    """A name for the owner of an API key that does not give the key away."""
-    return blake2b(key.encode(), digest_size=8).hexdigest()

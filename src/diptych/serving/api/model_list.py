@@ -11,11 +11,12 @@ ANTHROPIC_HEADER = "anthropic-version"
 
 
 def model_list(cards: Sequence[Card], headers: Headers) -> dict[str, Any]:
-    """All models. cards: as OpenAI's list has them, at least one."""
+    """All models. cards: as OpenAI's list has them."""
     if ANTHROPIC_HEADER not in headers:
         return {"object": "list", "data": cards}
     data = [_info(card) for card in cards]
-    return {"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    first_id, last_id = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"data": data, "has_more": False, "first_id": first_id, "last_id": last_id}
 
 
 def one_model(card: Card, headers: Headers) -> dict[str, Any]:

@@ -89,6 +89,8 @@ class WholeResponse(Response, ABC):
         """Run until the generation ends or the client goes away."""
         state = scope.setdefault("state", {})
         state["reply_id"], state["generation"] = self._generation.request_id, self._generation  # for the layers around
+        if (meter := state.get("meter")) is not None:
+            meter.begin(self._generation)
         watch = asyncio.create_task(self._watch(receive))
         try:
             await self._send(scope, receive, send)

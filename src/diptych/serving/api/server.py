@@ -31,6 +31,8 @@ from diptych.stop_signals import stop_signals
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from diptych.serving.keys.keyring import Keyring
+
 logger = logging.getLogger(__name__)
 
 DATE_INTERVAL_S = 1.0
@@ -39,11 +41,11 @@ DATE_INTERVAL_S = 1.0
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """The HTTP side. also_served_as: more names of the model; replies have the first. api_keys: the accepted keys; each
-    is a tenant of its own (none given: no key is asked for). admin_key: asked for at /admin (None: only this machine's
-    loopback address is answered there). drain_timeout_s: how long running requests may take after a stop
-    signal. manners: towards clients. responses: the SQLite file of responses that can be continued (None: memory).
-    max_responses_bytes: that they may take (None: as edge_limits says).
-    batches: files and batches (None: not served)."""
+    is a tenant of its own (none given: no key is asked for). keys: instead of them. admin_key: asked for at /admin
+    (None: only this machine's loopback address is answered there). drain_timeout_s: how long running requests may take
+    after a stop signal. manners: towards clients. responses: the SQLite file of responses that can be continued (None:
+    memory). max_responses_bytes: that they may take (None: as edge_limits says). batches: files and batches (None: not
+    served)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -58,6 +60,7 @@ class ServerOptions:
     responses: Path | None = None
     max_responses_bytes: int | None = None
     batches: BatchOptions | None = None
+    keys: "Keyring | None" = None
 
 
 class _QuietServer(uvicorn.Server):
@@ -143,8 +146,11 @@ async def _serve(
         await llm.shutdown()
         raise
     batches: BatchService | None = app.state.batches
+    keys: Keyring | None = app.state.keys
     if batches is not None:
         batches.start()
+    if keys is not None:
+        keys.start()
     server = _make_server(app, options, listener)
     serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(_report_start(llm, listener.url, on_loading, on_ready))
@@ -158,6 +164,8 @@ async def _serve(
             await batches.stop()
         await _drain(llm, options.drain_timeout_s, stop_now)
     finally:
+        if keys is not None:
+            keys.stop()
         if batches is not None:
             await batches.stop()
             batches.close()
@@ -192,6 +200,7 @@ def _app_maker(llm: ServedFleet, options: ServerOptions, stack: ExitStack) -> "C
             manners=options.manners,
             store=store,
             batches=batches,
+            keys=options.keys,
         )
 
     return make_app

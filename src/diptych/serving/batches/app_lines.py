@@ -22,9 +22,9 @@ class AppLines:
         self._app = app
         self._entry = entry
 
-    async def __call__(self, path: str, body: bytes, tenant: str) -> LineReply:
+    async def __call__(self, path: str, body: bytes, tenant: str, key: str) -> LineReply:
         """See LineExecutor. A failure of the route is a reply of status 500."""
-        scope = self._scope(path, body, tenant)
+        scope = self._scope(path, body, tenant, key)
         request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         parts: list[bytes] = []
         start: Message = {}
@@ -57,7 +57,7 @@ class AppLines:
             float(retry_after) if retry_after.isdigit() else 0.0,
         )
 
-    def _scope(self, path: str, body: bytes, tenant: str) -> Scope:
+    def _scope(self, path: str, body: bytes, tenant: str, key: str) -> Scope:
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -72,6 +72,6 @@ class AppLines:
             "client": None,
             "server": None,
             "extensions": {},
-            "state": {"tenant": tenant},
+            "state": {"tenant": tenant, "batch_key": key},
             "app": self._app,
         }

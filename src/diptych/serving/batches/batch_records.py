@@ -89,7 +89,7 @@ class LineFault:
 @dataclass(frozen=True, slots=True)
 class BatchTerms:
     """What a client asks for. window_s: after its creation a batch expires. output_expiry_s: for how long its files are
-    kept (None: until deleted)."""
+    kept (None: until deleted). key: the name whose key created the batch ("": none that has a name)."""
 
     input_file: str
     endpoint: str
@@ -97,6 +97,7 @@ class BatchTerms:
     window_s: int
     metadata: dict[str, str] | None = None
     output_expiry_s: int | None = None
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from diptych.control.errors import InvalidRequestError, NotFoundError
 from diptych.serving import edge_limits
-from diptych.serving.api.bodies import read_body, takes, tenant_in
+from diptych.serving.api.bodies import key_in, read_body, takes, tenant_in
 from diptych.serving.api.protocol import Finite, Metadata
 from diptych.serving.api.reply import encode_json
 from diptych.serving.batches.batch_records import Batch, BatchTerms, StoredFile, window_seconds
@@ -66,6 +66,7 @@ def add_batch_routes(app: FastAPI, service: BatchService | None, errors: dict[in
             window_seconds(body.completion_window),
             body.metadata,
             None if expiry is None else expiry.seconds,
+            _owner(request),
         )
         return _json((await known.create(terms, tenant_in(request))).json())
 
@@ -86,6 +87,12 @@ def add_batch_routes(app: FastAPI, service: BatchService | None, errors: dict[in
     async def cancel(request: Request, batch_id: str) -> Response:
         """Give up the lines that are not done."""
         return _json((await _required(service).cancel(batch_id, tenant_in(request))).json())
+
+
+def _owner(request: Request) -> str:
+    """The name whose limits the lines count for."""
+    key = key_in(request)
+    return "" if key is None or key.is_option else key.name
 
 
 def upload_limits(service: BatchService | None) -> dict[str, int]:

@@ -64,8 +64,8 @@ class LineReply:
 class LineExecutor(Protocol):
     """Runs the requests of lines."""
 
-    async def __call__(self, path: str, body: bytes, tenant: str) -> LineReply:
-        """The reply to a POST. Cancelling it ends the request."""
+    async def __call__(self, path: str, body: bytes, tenant: str, key: str) -> LineReply:
+        """The reply to a POST. key: see BatchTerms. Cancelling it ends the request."""
         ...
 
 
@@ -258,7 +258,8 @@ class BatchRunner:
     async def _try_line(self, batch: Batch, line: WaitingLine) -> None:
         endpoint = batch.terms.endpoint
         try:
-            reply = await self._execute(endpoint, request_body(line.text, endpoint, line.gives_way_s), batch.tenant)
+            body = request_body(line.text, endpoint, line.gives_way_s)
+            reply = await self._execute(endpoint, body, batch.tenant, batch.terms.key)
         except Exception:
             logger.exception("line %d of %s failed", line.place.number, batch.id)
             reply = LineReply(500, error_body(DiptychError("internal error; the server's log has the details")))
