@@ -245,4 +245,4 @@ def localized(options: EngineOptions, role: str) -> EngineOptions:
     assert options.place is not None
     place = msgspec.structs.replace(options.place, role=role)
     scheduler = prefill_scheduler(options.scheduler, options.slo) if role == "prefill" else options.scheduler
-    return msgspec.structs.replace(options, place=place, scheduler=scheduler, record=None)
+    return msgspec.structs.replace(options, place=place, scheduler=scheduler, record=None, failures="")
