@@ -28,6 +28,7 @@ from diptych.control.planner.planner_recording import RecordingPlannerCore
 from diptych.control.request import RequestOptions
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.processor import Processor
+from diptych.serving.failures.planner_guard import PlannerGuard, PlannerParts
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_planner import FleetPlanner, pools_of
 from diptych.serving.fleet.twin_link import TwinLink
@@ -63,9 +64,13 @@ async def planned(setup: InProcessFleet, twin: FakeTwin, record: Path) -> AsyncI
     planned = replace(fleet.fleet, plan=PlannerConfig("auto", min_arrivals=5), twin_command=("true",))
     members, _, config = pools_of(fleet.options, planned, (0,) * len(fleet.workers))
     recorder = record_planner(record, config)
-    core = RecordingPlannerCore(config, recorder.write)
-    watch = ClusterWatch(fleet.core, fleet.options.scheduler, members)
-    fleet.planner = FleetPlanner(core, watch, fleet.changes, twin, setup.time.clock, recorder)
+
+    def make() -> PlannerParts:
+        core = RecordingPlannerCore(config, recorder.write)
+        return PlannerParts(core, ClusterWatch(fleet.core, fleet.options.scheduler, members))
+
+    guard = PlannerGuard(make, fleet.failures, record.parent)
+    fleet.planner = FleetPlanner(guard, fleet.changes, twin, setup.time.clock, recorder)
     running = asyncio.create_task(fleet.planner.run())
     try:
         yield fleet.planner

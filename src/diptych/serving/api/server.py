@@ -135,7 +135,7 @@ async def _serve(
     app = _app_of(llm, options) if make_app is None else make_app()
     batches: BatchService | None = app.state.batches
     if batches is not None:
-        batches.start()
+        batches.start(llm.fleet.failures)
     server = _make_server(app, options, listener)
     serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(_report_start(llm, listener.url, on_loading, on_ready))

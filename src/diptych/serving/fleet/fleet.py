@@ -138,7 +138,9 @@ class Fleet:
         plan = self._plan = self.make_plan()
         self.core, self._recorder = self._guard.make_core(plan.cluster, self.recording_path(len(plan.options)))
         if self.fleet.plan.mode != "off":
-            self.planner = plan_with(self.fleet, self.options, self.core, plan, self.changes, self._clock)
+            self.planner = plan_with(
+                self.fleet, self.options, self.core, plan, self.changes, self._clock, self.failures
+            )
         self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         if (join := self.fleet.join) is not None:
