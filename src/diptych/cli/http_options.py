@@ -45,6 +45,14 @@ def manners(given: Mapping[str, Any]) -> Manners:
     )
 
 
+def failure_folder(given: Mapping[str, Any]) -> str:
+    """Where a core that fails leaves its recording: beside the access log, or else beside the recording; "": neither is
+    a file."""
+    log = given["access_log"] if given["access_log"] != "-" else None
+    beside = log or given["record"]
+    return "" if beside is None else str(Path(beside).resolve().parent)
+
+
 def default_slo(given: Mapping[str, Any]) -> Slo:
     """The objectives of requests that name none. Raises ConfigError."""
     return Slo(*(_nanoseconds(name, given[name]) for name in ("ttft_slo_ms", "tpot_slo_ms")))
