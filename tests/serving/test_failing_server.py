@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 from fake_worker import VOCAB_SIZE
-from servers import free_port
 
 from diptych.control.errors import BrokenInvariantError, CoreFailedError, WorkerError
 from diptych.control.request import SamplingParams
@@ -113,6 +113,12 @@ main()
 """
 
 
+def free_port() -> int:
+    """One that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 def ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
     """Status and text of a reply."""
     data = None if body is None else json.dumps(body).encode()
@@ -139,7 +145,7 @@ def test_a_server_whose_core_fails_answers_says_so_and_ends(tmp_path: Path, stre
     url = f"http://127.0.0.1:{port}"
     try:
         until(lambda: _is_ready(url), server)
-        body = {"model": "default", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 500}
+        body = {"model": "stdlib-python", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 500}
         status, text = ask(f"{url}/v1/chat/completions", {**body, "stream": stream})
         assert "the cluster core has failed" in text and "BrokenInvariantError: planted" in text
         assert status == 500 or (stream and text.endswith("data: [DONE]\n\n"))
@@ -205,7 +211,7 @@ def test_an_llm_that_is_interrupted_goes_on_afterwards(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine.runner.model, "forward", interrupted)
+        patch.setattr(llm._engine.runner._sampling, "sample", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("def g(", sampling, progress=False)
     assert llm.generate("def f(", sampling, progress=False)[0].outputs[0].token_ids == before
