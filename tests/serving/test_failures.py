@@ -81,7 +81,7 @@ def test_a_request_in_two_places_and_a_lost_block_are_noticed_by_the_engine() ->
         return core
 
     def steps(core: EngineCore) -> None:
-        for now in range(1, 40):
+        for now in range(1, 150):
             output = core.begin_step(now)
             assert output is not None
             core.end_step(StepResult(output.step_id), now)
@@ -98,10 +98,10 @@ def test_a_request_in_two_places_and_a_lost_block_are_noticed_by_the_engine() ->
     core = running()
     steps(core)
     core.kv._num_reserved += 1
-    core.abort("a", 50)
+    core.abort("a", 200)
     with pytest.raises(BrokenInvariantError, match="no request is open"):
-        while (output := core.begin_step(51)) is not None:
-            core.end_step(StepResult(output.step_id), 51)
+        while (output := core.begin_step(201)) is not None:
+            core.end_step(StepResult(output.step_id), 201)
 
 
 def test_a_request_that_nobody_owns_is_noticed_by_the_cluster() -> None:
