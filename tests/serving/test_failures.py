@@ -13,15 +13,17 @@ from virtual_time import in_virtual_time
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.config import CacheConfig, EngineConfig
 from diptych.control.engine.engine_core import EngineCore
-from diptych.control.errors import BrokenInvariantError, CoreFailedError, ErrorRecord
+from diptych.control.errors import BrokenInvariantError, CoreFailedError, ErrorRecord, WorkerError
 from diptych.control.request import DEFAULT_OPTIONS, Request, Submission
 from diptych.control.step import StepResult
+from diptych.runtime.tiers.tier_events import TierEvents
 from diptych.serving.failures.failure_board import FailureBoard
 from diptych.serving.failures.failure_recording import MAX_FILES, write_failure
 from diptych.serving.failures.recent_rows import LAST_NS, MAX_ROWS, MAX_WEIGHT, RecentRows
 from diptych.serving.failures.restart_pause import HEALTHY_S, LONGEST_PAUSE_S, RestartPause
 from diptych.serving.failures.watched_tasks import start_watched
 from diptych.simulation.cluster_replay import replay_cluster
+from diptych.simulation.environment import Environment
 
 
 @in_virtual_time
@@ -189,3 +191,25 @@ async def test_the_end_of_a_task_beside_requests_is_reported() -> None:
 def test_a_failure_crosses_between_processes() -> None:
     error = ErrorRecord.of(CoreFailedError("it failed")).exception()
     assert isinstance(error, CoreFailedError) and error.status == 500 and error.code == "core_failed"
+
+
+def test_a_thread_of_the_tiers_that_fails_is_found_by_who_polls() -> None:
+    events = TierEvents()
+    assert events.poll() == []
+    with events.defects():
+        raise RuntimeError("planted")
+    with pytest.raises(WorkerError, match="a thread of the KV tiers has failed: planted"):
+        events.poll()
+    events.close()
+
+
+def test_a_failure_in_a_simulation_says_when() -> None:
+    environment = Environment()
+
+    def planted() -> None:
+        raise BrokenInvariantError("planted")
+
+    environment.at(70, 0, planted)
+    with pytest.raises(BrokenInvariantError) as caught:
+        environment.run()
+    assert caught.value.__notes__ == ["in the simulation, at 70 ns"]
