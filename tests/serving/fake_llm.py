@@ -74,6 +74,16 @@ class FakeLLM:
         self._error, self._fail_after, self._pause_after = error, fail_after, pause_after
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def health(self) -> tuple[int, dict[str, str | None]]:
+        """See ServedFleet."""
+        return 200, {"status": "ok", "detail": None}
+
+    def readiness(self) -> tuple[int, dict[str, str | None]]:
+        """See ServedFleet."""
+        if self.is_routable:
+            return 200, {"status": "ready", "detail": None}
+        return 503, {"status": "not ready", "detail": self.state}
+
     def require_ready(self) -> Ready:
         assert self.ready is not None
         return self.ready

@@ -30,7 +30,7 @@ from diptych.control.step import SchedulerOutput, StepTokens
 from diptych.runtime.kv_geometry import read_kv_geometry
 from diptych.runtime.transfer.connector import Committed, ConnectorEvent
 from diptych.serving.fleet.exit_status import Loss
-from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState
+from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState, hand_over
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import (
@@ -148,7 +148,7 @@ class InProcessWorker:
         assert not self._host.is_reporting, "a report within a report"
         self._host.is_reporting = True
         try:
-            self._listener.on_message(self.number, decode_from_worker(encode(message)))
+            hand_over(self._listener, self.number, decode_from_worker(encode(message)))
         finally:
             self._host.is_reporting = False
 

@@ -12,10 +12,12 @@ from batch_files import ENDPOINT, add_file, check_each_once, numbered, rows
 
 from diptych.control.errors import ConfigError
 from diptych.serving.batches.batch_records import Batch, BatchTerms, LineResult
-from diptych.serving.batches.batch_runner import LineReply
+from diptych.serving.batches.batch_runner import BatchRunner, LineReply
 from diptych.serving.batches.batch_service import BatchOptions, BatchService, LineHost
+from diptych.serving.batches.line_schedule import WaitingLine
 from diptych.serving.batches.line_usage import LineUsage
 from diptych.serving.batches.pace import LineLimits, Pace
+from diptych.serving.failures.failure_board import FailureBoard
 
 pytestmark = pytest.mark.asyncio
 SERVED = LineReply(200, b'{"ok":true}', "req-1")
@@ -323,4 +325,29 @@ async def test_the_tokens_of_all_lines_are_summed_once(tmp_path: Path) -> None:
     result = LineResult(done.number, 1, b"{}\n", True, LineUsage(9, 9, 9, 9))
     service.store.commit([result])  # of a line that is done
     assert (await service.batch(done.id, "")).usage == done.usage
+    await stop(service)
+
+
+async def test_a_runner_that_fails_is_reported_and_replaced_and_no_line_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board, server = FailureBoard(), FakeServer()
+    service = BatchService(BatchOptions(tmp_path, lines=LineLimits(at_once=4)))
+    service.connect(LineHost(server, lambda: server.others, lambda: ("fake",), (ENDPOINT,)))
+    first, sound = service.runner, BatchRunner._try_line
+    planted = [RuntimeError("planted")]
+
+    async def failing(self: BatchRunner, batch: Batch, line: WaitingLine) -> None:
+        if planted:
+            raise planted.pop()
+        await sound(self, batch, line)
+
+    monkeypatch.setattr(BatchRunner, "_try_line", failing)
+    add_file(service.store, numbered(5))
+    service.start(board)
+    done = await ended(service, await create(service))
+    assert (done.status, done.completed) == ("completed", 5)
+    check_each_once(service.store, done, ids(5))
+    assert board.counts == {"the batch runner": 1} and service.runner is not first
+    assert board.health()[0] == 200
     await stop(service)

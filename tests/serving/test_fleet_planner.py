@@ -7,16 +7,19 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from in_process_fleet import InProcessFleet, engine_options, expected, in_process_fleet
 from virtual_time import in_virtual_time
 
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.config import CacheConfig, EngineConfig, shape_preset
+from diptych.control.errors import BrokenInvariantError
 from diptych.control.planner.cluster_watch import ClusterWatch
 from diptych.control.planner.fleet_layout import Layout, WorkerSetting
 from diptych.control.planner.planner_config import PlannedPool, PlannerConfig
 from diptych.control.planner.planner_events import (
+    Demanded,
     GroupCosts,
     Prediction,
     TwinAnswered,
@@ -28,6 +31,7 @@ from diptych.control.planner.planner_recording import RecordingPlannerCore
 from diptych.control.request import RequestOptions
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.processor import Processor
+from diptych.serving.failures.planner_guard import PlannerGuard, PlannerParts
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_planner import FleetPlanner, pools_of
 from diptych.serving.fleet.twin_link import TwinLink
@@ -63,9 +67,13 @@ async def planned(setup: InProcessFleet, twin: FakeTwin, record: Path) -> AsyncI
     planned = replace(fleet.fleet, plan=PlannerConfig("auto", min_arrivals=5), twin_command=("true",))
     members, _, config = pools_of(fleet.options, planned, (0,) * len(fleet.workers))
     recorder = record_planner(record, config)
-    core = RecordingPlannerCore(config, recorder.write)
-    watch = ClusterWatch(fleet.core, fleet.options.scheduler, members)
-    fleet.planner = FleetPlanner(core, watch, fleet.changes, twin, setup.time.clock, recorder)
+
+    def make() -> PlannerParts:
+        core = RecordingPlannerCore(config, recorder.write)
+        return PlannerParts(core, ClusterWatch(fleet.core, fleet.options.scheduler, members))
+
+    guard = PlannerGuard(make, fleet.failures, record.parent)
+    fleet.planner = FleetPlanner(guard, fleet.changes, twin, setup.time.clock, recorder)
     running = asyncio.create_task(fleet.planner.run())
     try:
         yield fleet.planner
@@ -251,3 +259,30 @@ def test_a_twin_that_dies_fails_its_question_and_the_next_one_starts_another(tmp
         await link.close()
 
     asyncio.run(ask_twice())
+
+
+@in_virtual_time
+async def test_a_planner_that_fails_is_reported_recorded_and_replaced_while_answers_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        in_process_fleet(both=2) as setup,
+        planned(setup, FakeTwin("1 decode + 1 prefill"), tmp_path / "run.jsonl") as planner,
+    ):
+        first, board = planner.planner, setup.fleet.failures
+
+        def planted(*_: object) -> None:
+            raise BrokenInvariantError("planted")
+
+        with monkeypatch.context() as patch:
+            patch.setitem(first._counters, Demanded, planted)
+            setup.client.submit("a", [9] * 50, WITH_SLO, max_tokens=4)
+        assert board.health()[0] == 503 and "the planner has failed" in (board.health()[1]["detail"] or "")
+        assert await setup.client.read("a") == expected([9] * 50, 4)
+        assert board.final is None
+        await setup.when(lambda: planner.planner is not first)
+        assert board.health()[0] == 200
+        (recording,) = tmp_path.glob("diptych-failure-the-planner-*.jsonl")
+        assert b"BrokenInvariantError: planted" in recording.read_bytes().split(b"\n")[0]
+        await requests(setup, 30)
+        assert planner.num_decisions["change"] == 1  # the new one decides

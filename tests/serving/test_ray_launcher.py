@@ -21,6 +21,7 @@ from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.control.planner.planner_events import AddWorker, RemoveWorker
 from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.failures.planner_guard import PlannerGuard, PlannerParts
 from diptych.serving.fleet import launched_worker
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
@@ -166,7 +167,7 @@ async def test_workers_are_added_and_removed_through_ray(key_file: Path) -> None
 
 @pytest.mark.system
 @pytest.mark.asyncio
-async def test_the_planner_adds_and_removes_through_ray(key_file: Path) -> None:
+async def test_the_planner_adds_and_removes_through_ray(key_file: Path, tmp_path: Path) -> None:
     ray = FakeRay(num_cpus=3)
     async with fleet_on(ray, key_file, both=1, max_workers=3) as llm:
         await ready(llm)
@@ -176,11 +177,13 @@ async def test_the_planner_adds_and_removes_through_ray(key_file: Path) -> None:
             def shape(self, worker: int) -> str:
                 return "chunked"
 
-        planner = FleetPlanner(None, Watch(), llm.fleet.changes, None, lambda: 0)  # type: ignore[arg-type]
+        parts = PlannerParts(None, Watch())  # type: ignore[arg-type]
+        guard = PlannerGuard(lambda: parts, llm.fleet.failures, tmp_path)
+        planner = FleetPlanner(guard, llm.fleet.changes, None, lambda: 0)  # type: ignore[arg-type]
         planner._tell = told.append  # type: ignore[method-assign]
-        await planner._change([AddWorker("both", "chunked")])
+        await planner._change([AddWorker("both", "chunked")], parts)
         assert sorted(llm.fleet.core.members.up) == [0, 1]
-        await planner._change([RemoveWorker(0)])
+        await planner._change([RemoveWorker(0)], parts)
         assert sorted(llm.fleet.core.members.up) == [1]
         assert [event.error for event in told] == ["", ""]
 

@@ -34,6 +34,10 @@ class Fleet:
     def on_message(self, worker: int, message: WorkerMessage) -> None:
         self.num_ready += isinstance(message, Ready)
 
+    def on_defect(self, where: str, error: BaseException) -> None:
+        """None is expected."""
+        raise AssertionError(where) from error
+
     def on_lost(self, worker: int, loss: Loss) -> None:
         self.losses.append(loss)
 

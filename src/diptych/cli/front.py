@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from diptych.cli.batch_options import BatchTaking, batch_options
 from diptych.cli.command_line import own_command
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.http_options import HttpOptions, admin_key, default_slo, keyring, manners
+from diptych.cli.http_options import HttpOptions, admin_key, default_slo, failure_folder, keyring, manners
 from diptych.cli.options import SLO_HELP, Number, Strings, Text, Whole, option, picked, takes, with_objectives
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
 from diptych.control.router.routing import RoutingName
@@ -93,7 +93,8 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     from diptych.serving.front.served_engines import EngineFront
 
     slo = default_slo(given)
-    fleet = ExternalFleet(options, cluster_config(**picked(given, *CLUSTER_OPTIONS)), slo, given["record"])
+    cluster = cluster_config(**picked(given, *CLUSTER_OPTIONS))
+    fleet = ExternalFleet(options, cluster, slo, given["record"], failures=failure_folder(given))
     end = EngineFront(fleet)
     keys, own_admin_key = keyring(given), admin_key(given)
     max_body = parse_bytes(given["max_body"], "max_body")

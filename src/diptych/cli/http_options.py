@@ -67,6 +67,14 @@ def admin_key(given: Mapping[str, Any]) -> str | None:
     return read_secret(given["admin_key_file"], "admin_key_file")
 
 
+def failure_folder(given: Mapping[str, Any]) -> str:
+    """Where a core that fails leaves its recording: beside the access log, or else beside the recording; "": neither is
+    a file."""
+    log = given["access_log"] if given["access_log"] != "-" else None
+    beside = log or given["record"]
+    return "" if beside is None else str(Path(beside).resolve().parent)
+
+
 def default_slo(given: Mapping[str, Any]) -> Slo:
     """The objectives of requests that name none. Raises ConfigError."""
     return Slo(*(_nanoseconds(name, given[name]) for name in ("ttft_slo_ms", "tpot_slo_ms")))

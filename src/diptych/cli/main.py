@@ -28,7 +28,7 @@ from diptych.cli.error_messages import errors_in_words
 from diptych.cli.examples import examples
 from diptych.cli.front import front
 from diptych.cli.guide import guide
-from diptych.cli.http_options import HttpOptions, admin_key, default_slo, keyring, manners
+from diptych.cli.http_options import HttpOptions, admin_key, default_slo, failure_folder, keyring, manners
 from diptych.cli.keys import keys
 from diptych.cli.options import (
     Text,
@@ -144,6 +144,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
         speculation=given["speculation"],
         tool_format=given["tool_format"],
         record=None if given["record"] is None else str(given["record"].resolve()),
+        failures=failure_folder(given),
     )
 
 

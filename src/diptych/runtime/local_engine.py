@@ -18,7 +18,7 @@ from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event
 from diptych.control.request import FinishReason, Request, RequestOptions, SamplingParams
-from diptych.control.step import SchedulerOutput, StepTokens
+from diptych.control.step import SchedulerOutput, StepResult, StepTokens
 from diptych.runtime.answer_constraint import constraint_of
 from diptych.runtime.model_runner import ModelRunner
 from diptych.runtime.tiers.tier_driver import TierDriver
@@ -103,7 +103,11 @@ class LocalEngine:
         if output is None:
             events = self.core.take_events()
             return StepOutcome(StepTokens([], []), events) if events else None
-        result = self.runner.execute(output)
+        try:
+            result = self.runner.execute(output)
+        except KeyboardInterrupt:  # the step is over all the same: what it computed is not known, and not used
+            self.core.end_step(StepResult(output.step_id), self._clock(), num_steps=0)
+            raise
         tokens = result.payload or StepTokens([], [])
         return StepOutcome(tokens, self.core.end_step(result, self._clock()))
 

@@ -3,11 +3,12 @@
 A LocalEngine computes, and text is made of its tokens here: no threads, no processes, no sockets.
 """
 
+import logging
 import random
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from diptych.control.config import ShapeName, shape_preset
-from diptych.control.errors import ConfigError, WorkerError
+from diptych.control.errors import BrokenInvariantError, ConfigError, CoreFailedError, WorkerError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
 from diptych.control.request import FinishReason, Pooling, SamplingParams
 from diptych.runtime.model_place import find_model
@@ -25,6 +26,8 @@ from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.async_llm import check_prompt, derive_seed
 from diptych.serving.embedding_recipe import read_embedding_recipe
+from diptych.serving.failures.failure_recording import error_words, folder_of
+from diptych.serving.failures.recorded_cores import engine_failure
 from diptych.serving.link.engine_options import (
     BUNDLED_MODEL,
     DeviceName,
@@ -43,6 +46,8 @@ from diptych.serving.worker.load_engine import load_engine
 
 if TYPE_CHECKING:
     from diptych.runtime.local_engine import StepOutcome
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -107,6 +112,8 @@ class LLM:
         self.ready = loaded.ready
 
         self._engine = LocalEngine(loaded.engine, loaded.runner, grammars=loaded.grammars, tiers=loaded.tiers)
+        self._recent = loaded.recent
+        self._failure: CoreFailedError | None = None  # why nothing can be computed any more
         self._open: dict[str, AnswerStream] = {}
         self._num_requests = 0
 
@@ -114,7 +121,8 @@ class LLM:
         """Finish what is being written to a disk tier, and let the program run on all its CPUs again. Needed only where
         ``options`` name a tier or cores."""
         with self._threads:
-            self._engine.close()
+            if self._failure is None:
+                self._engine.close()
         self._threads.give_back()
 
     def __enter__(self) -> Self:
@@ -132,7 +140,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts: a text, token ids, or a list of those; params for all or one each.
 
-        Raises InvalidRequestError or ContextLengthError before anything is computed.
+        Raises InvalidRequestError or ContextLengthError before anything is computed, CoreFailedError when the engine
+        has failed by a defect, now or before.
         """
         batch = _as_batch(prompts)
         sampling = _one_each(params, len(batch))
@@ -209,6 +218,8 @@ class LLM:
             self._clear()
 
     def _submit(self, prompt: Prompt, params: SamplingParams) -> OutputBuilder:
+        if self._failure is not None:
+            raise self._failure
         text = prompt if isinstance(prompt, str) else None
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         check_prompt(token_ids, params, self.ready)
@@ -242,12 +253,26 @@ class LLM:
     def _steps(self) -> Iterator[None]:
         """One step each time, until every request has ended."""
         while self._open:
-            with self._threads:
-                outcome = self._engine.step()
-            if outcome is None:
-                raise WorkerError("the scheduler has work but no step for it; this is a bug")
+            with self._failing_loudly():
+                with self._threads:
+                    outcome = self._engine.step()
+                if outcome is None:
+                    raise BrokenInvariantError("the scheduler has work but no step for it")
             self._take(outcome)
             yield
+
+    @contextmanager
+    def _failing_loudly(self) -> Iterator[None]:
+        """An exception in here is a defect of the engine: what it holds cannot be relied on any more."""
+        try:
+            yield
+        except Exception as error:
+            core = f"the engine of {self.options.model}"
+            self._failure = CoreFailedError(f"{core} has failed: {error_words(error)}; make another LLM")
+            folder = folder_of(self.options.failures)
+            recording = engine_failure(folder, core, error, self._engine.core.config, self._recent)
+            logger.critical("%s has failed (recording: %s)", core, recording or "none")
+            raise self._failure from error
 
     def _take(self, outcome: "StepOutcome") -> None:
         tokens = outcome.tokens
@@ -285,10 +310,12 @@ class LLM:
 
     def _clear(self) -> None:
         """Abort whatever is left (after an error or an interrupt), so that the next call finds an empty engine."""
-        for request_id in self._open:
-            self._engine.abort(request_id)
-        self._open.clear()
-        with self._threads:
+        opened, self._open = self._open, {}
+        if self._failure is not None:
+            return
+        with self._failing_loudly(), self._threads:
+            for request_id in opened:
+                self._engine.abort(request_id)
             while self._engine.step() is not None:
                 pass
 

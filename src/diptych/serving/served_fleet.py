@@ -91,9 +91,23 @@ class ServedFleet:
         """Whether a request sent now would be taken."""
         return not self.is_draining and self.fleet.is_routable
 
+    def health(self) -> tuple[int, dict[str, str | None]]:
+        """Status and content of the reply of /health."""
+        return self.fleet.failures.health()
+
+    def readiness(self) -> tuple[int, dict[str, str | None]]:
+        """The same of /ready."""
+        if self.is_routable:
+            return 200, {"status": "ready", "detail": None}
+        failure = self.fleet.failures.down
+        return 503, {"status": "not ready", "detail": self.state if failure is None else failure.words}
+
     @property
     def state(self) -> str:
-        """One word for a page: ready, draining, starting or lost (no worker can take a request)."""
+        """One word for a page: ready, draining, starting, lost (no worker can take a request) or failed (the
+        process ends by a defect)."""
+        if self.fleet.failures.final is not None:
+            return "failed"
         if self.is_draining:
             return "draining"
         if self.fleet.is_routable:
@@ -102,6 +116,8 @@ class ServedFleet:
 
     def require_ready(self) -> Ready:
         """What the workers hold together. Raises UnavailableError when no request can be taken now."""
+        if (failure := self.fleet.failures.final) is not None:
+            raise UnavailableError(f"{failure.words_for_clients}; it restarts", retry_after_s=5.0, code="core_failed")
         if self.is_draining:
             raise UnavailableError("the server is draining and takes no new requests", code="draining")
         ready = self.ready

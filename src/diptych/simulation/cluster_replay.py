@@ -51,12 +51,20 @@ def replay_cluster(path: str | Path) -> ClusterReplayReport:
             continue
         now, name, fields, *decision = row
         report.num_events += 1
-        commands = core.on_event(_event(name, fields), now)
+        happened = _event(name, fields)
+        try:
+            commands = core.on_event(happened, now)
+        except Exception as error:
+            text = f"after {name}: the front end could not take it: {type(error).__name__}: {error}"
+            report.difference = Difference(line, now, _words(decision[1] if decision else ()), text, text)
+            break
         actual = msgspec.to_builtins(chain.add(commands)) if commands else None
         report.num_decisions += bool(commands)
         expected, summary = decision or (None, ())
         if actual != expected:
             words, here = _words(summary), _words(commands_summary(commands))
+            if recording.failure and line == len(recording.lines) - 1:
+                words = f"the failure: {recording.failure}"
             text = "other commands" if words != here else "the same commands, with other details"
             report.difference = Difference(line, now, words, here, f"after {name}: {text}")
             break

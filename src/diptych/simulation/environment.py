@@ -44,4 +44,8 @@ class Environment:
                 continue
             self.now = time_ns
             self.num_events += 1
-            action()
+            try:
+                action()
+            except Exception as error:
+                error.add_note(f"in the simulation, at {time_ns} ns")
+                raise

@@ -20,6 +20,11 @@ class Recording:
     header: Mapping[str, Any]
     lines: Sequence[bytes]
 
+    @property
+    def failure(self) -> str:
+        """With which error the core has failed over the last row ("": it has not)."""
+        return str(self.header.get("failure", {}).get("error", ""))
+
     def rows(self) -> Iterator[list[Any]]:
         """The rows after the header; row n is line n + 2. A last line that was cut off (the process was killed) is left
         out. Raises ConfigError for a line that is none."""
@@ -47,7 +52,18 @@ def read_recording(path: Path, versions: Mapping[str, Sequence[int]]) -> Recordi
     if header.get("version") not in readable:
         known = " and ".join(map(str, readable))
         raise ConfigError(f"{path} is a recording of version {header.get('version')}; this reads {known}", param="path")
+    if num_dropped := header.get("dropped", 0):
+        message = (
+            f"{path} begins in the middle: {num_dropped} rows before it were not kept when {_failure_words(header)}. "
+            "Its lines can be read, and not be decided again"
+        )
+        raise ConfigError(message, param="path")
     return Recording(path, header["format"], header["diptych"], header, lines)
+
+
+def _failure_words(header: Mapping[str, Any]) -> str:
+    failure = header.get("failure", {})
+    return f"{failure.get('core', 'the core')} failed ({failure.get('error', 'unknown')})"
 
 
 def recording_format(path: Path) -> str:

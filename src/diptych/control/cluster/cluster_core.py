@@ -356,7 +356,7 @@ class ClusterCore:
             commands += self._forgotten(attempt, worker, now)
             if entry is not None and attempt.needs(worker):
                 if event.crashed:
-                    entry.blame(worker)
+                    entry.blame(worker, event.why)
                 num_tokens = event.progress.get(attempt.request_id, entry.num_tokens)
                 commands += self._lose(entry, "worker", now, num_tokens=num_tokens)
         commands += [ForgetPeer(peer, worker) for peer in peers]

@@ -40,11 +40,12 @@ class WorkerUp:
 @dataclass(frozen=True, slots=True)
 class WorkerDown:
     """A worker is lost for certain (its process has ended). progress: for each of its requests, how many tokens the
-    client has got in all. crashed: it may have died of what it was computing."""
+    client has got in all. crashed: it may have died of what it was computing. why: for people."""
 
     worker: int
     progress: Mapping[str, int] = field(default_factory=dict)
     crashed: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class OpenRequest:
     num_fruitless: int = 0  # attempts in a row that gave the client no token
     num_suspicions: int = 0
     num_deaths: int = 0
+    last_crash: str = ""
     must_stay_whole: bool = False
     is_untouched: bool = False  # sent to a worker, no token of this attempt yet
     is_computing: bool = False  # its prompt is being computed
@@ -77,8 +78,9 @@ class OpenRequest:
         if not self.num_tokens:
             self.num_cached_tokens = max(self.num_cached_tokens, num_cached_tokens)
 
-    def blame(self, worker: int) -> None:
+    def blame(self, worker: int, why: str) -> None:
         """This worker crashed while it held the request."""
+        self.last_crash = why
         assert self.attempt is not None
         self.num_suspicions += self.is_computing and worker == self.attempt.prefill
         self.num_deaths += 1
@@ -106,6 +108,7 @@ class OpenRequest:
         if self.is_poison:
             deaths = max(self.num_suspicions, self.num_deaths)
             message = f"{deaths} workers died while they computed this request; it is not tried again"
+            message += f" (the last: {self.last_crash})" if self.last_crash else ""
             return WorkerError(message, code="poison_request")
         if on_failure == "fail":
             return WorkerError(f"the request was lost ({why}) and on_failure is fail")

@@ -10,7 +10,7 @@ from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.scheduler.scheduler import Scheduler
 from diptych.control.errors import BrokenInvariantError
 
-STEPS_BETWEEN = 8  # from one check to the next
+STEPS_BETWEEN = 64  # from one check to the next: one costs a tenth of a step of 256 sequences
 
 
 def num_placed(scheduler: Scheduler) -> int:

@@ -65,6 +65,10 @@ class PeerReader:
         return [blake2b(block_hash, digest_size=NAME_BYTES, key=key).digest() for block_hash in hashes]
 
     def _read_loop(self) -> None:
+        with self._events.defects():
+            self._read_all()
+
+    def _read_all(self) -> None:
         while (action := self._loads.get()) is not None:
             begun_ns, count = time.monotonic_ns(), 0
             try:

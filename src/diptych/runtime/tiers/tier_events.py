@@ -3,8 +3,11 @@
 import os
 import select
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from diptych.control.engine.kvcache.tier_records import TierEvent
+from diptych.control.errors import WorkerError
 
 
 class TierEvents:
@@ -12,6 +15,7 @@ class TierEvents:
 
     def __init__(self) -> None:
         self._events: deque[TierEvent] = deque()
+        self._defect: Exception | None = None  # that has ended a thread
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
@@ -23,8 +27,20 @@ class TierEvents:
         self._events.append(event)
         os.eventfd_write(self._fd, 1)
 
+    @contextmanager
+    def defects(self) -> Iterator[None]:
+        """Around all that a thread does: an exception that ends it goes to who polls."""
+        try:
+            yield
+        except Exception as error:
+            self._defect = error
+            os.eventfd_write(self._fd, 1)
+
     def poll(self) -> list[TierEvent]:
-        """What has happened since the last call, in order."""
+        """What has happened since the last call, in order. Raises WorkerError when a thread has ended by a defect: what
+        waits for it would wait for ever."""
+        if self._defect is not None:
+            raise WorkerError(f"a thread of the KV tiers has failed: {self._defect}") from self._defect
         try:
             os.eventfd_read(self._fd)
         except BlockingIOError:

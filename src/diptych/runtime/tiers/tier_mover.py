@@ -67,6 +67,7 @@ class TierMover:
         self._host_buffer = host_buffer
         self._coding = coding
         self._writing = writing
+        self._events = events
         self._emit = events.emit
         self._pending: set[int] = set()  # loads that are not answered
         self._cancelled: set[int] = set()  # of these
@@ -111,6 +112,10 @@ class TierMover:
     # -- the reader's thread ------------------------------------------------------------------------------------------
 
     def _read_loop(self) -> None:
+        with self._events.defects():
+            self._read_all()
+
+    def _read_all(self) -> None:
         while (action := self._loads.get()) is not None:
             begun_ns, count = time.monotonic_ns(), 0
             load_id = action.load_id
@@ -145,6 +150,10 @@ class TierMover:
     # -- the writer's thread ------------------------------------------------------------------------------------------
 
     def _write_loop(self) -> None:
+        with self._events.defects():
+            self._write_all()
+
+    def _write_all(self) -> None:
         give_way(WRITER_NICENESS)
         while True:
             self._refresh()

@@ -80,9 +80,12 @@ class OutputStreams:
         return still_open
 
     def fail_all(self, error: DiptychError) -> None:
-        """The server stops: every open answer fails with this error."""
+        """The server stops, or has failed: every open answer fails with this error."""
         for stream in list(self._streams.values()):
-            self._forget(stream)
+            try:
+                self._forget(stream)
+            except Exception as failure:  # what it leaves behind must not keep the others from their ends
+                logger.error("request %s could not be forgotten", stream.request_id, exc_info=failure)
             stream.generation.fail(error)
 
     # -- what the fleet passes on -------------------------------------------------------------------------------------
@@ -253,3 +256,10 @@ class OutputStreams:
             self.num_untouched -= 1
         if not self._streams:
             self.idle.set()
+
+
+def stopped_by_token(events: Iterable[Event]) -> frozenset[str]:
+    """Attempts whose newest token is a stop token."""
+    return frozenset(
+        event.request_id for event in events if isinstance(event, RequestFinished) and event.reason is FinishReason.STOP
+    )

@@ -339,17 +339,17 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
         check_key(request, name)
         return _json(one_model(service.card(name), request.headers))
 
-    @app.get("/health", responses={200: {"model": protocol.StatusReply}})
+    @app.get("/health", responses={200: {"model": protocol.StatusReply}, **not_ready})
     async def health() -> Response:
-        """Whether this process is alive (not: whether it takes requests; see /ready)."""
-        return _json({"status": "ok", "detail": None})
+        """Whether nothing of this process has failed by a defect (not: whether it takes requests; see /ready)."""
+        status, content = llm.health()
+        return _json(content, status)
 
     @app.get("/ready", responses={200: {"model": protocol.StatusReply}, **not_ready})
     async def ready() -> Response:
         """Whether a request sent now would be taken."""
-        if llm.is_routable:
-            return _json({"status": "ready", "detail": None})
-        return _json({"status": "not ready", "detail": llm.state}, 503)
+        status, content = llm.readiness()
+        return _json(content, status)
 
     @app.get("/version", responses={**no_key, 200: {"model": protocol.VersionReply}})
     async def version() -> Response:

@@ -168,17 +168,17 @@ def _add_information(app: FastAPI, service: FrontService) -> None:
         cards = [service.card(name) for name in usable(request, service.listed())]
         return _json(model_list(cards, request.headers))
 
-    @app.get("/health", responses={200: {"model": protocol.StatusReply}})
+    @app.get("/health", responses={200: {"model": protocol.StatusReply}, 503: {"model": protocol.StatusReply}})
     async def health() -> Response:
-        """Whether this process is alive (not: whether it takes requests; see /ready)."""
-        return _json({"status": "ok", "detail": None})
+        """Whether nothing of this process has failed by a defect (not: whether it takes requests; see /ready)."""
+        status, content = front.health()
+        return _json(content, status)
 
     @app.get("/ready", responses={200: {"model": protocol.StatusReply}, 503: {"model": protocol.StatusReply}})
     async def ready() -> Response:
         """Whether a request sent now would find an engine."""
-        if front.is_routable:
-            return _json({"status": "ready", "detail": None})
-        return _json({"status": "not ready", "detail": front.state}, 503)
+        status, content = front.readiness()
+        return _json(content, status)
 
     @app.get("/version", responses={**no_key, 200: OBJECT})
     async def version() -> Response:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DATE_INTERVAL_S = 1.0
+FAILED_S = 5.0  # for which a server that has failed says so, before it ends: no restart follows another at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ def run_server(
     make_app: "Callable[[], FastAPI] | None" = None,
 ) -> None:
     """Serve until a stop signal; a second one, of whichever kind, ends the drain. make_app: instead of the application
-    around an AsyncLLM. Raises the error of a worker that cannot start."""
+    around an AsyncLLM. Raises the error of a worker that cannot start, and CoreFailedError when the server has failed by
+    a defect of its own."""
     limit = raise_descriptor_limit(len(llm.fleet.fleet.slots))
     listening = bind(options.host, options.port)
     switch_often()
@@ -148,20 +150,24 @@ async def _serve(
     batches: BatchService | None = app.state.batches
     keys: Keyring | None = app.state.keys
     if batches is not None:
-        batches.start()
+        batches.start(llm.fleet.failures)
     if keys is not None:
         keys.start()
     server = _make_server(app, options, listener)
     serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(_report_start(llm, listener.url, on_loading, on_ready))
     stopping = asyncio.create_task(stop.wait())
+    failing = asyncio.create_task(llm.fleet.failures.ended.wait())
     try:
-        await asyncio.wait((serving, stopping, starting), return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
+        await asyncio.wait((serving, stopping, starting, failing), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and not failing.done():
             starting.result()
-            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((serving, stopping, failing), return_when=asyncio.FIRST_COMPLETED)
         if batches is not None:
             await batches.stop()
+        if (failure := llm.fleet.failures.final) is not None:
+            await asyncio.wait((serving, stopping), timeout=FAILED_S, return_when=asyncio.FIRST_COMPLETED)
+            raise failure.exception()
         await _drain(llm, options.drain_timeout_s, stop_now)
     finally:
         if keys is not None:
@@ -173,8 +179,8 @@ async def _serve(
         app.state.panels.end()
         server.stop()
         await serving
-        starting.cancel()
-        stopping.cancel()
+        for task in (starting, stopping, failing):
+            task.cancel()
 
 
 def _app_maker(llm: ServedFleet, options: ServerOptions, stack: ExitStack) -> "Callable[[], FastAPI]":

@@ -31,6 +31,7 @@ from diptych.serving.batches.line_schedule import (
 )
 from diptych.serving.batches.line_usage import usage_of
 from diptych.serving.batches.pace import LineLimits, Pace
+from diptych.serving.failures.watched_tasks import start_watched
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class BatchCounts:
 
 class BatchRunner:
     """others: how many requests are open that lines are to wait for; None: no request is taken now. models: names that
-    lines may ask for. clock: Unix seconds."""
+    lines may ask for. clock: Unix seconds. counts: of the runner before, to go on with."""
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class BatchRunner:
         models: Callable[[], Collection[str]],
         limits: LineLimits,
         clock: Callable[[], float],
+        counts: BatchCounts | None = None,
     ) -> None:
         self._store = store
         self._in_thread = in_thread
@@ -101,7 +103,8 @@ class BatchRunner:
         self.pace = Pace()
         self._models = models
         self._clock = clock
-        self.counts = BatchCounts()
+        self.counts = counts or BatchCounts()
+        self._defect: BaseException | None = None  # that has ended a line's task, or the writer
         self.schedule = LineSchedule()
         self._new: list[Batch] = []
         self._intakes: dict[str, tuple[Batch, LineIntake]] = {}
@@ -129,8 +132,9 @@ class BatchRunner:
         self._wake.set()
 
     async def run(self) -> None:
-        """Until it is cancelled. Lines that run then are ended; their rows that are ready are still written."""
-        writing = asyncio.create_task(self._write())
+        """Until it is cancelled, or fails by a defect, which is raised. Lines that run then are ended; their rows that
+        are ready are still written."""
+        writing = start_watched(self._write(), "the writer of batches", self._on_defect)
         try:
             for batch in await self._in_thread(self._store.tables.open_batches):
                 if batch.status == "validating":
@@ -139,6 +143,8 @@ class BatchRunner:
                     self.schedule.add(batch)
             while True:
                 self._wake.clear()
+                if self._defect is not None:
+                    raise self._defect
                 wait_s = await self._guarded_turn()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):  # wait_for of Python 3.11 may swallow a cancellation
@@ -148,8 +154,7 @@ class BatchRunner:
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             writing.cancel()
-            with suppress(asyncio.CancelledError):
-                await writing
+            await asyncio.gather(writing, return_exceptions=True)
             with suppress(OSError, sqlite3.Error):
                 await self._in_thread(self._store.commit, self._results)
 
@@ -225,7 +230,8 @@ class BatchRunner:
                     break
                 line.gives_way_s = slack_s if self.schedule.num_beside >= self._limits.beside else 0.0
                 key = (batch.number, line.place.number)
-                self._tasks[key] = asyncio.create_task(self._run_line(batch, line))
+                name = f"line {line.place.number} of {batch.id}"
+                self._tasks[key] = start_watched(self._run_line(batch, line), name, self._on_defect)
                 num_held += 1
 
     def _give_up(self, running: RunningBatch, end: End | None) -> None:
@@ -298,6 +304,11 @@ class BatchRunner:
                 self.counts.failed += not result.is_success
             self.pace.on_done(len(results), self._clock())
             self._wake.set()
+
+    def _on_defect(self, error: BaseException) -> None:
+        """Of a task beside the loop, which raises it."""
+        self._defect = self._defect or error
+        self._wake.set()
 
     def _on_disk_failure(self, error: Exception) -> None:
         self.counts.disk_failures += 1

@@ -5,6 +5,7 @@ Owns the order of start and stop. ``connect`` it to what runs lines, ``start`` i
 
 import asyncio
 import io
+import logging
 import os
 import time
 import uuid
@@ -19,10 +20,16 @@ from diptych.byte_size import size_words
 from diptych.control.errors import BodyTooLargeError, InvalidRequestError, UnavailableError
 from diptych.private_files import open_private
 from diptych.serving.batches.batch_records import Batch, BatchLimits, BatchTerms, StoredFile
-from diptych.serving.batches.batch_runner import BatchRunner, LineExecutor
+from diptych.serving.batches.batch_runner import BatchCounts, BatchRunner, LineExecutor
 from diptych.serving.batches.batch_store import BatchStore
 from diptych.serving.batches.pace import LineLimits
+from diptych.serving.failures.failure_board import FailureBoard
+from diptych.serving.failures.failure_recording import places
+from diptych.serving.failures.restart_pause import RestartPause
 
+logger = logging.getLogger(__name__)
+
+RUNNER = "the batch runner"
 Result = TypeVar("Result")
 
 
@@ -54,6 +61,7 @@ class BatchService:
         self.store = BatchStore(options.folder.expanduser(), options.limits)
         self.runner: BatchRunner | None = None
         self.endpoints: tuple[str, ...] = ()
+        self._host: LineHost | None = None
         self._clock = clock
         self._pool = ThreadPoolExecutor(1, "batches")
         self._running: asyncio.Task[None] | None = None
@@ -61,15 +69,34 @@ class BatchService:
 
     def connect(self, host: LineHost) -> None:
         """Run lines here."""
-        self.endpoints = host.endpoints
-        self.runner = BatchRunner(
-            self.store, self.in_thread, host.execute, host.others, host.models, self.options.lines, self._clock
-        )
+        self.endpoints, self._host = host.endpoints, host
+        self.runner = self._make_runner()
 
-    def start(self) -> None:
-        """Go on with the batches that are open."""
+    def _make_runner(self) -> BatchRunner:
+        host, counts = self._host, self.runner.counts if self.runner is not None else BatchCounts()
+        assert host is not None, "connect it first"
+        lines, clock = self.options.lines, self._clock
+        return BatchRunner(self.store, self.in_thread, host.execute, host.others, host.models, lines, clock, counts)
+
+    def start(self, failures: FailureBoard | None = None) -> None:
+        """Go on with the batches that are open. failures: where defects of the runner are reported."""
         assert self.runner is not None
-        self._running = asyncio.create_task(self.runner.run())
+        self._running = asyncio.create_task(self._keep_running(failures or FailureBoard()))
+
+    async def _keep_running(self, failures: FailureBoard) -> None:
+        """One runner after the other, should they fail: what counts of a batch is on disk."""
+        pause = RestartPause()
+        while True:
+            assert self.runner is not None
+            try:
+                await self.runner.run()
+            except Exception as error:
+                logger.error("%s has failed", RUNNER, exc_info=error)
+                failures.report(RUNNER, f"{type(error).__name__} at {(places(error) or ['?'])[-1]}")
+            await asyncio.sleep(pause.next_s())
+            self.runner = self._make_runner()
+            failures.replaced(RUNNER)
+            pause.begun()
 
     async def stop(self) -> None:
         """Start no more lines, and end those that run: they begin again after the next start."""

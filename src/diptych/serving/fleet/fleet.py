@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from diptych.control.cluster.cluster_core import ClusterCore
@@ -25,24 +26,29 @@ from diptych.control.cluster.cluster_events import (
 from diptych.control.cluster.membership import Membership
 from diptych.control.commands import Command, Drained, End, GiveWay, Prefill, Reserve, Restarted, Serve, WorkerCommand
 from diptych.control.config import SchedulerConfig
-from diptych.control.errors import ConflictError, DiptychError, WorkerError
-from diptych.control.events import Event, RequestFinished, Resized, TransferFailed
+from diptych.control.errors import ConfigError, ConflictError, DiptychError, RequestError, WorkerError
+from diptych.control.events import Resized, TransferFailed
 from diptych.control.request import FinishReason, Submission
-from diptych.control.router.topology import Role, WorkerInfo, has_both_phases
+from diptych.control.router.topology import Role, has_both_phases
 from diptych.processor import Processor, read_processor
 from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
-from diptych.serving.answers.output_streams import OutputStreams
+from diptych.serving.answers.output_streams import OutputStreams, stopped_by_token
+from diptych.serving.failures.cluster_guard import ClusterGuard
+from diptych.serving.failures.failure_board import FailureBoard
+from diptych.serving.failures.failure_recording import folder_of
+from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.fleet.due_timer import DueTimer
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan, plan_fleet, worker_options
 from diptych.serving.fleet.fleet_planner import FleetPlanner, plan_with
+from diptych.serving.fleet.fleet_view import view_of
 from diptych.serving.fleet.hang_watch import watch_pulses
 from diptych.serving.fleet.host_cores import HostCores
 from diptych.serving.fleet.index_alarm import IndexAlarm
 from diptych.serving.fleet.joined_worker import JoinedWorker
-from diptych.serving.fleet.joint_ready import joint_ready, longest_sequence
+from diptych.serving.fleet.joint_ready import joint_ready
 from diptych.serving.fleet.supervisor import LocalLauncher
 from diptych.serving.fleet.takeovers import Takeovers
 from diptych.serving.fleet.worker_changes import WorkerChanges
@@ -59,8 +65,7 @@ from diptych.serving.link.messages import (
     pack_command,
     unpack_events,
 )
-from diptych.serving.link.recorder import Recorder, cluster_core
-from diptych.serving.metrics.fleet_metrics import FleetView
+from diptych.serving.link.recorder import Recorder
 from diptych.serving.metrics.serving_metrics import ServingMetrics
 from diptych.serving.misses.miss_watch import MissWatch
 from diptych.timeline.ring import RUNNING_STATES, Timeline
@@ -87,7 +92,9 @@ class Fleet:
         self.options = options
         self.fleet = fleet or FleetOptions()
         self.metrics = metrics or ServingMetrics()
-        self.metrics.fleet.view = self._view
+        self.metrics.fleet.view = lambda: view_of(self, self._clock())
+        self.failures = FailureBoard()
+        self._guard = ClusterGuard(self.failures, folder_of(options.failures))
         self.streams = OutputStreams(self.metrics)
         self.misses: MissWatch | None = None
         if (explain := self.fleet.explain_misses) != "off":
@@ -130,9 +137,11 @@ class Fleet:
     async def start(self) -> None:
         """Start all workers; returns at once. ``ready`` tells how the first starts went."""
         plan = self._plan = self.make_plan()
-        self.core, self._recorder = cluster_core(plan.cluster, self.recording_path(len(plan.options)))
+        self.core, self._recorder = self._guard.make_core(plan.cluster, self.recording_path(len(plan.options)))
         if self.fleet.plan.mode != "off":
-            self.planner = plan_with(self.fleet, self.options, self.core, plan, self.changes, self._clock)
+            self.planner = plan_with(
+                self.fleet, self.options, self.core, plan, self.changes, self._clock, self.failures
+            )
         self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         if (join := self.fleet.join) is not None:
@@ -147,9 +156,10 @@ class Fleet:
         for number in range(len(self.fleet.roles)):
             self._launch(number)
         watch = watch_pulses(self.workers, self.fleet.heartbeat_timeout_s)
-        self._tasks = [asyncio.create_task(self.first_starts(), name="first starts"), asyncio.create_task(watch)]
+        tasks = {"first starts": self.first_starts(), "the watch over workers": watch}
         if self.planner is not None:
-            self._tasks.append(asyncio.create_task(self.planner.run(), name="planner"))
+            tasks["the driver of the planner"] = self.planner.run()
+        self._tasks = [start_watched(work, name, partial(self.on_defect, name)) for name, work in tasks.items()]
 
     def make_plan(self) -> FleetPlan:
         """What each worker is started with. Raises ConfigError."""
@@ -267,7 +277,7 @@ class Fleet:
     @property
     def is_routable(self) -> bool:
         """Whether a request sent now would find workers: any of them can serve one whole when its peers are gone."""
-        return self.joint_ready is not None and bool(self.core.members.up)
+        return self.joint_ready is not None and bool(self.core.members.up) and self.failures.final is None
 
     @property
     def num_restarts(self) -> int:
@@ -277,7 +287,10 @@ class Fleet:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, submissions: Iterable[Submission], num_tokens: int = 0) -> None:
-        """Requests whose answers the streams know, which go on after so many tokens."""
+        """Requests whose answers the streams know, which go on after so many tokens. Raises CoreFailedError when the
+        core has failed before."""
+        if self.failures.final is not None:
+            raise self.failures.final.exception()
         self.tell(*(Arrived(submission, num_tokens) for submission in submissions))
 
     def abort(self, generation: Generation) -> None:
@@ -322,7 +335,8 @@ class Fleet:
         """A worker has ended for certain."""
         self._note_state(worker, WorkerState.LOST, loss.error.message)
         self.metrics.fleet.on_worker_lost(worker)
-        self.tell(WorkerDown(worker, self.streams.progress(), loss.crashed))
+        self.failures.on_loss(worker, loss)
+        self.tell(WorkerDown(worker, self.streams.progress(), loss.crashed, loss.error.message))
         self.streams.deliver()
 
     def _on_report(self, worker: int, report: StepReport) -> None:
@@ -336,7 +350,7 @@ class Fleet:
         if report.first_tokens:
             stopped += self._takeovers.take(worker, events, report.first_tokens)
         if report.tokens is not None:
-            stopped += streams.on_tokens(worker, report.tokens, _stopped_by_token(events))
+            stopped += streams.on_tokens(worker, report.tokens, stopped_by_token(events))
         self.timeline.on_events(worker, events)
         if report.stats is not None:
             self.metrics.on_stats(worker, report.stats)
@@ -345,17 +359,14 @@ class Fleet:
         if news or report.load is not None:
             self.tell(Reported(worker, news, report.load))
             self._alarm.check(self.core.router.alarm)
-            self._note_resized(worker, news)
+            for event in news:
+                if isinstance(event, Resized):
+                    if event.message:
+                        logger.warning("worker %d: it still computes on %s: %s", worker, event.share, event.message)
+                    self.show(worker, event.time_ns)
         if stopped:
             self._stop(stopped)
         streams.deliver()
-
-    def _note_resized(self, worker: int, events: Sequence[Event]) -> None:
-        for event in events:
-            if isinstance(event, Resized):
-                if event.message:
-                    logger.warning("worker %d: it still computes on %s: %s", worker, event.share, event.message)
-                self.show(worker, event.time_ns)
 
     def _stop(self, streams: Iterable[AnswerStream]) -> None:
         """These are complete or cannot continue; some have ended in the same report."""
@@ -367,18 +378,9 @@ class Fleet:
 
     def on_ready(self, worker: int, ready: Ready) -> None:
         self.known[worker] = ready
+        self.failures.replaced(f"worker {worker}")
         assert self._plan is not None
-        place = (worker, self.role(worker), ready.num_blocks, ready.block_size)
-        info = WorkerInfo(
-            *place,
-            memory_domain=self._plan.memory_domain(worker),
-            host=self.workers[worker].site.host,
-            rack=self.workers[worker].site.rack,
-            share=ready.share,
-            max_model_len=longest_sequence(ready),
-            model_copy=self._plan.copies[worker],
-            host_domain=self._plan.host_domain,
-        )
+        info = self._plan.info_of(worker, self.role(worker), self.workers[worker].site, ready)
         self.tell(WorkerUp(info))
         if has_both_phases(self.core.members.infos[number].role for number in self.core.members.up):
             self._enough.set()
@@ -389,6 +391,7 @@ class Fleet:
             self.show(worker)
 
     def _on_loading(self, worker: int, message: Loading) -> None:
+        self.failures.replaced(f"worker {worker}")
         if self.workers[worker].num_restarts and self.timeline.workers[worker].state != WorkerState.STARTING:
             self._note_state(worker, WorkerState.STARTING)
         if len(self.workers) > 1:
@@ -407,6 +410,8 @@ class Fleet:
 
     def tell(self, *happened: ClusterEvent) -> None:
         """These happened, in this order; what happens while they are dealt with waits for its turn."""
+        if self.failures.final is not None:
+            return
         if self.misses is not None:
             for event in happened:
                 self.misses.on_event(event)
@@ -416,16 +421,34 @@ class Fleet:
         self._is_busy = True
         try:
             while self._happened:
-                event, now = self._happened.popleft(), self._clock()
-                commands = self.core.on_event(event, now)
-                if self.planner is not None:
-                    self.planner.on_cluster_event(event, commands, now)
-                for command in commands:
-                    self._carry_out(command)
+                self._handle(self._happened.popleft(), self._clock())
+        except (RequestError, ConfigError):  # of one request, which was refused before it began
+            raise
+        except Exception as error:
+            self.on_defect("its loop", error)
         finally:
             self._is_busy = False
-            self._send_orders()
-            self._timer.set(self.core.next_time())
+            if self.failures.final is None:
+                self._send_orders()
+                self._timer.set(self.core.next_time())
+
+    def _handle(self, event: ClusterEvent, now: int) -> None:
+        try:
+            commands = self.core.on_event(event, now)
+        except Exception:
+            self._guard.note_unfinished(event, now)
+            raise
+        if self.planner is not None:
+            self.planner.on_cluster_event(event, commands, now)
+        for command in commands:
+            self._carry_out(command)
+
+    def on_defect(self, where: str, error: BaseException) -> None:
+        """See WorkerListener. Every open request ends with a 500; the server ends, see ``failures``."""
+        failed = self._guard.report(where, error)
+        self._happened, self._orders = deque(), {}
+        self._timer.cancel()
+        self.streams.fail_all(failed)
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -465,36 +488,14 @@ class Fleet:
             self.workers[worker].send(Orders(batch))
 
     def _on_timer(self) -> None:
-        self.tell(Tick())
-        self.streams.deliver()
-
-    # -- for people ---------------------------------------------------------------------------------------------------
-
-    def _view(self) -> FleetView:
-        numbers = range(max(len(self.fleet.roles), len(self.workers)))
-        return FleetView(
-            [self.role(number) for number in numbers],
-            [number in self.core.members.up for number in numbers],
-            [worker.num_restarts for worker in self.workers] or [0] * len(numbers),
-            self.core.counts,
-            len(self.core.admission),
-            self.core.router.alarm,
-            self.core.length_watch.errors,
-            self.planner.num_decisions if self.planner is not None else {},
-            self.core.paths.broken_at(self._clock()),
-            self.door.refused if self.door is not None else {},
-            self.joint_ready,
-        )
+        try:
+            self.tell(Tick())
+            self.streams.deliver()
+        except Exception as error:
+            self.on_defect("its timer", error)
 
     def _note_state(self, worker: int, state: str, detail: str = "", at_ns: int | None = None) -> None:
         info = self.core.members.infos.get(worker)
         units = str(info.share) if info and info.share.num_units else ""
         now = self._clock() if at_ns is None else at_ns
         self.timeline.on_worker(worker, state, now, role=self.role(worker), detail=detail, computes_on=units)
-
-
-def _stopped_by_token(events: Iterable[Event]) -> frozenset[str]:
-    """Attempts whose newest token is a stop token."""
-    return frozenset(
-        event.request_id for event in events if isinstance(event, RequestFinished) and event.reason is FinishReason.STOP
-    )

@@ -15,7 +15,7 @@ import msgspec
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError
-from diptych.control.router.topology import ROLES, LinkCosts
+from diptych.control.router.topology import ROLES, LinkCosts, Role, WorkerInfo
 from diptych.processor import Processor, read_processor
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
 from diptych.runtime.transfer import CONNECTORS
@@ -23,6 +23,7 @@ from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S
 from diptych.serving.fleet.fleet_options import CoreShare, FleetOptions, check_codec, divide_cores
 from diptych.serving.fleet.group_cores import divide_between_groups
 from diptych.serving.fleet.host_cores import HostCores
+from diptych.serving.fleet.joint_ready import longest_sequence
 from diptych.serving.fleet.shared_memory import (
     SharedMemory,
     create_shared_memory,
@@ -31,7 +32,9 @@ from diptych.serving.fleet.shared_memory import (
     keeps_order,
 )
 from diptych.serving.fleet.worker_groups import copies_of
+from diptych.serving.fleet.worker_port import WorkerSite
 from diptych.serving.link.engine_options import EngineOptions, PoolShare, WorkerPlace, parse_cores
+from diptych.serving.link.messages import Ready
 
 SECRET_BYTES = 32
 
@@ -56,6 +59,22 @@ class FleetPlan:
     def memory_domain(self, worker: int) -> int | None:
         """The memory that this worker shares with others of its copy; None: it has its own."""
         return self.copies[worker] if self.memories else None
+
+    def info_of(self, worker: int, role: Role, site: WorkerSite, ready: Ready) -> WorkerInfo:
+        """The worker as the ClusterCore knows it."""
+        return WorkerInfo(
+            worker,
+            role,
+            ready.num_blocks,
+            ready.block_size,
+            memory_domain=self.memory_domain(worker),
+            host=site.host,
+            rack=site.rack,
+            share=ready.share,
+            max_model_len=longest_sequence(ready),
+            model_copy=self.copies[worker],
+            host_domain=self.host_domain,
+        )
 
     @property
     def host_domain(self) -> int | None:

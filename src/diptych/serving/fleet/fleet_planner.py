@@ -41,6 +41,11 @@ from diptych.control.planner.planner_events import (
 )
 from diptych.control.planner.planner_recording import RecordingPlannerCore
 from diptych.control.slo import NS_PER_S, Slo
+from diptych.serving.failures.failure_board import FailureBoard
+from diptych.serving.failures.failure_recording import folder_of
+from diptych.serving.failures.planner_guard import PlannerGuard, PlannerParts
+from diptych.serving.failures.recorded_cores import recent_of_planner, written_to
+from diptych.serving.failures.watched_tasks import WatchedTasks
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan, worker_options
 from diptych.serving.fleet.twin_link import TwinLink
@@ -68,32 +73,44 @@ class TwinPort(Protocol):
 
 
 class FleetPlanner:
-    """One fleet's. clock: that of the fleet. recorder: what ``planner`` writes to; it is closed at the end."""
+    """One fleet's. clock: that of the fleet. recorder: what the first planner of ``guard`` writes to; it is closed when
+    that fails, or at the end."""
 
     def __init__(
         self,
-        planner: PlannerCore,
-        watch: ClusterWatch,
+        guard: PlannerGuard,
         changes: WorkerChanges,
         twin: TwinPort,
         clock: Callable[[], int],
         recorder: Recorder | None = None,
     ) -> None:
-        self.planner = planner
+        self._guard = guard
+        self._parts: PlannerParts = guard.make()
+        self._is_down = False  # the planner has failed, and the next one has not begun
+        self._renewing: asyncio.TimerHandle | None = None
         self.decisions: deque[Decision] = deque(maxlen=MOST_SHOWN)
         self.num_decisions: Counter[str] = Counter()  # by verdict
         self.longest_tick_ns = 0
-        self._watch = watch
         self._changes = changes
         self._twin = twin
         self._clock = clock
         self._recorder = recorder
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = WatchedTasks(self._fail)
 
     def on_cluster_event(self, event: ClusterEvent, commands: Sequence[Command], now: int) -> None:
         """The ClusterCore was given this, and answered so."""
-        for happened in self._watch.read(event, commands):
-            self.planner.on_event(happened, now)
+        if self._is_down:
+            return
+        try:
+            for happened in self._parts.watch.read(event, commands):
+                self.planner.on_event(happened, now)
+        except Exception as error:
+            self._fail(error)
+
+    @property
+    def planner(self) -> PlannerCore:
+        """That decides now."""
+        return self._parts.planner
 
     async def run(self) -> None:
         """Observe the fleet once a tick, until cancelled."""
@@ -101,36 +118,62 @@ class FleetPlanner:
             while True:
                 await asyncio.sleep(self.planner.config.tick_ns / NS_PER_S)
                 begun_ns = self._clock()
-                self._tell(self._watch.observe(self._changes.pinned, self._changes.divided))
+                self._tick()
                 self.longest_tick_ns = max(self.longest_tick_ns, self._clock() - begun_ns)
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._renewing is not None:
+                self._renewing.cancel()
+            await self._tasks.close()
             await self._twin.close()
-            if self._recorder is not None:
-                self._recorder.close()
+            self._close_recorder()
+
+    def _tick(self) -> None:
+        try:
+            if not self._is_down:
+                self._tell(self._parts.watch.observe(self._changes.pinned, self._changes.divided))
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """A defect: this planner decides nothing more, and another begins soon."""
+        if self._is_down:
+            return
+        self._is_down = True
+        pause_s = self._guard.on_failure(self._parts, error)
+        self._close_recorder()
+        self._renewing = asyncio.get_running_loop().call_later(pause_s, self._renew)
+
+    def _renew(self) -> None:
+        self._parts, self._is_down = self._guard.replacement(), False
+
+    def _close_recorder(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.close()
 
     def _tell(self, event: PlannerEvent) -> None:
         fleet_changes: list[FleetChange] = []
         for command in self.planner.on_event(event, self._clock()):
             self._take(command, fleet_changes)
         if fleet_changes:
-            self._begin(self._change(fleet_changes))
+            self._begin(self._change(fleet_changes, self._parts), "a change of the fleet")
 
     def _take(self, command: PlannerCommand, fleet_changes: list[FleetChange]) -> None:
         match command:
             case AskTwin():
-                self._begin(self._ask(command.question))
+                self._begin(self._ask(command.question, self._parts), "a question to the twin")
             case Decided():
                 self._show(command.decision)
             case _:
                 fleet_changes.append(command)
 
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _begin(self, work: Coroutine[None, None, None], name: str) -> None:
+        self._tasks.start(work, name)
+
+    def _answer(self, event: PlannerEvent, asked_by: PlannerParts) -> None:
+        """What a task has found, for the planner that has asked: it may have failed meanwhile."""
+        if asked_by is self._parts and not self._is_down:
+            self._tell(event)
 
     def _show(self, decision: Decision) -> None:
         before = self.decisions[-1] if self.decisions else None
@@ -142,10 +185,10 @@ class FleetPlanner:
                 "plan: %s from %s to %s: %s", decision.verdict, decision.present, decision.chosen, decision.reason
             )
 
-    async def _ask(self, question: TwinQuestion) -> None:
-        self._tell(await self._twin.ask(question))
+    async def _ask(self, question: TwinQuestion, asked_by: PlannerParts) -> None:
+        self._answer(await self._twin.ask(question), asked_by)
 
-    async def _change(self, fleet_changes: Sequence[FleetChange]) -> None:
+    async def _change(self, fleet_changes: Sequence[FleetChange], asked_by: PlannerParts) -> None:
         """All of them in their order; or none, when one is refused."""
         undo: list[Callable[[], None]] = []
         error = ""
@@ -160,11 +203,11 @@ class FleetPlanner:
                     step()
                 except DiptychError as stuck:
                     logger.warning("plan: not taken back: %s", stuck.message)
-        self._tell(ChangeEnded(error))
+        self._answer(ChangeEnded(error), asked_by)
 
     async def _carry_out(self, change: FleetChange) -> list[Callable[[], None]]:
         """Returns what takes it back (workers that were added or removed stay so)."""
-        changes, watch = self._changes, self._watch
+        changes, watch = self._changes, self._parts.watch
         self._check_pins(change)
         match change:
             case SetRole():
@@ -207,6 +250,7 @@ def plan_with(
     plan: FleetPlan,
     changes: WorkerChanges,
     clock: Callable[[], int],
+    failures: FailureBoard,
 ) -> FleetPlanner:
     """The planner of a fleet that starts with these options."""
     members, pools, config = pools_of(options, fleet, plan.copies)
@@ -214,14 +258,19 @@ def plan_with(
     settings = TwinSettings(
         _engine_of(options, options.slo), plan.cluster, kv_bytes, shares_memory=bool(plan.memories), pools=pools
     )
-    planner = PlannerCore(config)
     recorder: Recorder | None = None
     if options.record is not None:
         path = Path(options.record)
         recorder = record_planner(path.with_name(f"{path.stem}-planner{path.suffix}"), config)
-        planner = RecordingPlannerCore(config, recorder.write)
-    watch, twin = ClusterWatch(core, options.scheduler, members), TwinLink(fleet.twin_command, settings)
-    return FleetPlanner(planner, watch, changes, twin, clock, recorder)
+    recorders = [recorder]  # of the first planner
+
+    def make() -> PlannerParts:
+        recent = recent_of_planner()
+        planner = RecordingPlannerCore(config, written_to(recent, recorders.pop() if recorders else None))
+        return PlannerParts(planner, ClusterWatch(core, options.scheduler, members), recent)
+
+    guard = PlannerGuard(make, failures, folder_of(options.failures))
+    return FleetPlanner(guard, changes, TwinLink(fleet.twin_command, settings), clock, recorder)
 
 
 def pools_of(

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from diptych.control.errors import DiptychError, WorkerError
+from diptych.control.errors import CoreFailedError, DiptychError, WorkerError
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_S
 from diptych.serving.fleet.exit_status import Loss
-from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState
+from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState, hand_over
 from diptych.serving.join.framed_link import FramedLink
 from diptych.serving.join.join_messages import (
     Beat,
@@ -56,6 +56,7 @@ class JoinedWorker:
         self._link: FramedLink | None = None
         self._listener: WorkerListener | None = None
         self._failure: DiptychError | None = None
+        self._recording = ""
         self._crashed = False
         self._distances: deque[int] = deque(maxlen=CLOCK_SAMPLES)  # this host's clock less the worker's, in nanoseconds
         self._shift_ns = 0
@@ -147,7 +148,8 @@ class JoinedWorker:
         error = self._failure or WorkerError(f"worker {self.number} on {self.site.host} is lost: {why}")
         logger.error("%s; it may join again", error.message)
         assert self._listener is not None
-        self._listener.on_lost(self.number, Loss(error, self._crashed))
+        is_defect = isinstance(error, CoreFailedError)
+        self._listener.on_lost(self.number, Loss(error, self._crashed, is_defect, self._recording if is_defect else ""))
 
     def _take_told(self, data: bytes) -> None:
         try:
@@ -183,10 +185,7 @@ class JoinedWorker:
         elif isinstance(message, Ready):
             self.state = WorkerState.READY
         elif isinstance(message, Failed):
-            self._failure = message.error.exception()
-        try:
-            self._listener.on_message(self.number, message)
-        except Exception:  # a bad record must not leave those behind it unread
-            logger.exception("a message of worker %d could not be handled", self.number)
+            self._failure, self._recording = message.error.exception(), message.recording
+        hand_over(self._listener, self.number, message)
         if isinstance(message, Ready) and self.ready and not self.ready.done():
             self.ready.set_result(message)

@@ -11,10 +11,12 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from diptych.control.errors import DiptychError, WorkerError
 from diptych.control.router.topology import Role
+from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.fleet.join_options import JoinOptions
 from diptych.serving.fleet.joined_worker import JoinedWorker
 from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState
@@ -71,7 +73,8 @@ class LaunchedWorker(JoinedWorker):
         """See WorkerPort."""
         super().start(listener)
         self.state, self.agent = WorkerState.STARTING, secrets.token_bytes(16)
-        self._running = asyncio.get_running_loop().create_task(self._run(), name=f"job of worker {self.number}")
+        name = f"the job of worker {self.number}"
+        self._running = start_watched(self._run(), name, partial(listener.on_defect, name))
 
     async def stop(self, *, is_removed: bool = False) -> None:
         """See WorkerPort. One that is removed is asked first; the process does not outlive its front end either."""

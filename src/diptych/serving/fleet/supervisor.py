@@ -9,13 +9,15 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
-from diptych.control.errors import DiptychError, WorkerError
+from diptych.control.errors import CoreFailedError, DiptychError, WorkerError
+from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.fleet.descriptor_reserve import DescriptorReserve
 from diptych.serving.fleet.exit_status import Loss, count_oom_kills, in_words, is_crash
-from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState
+from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState, hand_over
 from diptych.serving.fleet.worker_process import RESERVED_DESCRIPTORS, WorkerProcess
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.heartbeat import Pulse
@@ -66,6 +68,7 @@ class Supervisor:
         self._process: WorkerProcess | None = None
         self._life: asyncio.Task[None] | None = None
         self._failure: DiptychError | None = None
+        self._recording = ""
         self._ready_at = 0.0
         self._reserve = DescriptorReserve(RESERVED_DESCRIPTORS)
 
@@ -77,7 +80,8 @@ class Supervisor:
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.state = WorkerState.STARTING
         self._reserve.fill()
-        self._life = asyncio.create_task(self._live(), name=f"supervisor-{self.number}")
+        name = f"the supervisor of worker {self.number}"
+        self._life = start_watched(self._live(), name, partial(listener.on_defect, name))
 
     @property
     def worker_pid(self) -> int | None:
@@ -156,24 +160,23 @@ class Supervisor:
 
     def _loss(self, status: int, because: str, oom_kills: int) -> Loss:
         words = in_words(status, killed_because=because, oom_kills=oom_kills)
-        error = self._failure or WorkerError(f"worker process {self.number} ended unexpectedly ({words})")
-        return Loss(error, is_crash(status, killed_by_us=bool(because), oom_kills=oom_kills))
+        crashed = is_crash(status, killed_by_us=bool(because), oom_kills=oom_kills)
+        if isinstance(self._failure, CoreFailedError):
+            return Loss(self._failure, crashed, True, self._recording)
+        return Loss(self._failure or WorkerError(f"worker process {self.number} ended unexpectedly ({words})"), crashed)
 
     def _take(self, data: bytes) -> None:
         assert self._listener is not None
         try:
             message = decode_from_worker(data)
-        except msgspec.DecodeError:
-            logger.exception("worker %d sent something unreadable", self.number)
+        except msgspec.DecodeError as error:
+            self.kill(f"it sent something unreadable: {error}")
             return
         if isinstance(message, Ready):
             self.state = WorkerState.READY
             self._ready_at = asyncio.get_running_loop().time()
         elif isinstance(message, Failed):
-            self._failure = message.error.exception()
-        try:
-            self._listener.on_message(self.number, message)
-        except Exception:  # one bad record must not leave those behind it unread
-            logger.exception("a message of worker %d could not be handled", self.number)
+            self._failure, self._recording = message.error.exception(), message.recording
+        hand_over(self._listener, self.number, message)
         if isinstance(message, Ready) and self.ready and not self.ready.done():
             self.ready.set_result(message)

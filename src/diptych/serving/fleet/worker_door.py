@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from diptych.control.errors import ConfigError, DiptychError
 from diptych.runtime.checkpoint import fingerprint
 from diptych.runtime.models.registry import read_model_config
 from diptych.serving import edge_limits
+from diptych.serving.failures.watched_tasks import WatchedTasks
 from diptych.serving.fleet.join_options import JoinOptions
 from diptych.serving.fleet.joined_worker import JoinedWorker
 from diptych.serving.fleet.launched_worker import LaunchedWorker
@@ -49,6 +51,10 @@ class JoiningFleet(Protocol):
 
     async def stop_worker(self, worker: int) -> None:
         """Stop a worker as it is."""
+        ...
+
+    def on_defect(self, where: str, error: BaseException) -> None:
+        """See WorkerListener."""
         ...
 
 
@@ -96,7 +102,7 @@ class WorkerDoor:
         self._lives = 0
         self._server: asyncio.Server | None = None
         self._unknown: dict[FramedLink, asyncio.TimerHandle] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = WatchedTasks(partial(fleet.on_defect, "the door for workers"))
 
     async def open(self) -> None:
         """Take workers from now on. Raises ConfigError when the address cannot be had."""
@@ -114,13 +120,11 @@ class WorkerDoor:
             message = f"listen_workers is {self._options.listen}, which cannot be had: {error.strerror or error}"
             raise ConfigError(message, param="listen_workers") from error
         self.port = self._server.sockets[0].getsockname()[1]
-        self._start(self._beat())
+        self._tasks.start(self._beat(), "signs of life")
 
     async def close(self) -> None:
         """Take no more. The ports end their own connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         for link in list(self._unknown):
             link.close("the front end ends")
         if self._server is not None:
@@ -130,11 +134,6 @@ class WorkerDoor:
     def joined(self) -> Sequence[JoinedWorker]:
         """All workers that have ever joined."""
         return [port for port in self._fleet.workers if isinstance(port, JoinedWorker)]
-
-    def _start(self, work: "asyncio._CoroutineLike[None]") -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _beat(self) -> None:
         while True:
@@ -229,8 +228,11 @@ class WorkerDoor:
             port = JoinedWorker(number if port is None else port.number, site, registration.agent)
             self._fleet.take_in(port)
         leaver = port.number
-        port.on_leaving = lambda: self._start(self._let_go(leaver))
+        port.on_leaving = lambda: self._let_go_soon(leaver)
         return port
+
+    def _let_go_soon(self, worker: int) -> None:
+        self._tasks.start(self._let_go(worker), f"the drain of worker {worker}")
 
     async def _let_go(self, worker: int) -> None:
         try:
@@ -245,4 +247,4 @@ def localized(options: EngineOptions, role: str) -> EngineOptions:
     assert options.place is not None
     place = msgspec.structs.replace(options.place, role=role)
     scheduler = prefill_scheduler(options.scheduler, options.slo) if role == "prefill" else options.scheduler
-    return msgspec.structs.replace(options, place=place, scheduler=scheduler, record=None)
+    return msgspec.structs.replace(options, place=place, scheduler=scheduler, record=None, failures="")

@@ -4,16 +4,20 @@ The protocols on both sides, and of what starts a worker. supervisor.py has the 
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from diptych.control.errors import DiptychError
 from diptych.control.router.topology import Role
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import FrontendMessage, Ready, WorkerMessage
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerState(StrEnum):
@@ -44,6 +48,21 @@ class WorkerListener(Protocol):
     def on_lost(self, worker: int, loss: Loss) -> None:
         """The worker has ended for certain; everything that it sent before has been passed on."""
         ...
+
+    def on_defect(self, where: str, error: BaseException) -> None:
+        """Code of this process has failed where it must not, so that nothing can be relied on any more."""
+        ...
+
+
+def hand_over(listener: WorkerListener, worker: int, message: WorkerMessage) -> None:
+    """Pass a worker's message on. What the listener refuses is logged; any other failure is a defect, after which
+    tokens may be missing: it must not go on."""
+    try:
+        listener.on_message(worker, message)
+    except DiptychError as error:
+        logger.error("worker %d: %s", worker, error.message)
+    except Exception as error:
+        listener.on_defect(f"a message of worker {worker}", error)
 
 
 class WorkerPort(Protocol):

@@ -99,7 +99,8 @@ class ExternalLauncher:
 
 
 class ExternalFleet(Fleet):
-    """See the module. slo: objectives of requests that name none. record: a file for the decisions."""
+    """See the module. slo: objectives of requests that name none. record: a file for the decisions. failures: see
+    EngineOptions."""
 
     def __init__(
         self,
@@ -108,6 +109,7 @@ class ExternalFleet(Fleet):
         slo: Slo | None = None,
         record: Path | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        failures: str = "",
     ) -> None:
         self.front = replace(front, engines=in_order(front.engines))
         for param in ("kv_events", "step_events"):
@@ -123,6 +125,7 @@ class ExternalFleet(Fleet):
             memory=MemoryOptions(block_size=front.block_size),
             slo=slo or Slo(),
             record=None if record is None else str(record),
+            failures=failures,
         )
         workers = FleetOptions(
             prefill=roles.count("prefill"),

@@ -19,8 +19,9 @@ from diptych.control.events import Event, HandoffReleased, RequestAdmitted, Requ
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S, LatencyBreakdown
 from diptych.control.step import StepFeatures, StepTokens
+from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.fleet.exit_status import Loss
-from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState
+from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState, hand_over
 from diptych.serving.front.adapters import ADAPTERS
 from diptych.serving.front.capabilities import UNKNOWN_BLOCKS, EngineFacts, EngineNotReadyError, HandoffKind, described
 from diptych.serving.front.engine_cache import EngineCache
@@ -115,7 +116,7 @@ class ExternalWorker:
         self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.state = WorkerState.STARTING
-        self._life = asyncio.create_task(self._live(), name=f"engine-{self.number}")
+        self._life = start_watched(self._live(), self.name, lambda error: listener.on_defect(self.name, error))
 
     def send(self, message: FrontendMessage) -> None:
         """See WorkerPort."""
@@ -169,8 +170,6 @@ class ExternalWorker:
         """What its metrics said lately; None: nothing that could be diagnosed."""
         return None if self.facts is None else self._pages.watched(self.spec, self.facts.version)
 
-    # -- its life -----------------------------------------------------------------------------------------------------
-
     async def _live(self) -> None:
         while True:
             await self._until_ready()
@@ -181,7 +180,7 @@ class ExternalWorker:
         assert self._listener is not None and self.ready is not None
         pause_s, said = FIRST_PAUSE_S, ""
         while True:
-            self._listener.on_message(self.number, Loading(f"asking {self.name} for a token"))
+            hand_over(self._listener, self.number, Loading(f"asking {self.name} for a token"))
             try:
                 facts = await self._adapter.look(self.pool, self.spec)
                 break
@@ -199,7 +198,7 @@ class ExternalWorker:
         message = facts.ready(self.spec.url, self._options.block_size)
         if facts.degraded:
             logger.warning("%s lacks: %s", self.name, "; ".join(facts.degraded))
-        self._listener.on_message(self.number, message)
+        hand_over(self._listener, self.number, message)
         if not self.ready.done():
             self.ready.set_result(message)
         self._report_load()
@@ -232,8 +231,7 @@ class ExternalWorker:
                 self._look_after()
         if self.state is not WorkerState.READY:
             return
-        words = self._lost_words
-        logger.error("%s is lost: %s", self.name, words)
+        logger.error("%s is lost: %s", self.name, self._lost_words)
         self.state = WorkerState.LOST
         self.num_restarts += 1
         self._drop_exchanges()
@@ -241,13 +239,13 @@ class ExternalWorker:
         self.pool = pool_to(*self.spec.address, self.spec.headers, is_tls=self.spec.is_tls)
         await self.cache.close()
         await self.steps.close()
-        self._listener.on_lost(self.number, Loss(WorkerError(f"{self.name}: {words}"), self._has_crashed))
+        self._listener.on_lost(self.number, Loss(WorkerError(f"{self.name}: {self._lost_words}"), self._has_crashed))
 
     def _look_after(self) -> None:
         """A tick: gauges, limits of silence, the load."""
         now = self.clock()
         if self._scraping is None or self._scraping.done():
-            self._scraping = asyncio.create_task(self._scrape())
+            self._scraping = start_watched(self._scrape(), "gauges", self._on_unreadable)
         silent_ns = self._options.silence_s * NS_PER_S
         newest, is_mute = 0, False
         for exchange in list(self.exchanges.values()):
@@ -289,7 +287,7 @@ class ExternalWorker:
     def _check_soon(self) -> None:
         """Find out whether it lives."""
         if self.state is WorkerState.READY and (self._check is None or self._check.done()):
-            self._check = asyncio.create_task(self._check_life())
+            self._check = start_watched(self._check_life(), "a sign of life", self._on_unreadable)
 
     async def _check_life(self) -> None:
         """Any reply to a small question is a sign of life; what broke off is given back then."""
@@ -303,6 +301,9 @@ class ExternalWorker:
         if suspects:
             now = self.clock()
             self.report([HandoffReleased(now, attempt_id) for attempt_id in suspects])
+
+    def _on_unreadable(self, error: BaseException) -> None:
+        self._lose(f"what it says could not be read: {type(error).__name__}: {error}")
 
     def _lose(self, words: str, *, crashed: bool = False) -> None:
         """crashed: its process has ended, maybe of what it was computing."""
@@ -319,8 +320,8 @@ class ExternalWorker:
 
     def _report_load(self) -> None:
         assert self._listener is not None
-        report = StepReport([], load=self.load.report(self.clock()), stats=self.load.stats())
-        self._listener.on_message(self.number, report)
+        load, stats = self.load.report(self.clock()), self.load.stats()
+        hand_over(self._listener, self.number, StepReport([], load=load, stats=stats))
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -403,7 +404,7 @@ class ExternalWorker:
     def report(self, events: Sequence[Event], tokens: StepTokens | None = None) -> None:
         """See ExchangeOwner."""
         if self._listener is not None and self.state is WorkerState.READY:
-            self._listener.on_message(self.number, StepReport(pack_events(events), tokens))
+            hand_over(self._listener, self.number, StepReport(pack_events(events), tokens))
 
     def on_gaps(self, attempt_id: str, gaps: Mapping[float, int], num_tokens: int) -> None:
         """See ExchangeOwner."""
@@ -414,7 +415,7 @@ class ExternalWorker:
         """See ExchangeOwner."""
         if self._listener is not None and self.state is WorkerState.READY:
             report = StepReport(pack_events(events), first_tokens={attempt_id: (token_id, None)})
-            self._listener.on_message(self.number, report)
+            hand_over(self._listener, self.number, report)
 
     def on_first_token(self, exchange: EngineExchange) -> None:
         """See ExchangeOwner."""

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from diptych.control.commands import Prefill, Reserve, Serve, WorkerCommand
+from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.front.relay_stream import RelayStream
 
 CONTEXT_TOKENS = 32  # whose text is asked for: a character has at most 4 bytes, each in a token
@@ -65,8 +66,13 @@ class TextBoundaries:
         stream = relay_of(command.request_id)
         if stream is None or stream.num_textless == stream.most_textless or not stream.can_resume:
             return False
-        task = asyncio.create_task(self._find(command, stream))
-        self._waiting[command.attempt_id] = task
+        attempt_id = command.attempt_id
+
+        def on_failure(error: BaseException) -> None:
+            self._waiting.pop(attempt_id, None)
+            self._owner.on_silent(attempt_id, f"where its text ends is not found: {type(error).__name__}")
+
+        self._waiting[attempt_id] = start_watched(self._find(command, stream), f"the text of {attempt_id}", on_failure)
         return True
 
     async def _find(self, command: Command, stream: RelayStream) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.fleet.exit_status import count_oom_kills, in_words, is_crash
 from diptych.serving.fleet.worker_process import WorkerProcess
 from diptych.serving.join.join_messages import Ended, Vital
@@ -48,7 +49,7 @@ class HostedWorker:
         assert self._running is None, "started twice"
         self.options, self._life, self._is_loading = options, None, True
         self._process = WorkerProcess(options, self._command, self._take)
-        self._running = asyncio.get_running_loop().create_task(self._run(self._process), name="worker process")
+        self._running = start_watched(self._run(self._process), "worker process", self._on_defect)
 
     def start_over(self, life: int) -> None:
         """Drop all attempts, and say nothing more before the Ready of this life."""
@@ -102,6 +103,12 @@ class HostedWorker:
         if self._process is process:
             self._process = self._running = self.options = None
             self._on_ended(ended)
+
+    def _on_defect(self, error: BaseException) -> None:
+        """The process cannot be followed any more: it counts as ended."""
+        logger.error("the worker process cannot be followed", exc_info=error)
+        self._process = self._running = self.options = None
+        self._on_ended(Ended(f"the worker process cannot be followed: {type(error).__name__}: {error}", False))
 
     def _take(self, data: bytes) -> None:
         if self._is_loading or self._life is not None:

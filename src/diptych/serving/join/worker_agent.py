@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 import diptych
-from diptych.control.errors import ConfigError, WorkerError
+from diptych.control.errors import ConfigError, CoreFailedError, WorkerError
 from diptych.control.router.topology import Role
 from diptych.runtime.checkpoint import fingerprint
 from diptych.runtime.models.registry import read_model_config
 from diptych.serving import edge_limits
+from diptych.serving.failures.failure_recording import error_words
+from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.join.framed_link import FramedLink
 from diptych.serving.join.hosted_worker import HostedWorker
 from diptych.serving.join.join_messages import (
@@ -103,6 +105,7 @@ class WorkerAgent:
         self._link: FramedLink | None = None  # of the present front end
         self._lost: asyncio.Event = asyncio.Event()  # there is no front end
         self._left = asyncio.Event()  # there will be none
+        self._defect: BaseException | None = None
         self._is_leaving = False
         self._pause_s = self._failure_pause_s = FIRST_PAUSE_S
         self._silence_s = 1.0
@@ -111,7 +114,7 @@ class WorkerAgent:
 
     async def run(self) -> None:
         """Serve front ends, one after the other. Raises ConfigError for a refusal that another try would not change."""
-        beating = asyncio.create_task(self._beat(), name="signs of life")
+        beating = start_watched(self._beat(), "signs of life", self._on_defect)
         try:
             if self._options.ends_with_stdin:
                 await self._watch_stdin()
@@ -125,6 +128,14 @@ class WorkerAgent:
                 await beating
             self._cut("the agent ends")
             await self._worker.end()
+        if self._defect is not None:
+            raise CoreFailedError(f"the agent has failed: {error_words(self._defect)}") from self._defect
+
+    def _on_defect(self, error: BaseException) -> None:
+        """Without signs of life it would be cut off again and again: it ends, and says why."""
+        self._defect = error
+        self._left.set()
+        self._cut("the agent has failed")
 
     async def _watch_stdin(self) -> None:
         try:

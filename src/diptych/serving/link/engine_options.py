@@ -95,6 +95,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a worker needs to load a model and to serve it. record: a file for its recording (None: none).
+    failures: the folder for what a core leaves that fails (empty: one of this user in the folder for temporary files).
     speculation: whether tokens are guessed and verified several at a time; auto: where answers stay bitwise the same.
     place: None for a worker that is alone (it takes no part in handoffs). explains_misses: report what enters and
     leaves the prefix cache, and for which requests. tool_format: how calls of tools are written: auto (as the chat
@@ -109,6 +110,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     warm_up: bool = True
     speculation: SpeculationName = "auto"
     record: str | None = None
+    failures: str = ""
     place: WorkerPlace | None = None
     explains_misses: bool = False
     tool_format: str = "auto"

@@ -89,9 +89,11 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The worker cannot start; it exits after this."""
+    """The worker cannot start, or what decides or computes there has failed by a defect; it exits after this.
+    recording: what that has left on the worker's host (empty: nothing)."""
 
     error: ErrorRecord
+    recording: str = ""
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag="report"):

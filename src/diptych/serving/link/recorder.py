@@ -26,7 +26,6 @@ import msgspec
 from diptych import __version__
 from diptych.control.cluster import cluster_recording
 from diptych.control.cluster.cluster_config import ClusterConfig
-from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.config import EngineConfig
 from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, Row, plan_summary
 from diptych.control.errors import ConfigError
@@ -77,6 +76,13 @@ class Recorder:
         self._file.close()
 
     def _run(self) -> None:
+        try:
+            self._write_rows()
+        except Exception as error:  # a row that cannot be encoded: rows must not gather in memory
+            logger.exception("the thread that records has failed")
+            self._stop(f"{type(error).__name__}: {error}")
+
+    def _write_rows(self) -> None:
         is_last = False
         while not is_last:
             is_last = self._closing.wait(WRITE_INTERVAL_S)
@@ -108,8 +114,8 @@ class Recorder:
         logger.error("recording to %s has stopped: %s; serving goes on", self.path, reason)
 
 
-def record_engine(path: Path, config: EngineConfig, *, max_bytes: int = MAX_BYTES) -> Recorder:
-    """A recorder for a RecordingEngineCore."""
+def engine_encoder() -> Callable[[Row], Row]:
+    """What turns the rows of one RecordingEngineCore into those of a file."""
     chain = DecisionChain()
 
     def encode(row: Row) -> Row:
@@ -118,16 +124,22 @@ def record_engine(path: Path, config: EngineConfig, *, max_bytes: int = MAX_BYTE
         kind, now, output = row
         return (kind, now) if output is None else (kind, now, chain.add(output), plan_summary(output))
 
-    header = {"format": FORMAT, "version": VERSION, "config": config}
-    return Recorder(path, header, encode, max_bytes=max_bytes)
+    return encode
 
 
-def cluster_core(config: ClusterConfig, path: Path | None) -> tuple[ClusterCore, Recorder | None]:
-    """A core, and what it is recorded with in this file (None: nothing is recorded)."""
-    if path is None:
-        return ClusterCore(config), None
-    recorder = Recorder(path, cluster_recording.header(config), cluster_recording.RowEncoder().encode)
-    return cluster_recording.RecordingClusterCore(config, recorder.write), recorder
+def engine_header(config: EngineConfig) -> dict[str, Any]:
+    """The first line of a worker's recording."""
+    return {"format": FORMAT, "version": VERSION, "config": config}
+
+
+def record_engine(path: Path, config: EngineConfig, *, max_bytes: int = MAX_BYTES) -> Recorder:
+    """A recorder for a RecordingEngineCore."""
+    return Recorder(path, engine_header(config), engine_encoder(), max_bytes=max_bytes)
+
+
+def record_cluster(path: Path, config: ClusterConfig) -> Recorder:
+    """A recorder for a RecordingClusterCore."""
+    return Recorder(path, cluster_recording.header(config), cluster_recording.RowEncoder().encode)
 
 
 def record_planner(path: Path, config: PlannerConfig) -> Recorder:

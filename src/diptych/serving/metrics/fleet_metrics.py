@@ -30,7 +30,7 @@ class FleetView:
     wrong with the router's index of the caches. length_errors: of the answers' expected lengths, by expectation, see
     LengthWatch. decisions: the planner's, by verdict. broken_paths: prefill and decode worker of each path that is left
     alone. refused_joins: workers of other hosts that were refused, by reason. ready: what all hold together, once they
-    were ready."""
+    were ready. failures: of cores and their drivers by a defect, by core."""
 
     roles: Sequence[str] = ()
     is_up: Sequence[bool] = ()
@@ -43,6 +43,7 @@ class FleetView:
     broken_paths: Collection[tuple[int, int]] = ()
     refused_joins: Mapping[str, int] = field(default_factory=dict)
     ready: Ready | None = None
+    failures: Mapping[str, int] = field(default_factory=dict)
 
 
 class FleetMetrics:
@@ -158,6 +159,7 @@ class FleetMetrics:
         yield errors
         yield from _decided(model, view)
         yield from _across_hosts(model, view)
+        yield _failed(model, view)
 
     def _per_worker(self, model: str, view: FleetView) -> Iterator[Metric]:
         labels = ["model_name", "worker", "role"]
@@ -217,6 +219,15 @@ def _decided(model: str, view: FleetView) -> Iterator[Metric]:
     for verdict, count in sorted(view.decisions.items()):
         decisions.add_metric([model, verdict], count)
     yield decisions
+
+
+def _failed(model: str, view: FleetView) -> Metric:
+    """Defects of this server."""
+    text = "Failures of a core or its driver by a defect of the server"
+    failures = CounterMetricFamily("diptych:core_failures", text, labels=["model_name", "core"])
+    for core, count in sorted(view.failures.items()):
+        failures.add_metric([model, core], count)
+    return failures
 
 
 def _across_hosts(model: str, view: FleetView) -> Iterator[Metric]:

@@ -26,6 +26,8 @@ from diptych.runtime.transfer.connector import KVConnector, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.serving.answers.grammar.grammar_checker import is_installed
 from diptych.serving.answers.tokenizer import Tokenizer
+from diptych.serving.failures.recent_rows import RecentRows
+from diptych.serving.failures.recorded_cores import recent_of_engine, written_to
 from diptych.serving.fleet.shared_memory import default_num_blocks
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.messages import Ready
@@ -52,7 +54,7 @@ PREFILL_NICENESS = 5
 class LoadedEngine(Generic[RunnerType]):
     """What a worker process serves with. recorder: of the engine's recording; its owner closes it. device: what it
     computes on. grammars: None where none can be followed. tiers: what drives the disk and the reading of
-    other workers' host blocks, if there is either; its owner closes it."""
+    other workers' host blocks, if there is either; its owner closes it. recent: the newest inputs of the engine."""
 
     engine: EngineCore
     runner: RunnerType
@@ -61,6 +63,7 @@ class LoadedEngine(Generic[RunnerType]):
     device: ComputeDevice = field(default_factory=UndividedDevice)
     grammars: "Grammars | None" = None
     tiers: TierDriver | None = None
+    recent: RecentRows | None = None
 
 
 def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = True) -> "LoadedEngine[ModelRunner]":
@@ -90,7 +93,8 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
     recorder = record_engine(Path(options.record), settings) if options.record else None
     if recorder is not None:
         logger.warning("recording to %s", recorder.path)
-    engine = RecordingEngineCore(settings, recorder.write) if recorder else EngineCore(settings)
+    recent = recent_of_engine()
+    engine = RecordingEngineCore(settings, written_to(recent, recorder))
     measured = []
     if options.warm_up:
         report("warming up")
@@ -121,7 +125,7 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
         measured=measured,
     )
     driver = open_tiers(options, runner, kv_format(runner)) if memory.prefix_cache else None
-    return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model), driver)
+    return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model), driver, recent)
 
 
 def _max_model_len(options: EngineOptions) -> int:

@@ -27,7 +27,7 @@ import msgspec
 from diptych.control.commands import Drop, Prefill, Reserve, Resize, Serve, WorkerCommand
 from diptych.control.engine.outgoing import SendChunk
 from diptych.control.engine.worker_core import Outbox, WorkerCore
-from diptych.control.errors import ConfigError, DiptychError, ErrorRecord
+from diptych.control.errors import ConfigError, CoreFailedError, DiptychError, ErrorRecord
 from diptych.control.events import StepBegun
 from diptych.control.request import DEFAULT_OPTIONS
 from diptych.control.slo import NS_PER_MS
@@ -37,6 +37,8 @@ from diptych.runtime.garbage import leave_alone_what_is_loaded
 from diptych.runtime.thread_limits import switch_often
 from diptych.runtime.tiers.tier_driver import TierDriver
 from diptych.runtime.transfer.connector import KVConnector
+from diptych.serving.failures.failure_recording import error_words, folder_of
+from diptych.serving.failures.recorded_cores import engine_failure
 from diptych.serving.link.channel import Channel, connect
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.heartbeat import FILE_NAME, Heartbeat
@@ -70,6 +72,7 @@ logger = logging.getLogger(__name__)
 STATS_INTERVAL_NS = 200 * NS_PER_MS
 ANNOUNCED_STEP_NS = 100 * NS_PER_MS  # a step that should take so long is reported when it begins, too
 LINGER_S = 1.0
+FAILED_STATUS = 70  # of a process that ends by a defect (EX_SOFTWARE of sysexits.h)
 PR_SET_PDEATHSIG = 1  # of prctl(2): which signal the parent's end sends
 
 Load = Callable[[EngineOptions, Report], LoadedEngine[Any]]
@@ -95,6 +98,7 @@ class Worker:
         tiers: TierDriver | None = None,
     ) -> None:
         self._core = core
+        self.doing = "the engine core"  # what runs now, for a message
         self._ready = ready
         self._runner = runner
         self._channel = channel
@@ -169,9 +173,12 @@ class Worker:
         self._step = output
         self._chunks = self._core.chunks_of(output)
         self._may_give_way = self._core.engine.gives_way_to(DEFAULT_OPTIONS)
+        self.doing = "the step"
+        result: StepResult | None = None
         with contextlib.suppress(StepBrokenOff):
-            return self._runner.execute(output)
-        return None
+            result = self._runner.execute(output)
+        self.doing = "the engine core"
+        return result
 
     def _break_off(self) -> None:
         """Raises StepBrokenOff when every prompt in the step is to be dropped and the step has no decodes, or when all
@@ -372,8 +379,12 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
         tiers=loaded.tiers,
     )
     runner.on_layer = worker.on_layer
+    status = 0
     try:
         worker.run()
+    except Exception as error:  # a defect: what this process holds cannot be relied on; another one replaces it
+        channel.send(encode(_leave_behind(error, worker, loaded, options)))
+        status = FAILED_STATUS
     finally:
         if loaded.recorder:
             loaded.recorder.close()
@@ -383,7 +394,16 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
             loaded.tiers.close()
         heartbeat.close()
     channel.close(LINGER_S)
-    return 0
+    return status
+
+
+def _leave_behind(error: Exception, worker: Worker, loaded: LoadedEngine[Any], options: EngineOptions) -> Failed:
+    """The last word of a worker that fails by a defect, after its recording is written."""
+    number = options.place.number if options.place is not None else 0
+    core = f"{worker.doing} of worker {number}"
+    logger.critical("%s has failed", core, exc_info=error)
+    recording = engine_failure(folder_of(options.failures), core, error, loaded.engine.config, loaded.recent)
+    return Failed(ErrorRecord.of(CoreFailedError(f"{core} has failed: {error_words(error)}")), recording)
 
 
 def main() -> int:

@@ -1,0 +1,1 @@
+"""What happens when a core or its driver fails by a defect: noted, recorded, shown, and replaced."""
