@@ -33,6 +33,7 @@ kind = "sglang"
 url = "https://10.0.0.2"
 role = "prefill"
 bootstrap = "10.0.0.2:8998"
+api_key_file = "FOLDER/key"
 """
 PLAIN = '[[engine]]\nkind = "vllm"\nurl = "http://h:1"\n'
 
@@ -40,15 +41,23 @@ PLAIN = '[[engine]]\nkind = "vllm"\nurl = "http://h:1"\n'
 def test_a_file_may_name_every_field_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINE_KEY", "secret")
     file = tmp_path / "engines.toml"
-    file.write_text(WHOLE)
+    file.write_text(WHOLE.replace("FOLDER", str(tmp_path)))
+    key = tmp_path / "key"
+    key.write_text(" another\n")
+    key.chmod(0o440)
     first, second = read_engines(file)
     assert first == EngineSpec(
         "vllm", "http://10.0.0.1:8000", "decode", "ENGINE_KEY", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558",
         "tcp://10.0.0.1:5559", model="one", rank=3,
     )  # fmt: skip
-    assert second == EngineSpec("sglang", "https://10.0.0.2", "prefill", bootstrap="10.0.0.2:8998")
+    address = "https://10.0.0.2"
+    assert second == EngineSpec("sglang", address, "prefill", bootstrap="10.0.0.2:8998", api_key_file=str(key))
     assert first.headers["Authorization"] == "Bearer secret" and first.headers["X-data-parallel-rank"] == "3"
-    assert "Authorization" not in second.headers and second.address == ("10.0.0.2", 443)
+    assert second.headers["Authorization"] == "Bearer another" and second.address == ("10.0.0.2", 443)
+    key.write_text("a-new-one")
+    assert (last := second.headers_again({}))["Authorization"] == "Bearer a-new-one"
+    key.unlink()
+    assert second.headers_again(last) is last, "an engine that comes back is asked with the key of before"
     assert all(f"{field.name} = " in WHOLE for field in fields(EngineSpec))
 
 

@@ -94,6 +94,7 @@ class ConnectionPool:
 
     def __init__(self, host: str, port: int, headers: Mapping[str, str], tls: ssl.SSLContext | None = None) -> None:
         self._host, self._port, self._tls = host, port, tls
+        self.headers = headers
         name = f"[{host}]" if ":" in host else host
         lines = [f"Host: {name}:{port}", *(f"{key}: {value}" for key, value in headers.items())]
         self._head = "".join(f"{line}\r\n" for line in lines).encode("latin-1")

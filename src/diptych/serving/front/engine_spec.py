@@ -10,10 +10,11 @@
 Owns the refusal of settings that contradict each other. Connects to nothing.
 """
 
+import logging
 import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, Role
+from diptych.serving.keys.key_file import read_secret, where
 
 EngineKind = Literal["vllm", "sglang", "llamacpp", "openai"]
 KINDS: tuple[EngineKind, ...] = get_args(EngineKind)
@@ -30,18 +32,22 @@ TEXT_BLOCK, EVENT_BLOCK = 128, 16  # tokens per block, where prompts are hashed 
 AUTO = "auto"
 _ZMQ_ADDRESS = re.compile(r"tcp://\S+:\d+|ipc://\S+")
 _RANKS = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
+logger = logging.getLogger(__name__)
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
+_FIELD_NAME = re.compile(r"[a-z_]{1,24}")
 _COUNTED = ("kv_events", "kv_replay", "step_events")  # addresses whose ports count up with the ranks of an engine
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One engine. url: of its HTTP server, without a path. role: what it is used for. api_key_env: the environment
-    variable with the key that the engine asks for ("": none). kv_events, kv_replay: where it publishes what enters and
-    leaves its prefix cache, and where it repeats that ("": not used; kv_events "auto": a vLLM is asked for both).
-    step_events: where Diptych's plugin in vLLM publishes its steps, or SGLang its forward-pass metrics ("": nowhere).
-    bootstrap: host:port of the bootstrap server of an SGLang prefill engine ("": the host of the url, port 8998).
-    model: of those that it serves ("": its first one). rank: of data parallelism, of a vLLM each of whose ranks is an
-    engine of its own here, with its own cache (None: the server chooses one for each request)."""
+    variable with the key that the engine asks for; api_key_file: the file with it ("": none). kv_events, kv_replay:
+    where it publishes what enters and leaves its prefix cache, and where it repeats that ("": not used; kv_events
+    "auto": a vLLM is asked for both). step_events: where Diptych's plugin in vLLM publishes its steps, or SGLang its
+    forward-pass metrics ("": nowhere). bootstrap: host:port of the bootstrap server of an SGLang prefill engine ("":
+    the host of the url, port 8998). model: of those that it serves ("": its first one). rank: of data parallelism, of a
+    vLLM each of whose ranks is an engine of its own here, with its own cache (None: the server chooses one for each
+    request)."""
 
     kind: EngineKind
     url: str
@@ -53,6 +59,7 @@ class EngineSpec:
     bootstrap: str = ""
     model: str = ""
     rank: int | None = None
+    api_key_file: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -65,8 +72,8 @@ class EngineSpec:
             is_valid = False
         if not is_valid or not is_plain:
             raise ConfigError(
-                f"engine url is {self.url!r}; it must be http://HOST:PORT or https://HOST:PORT without a path "
-                "(a key goes into api_key_env)",
+                f"engine url is {without_secrets(self.url)!r}; it must be http://HOST:PORT or https://HOST:PORT "
+                "without a path (a key goes into api_key_file or api_key_env)",
                 param="engine",
             )
         if self.role not in ROLES:
@@ -76,11 +83,19 @@ class EngineSpec:
             raise ConfigError(
                 f"rank of {self.url} is {self.rank}; it must be in [0, {MAX_RANKS - 1}], and of a vllm", param="rank"
             )
-        if self.api_key_env and self.api_key_env not in os.environ:
+        self._check_key()
+
+    def _check_key(self) -> None:
+        name = self.api_key_env
+        if name and self.api_key_file:
+            raise ConfigError(f"engine {self.url} has api_key_env and api_key_file; give one", param="api_key_env")
+        if name and name not in os.environ:
+            shown = f"is {name}" if _VARIABLE.fullmatch(name) else "is no name of a variable, and not shown here"
             raise ConfigError(
-                f"api_key_env of {self.url} is {self.api_key_env}, and there is no such environment variable",
-                param="api_key_env",
+                f"api_key_env of {self.url} {shown}: there is no such environment variable", param="api_key_env"
             )
+        if self.api_key_file:
+            read_secret(Path(self.api_key_file), "api_key_file")
 
     def _check_events(self) -> None:
         for name in ("kv_events", "kv_replay", "step_events"):
@@ -117,13 +132,24 @@ class EngineSpec:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Sent with every request."""
+        """Sent with every request, with the key as it is now. Raises ConfigError for a file that cannot be read."""
         headers = {"User-Agent": "diptych"}
-        if key := os.environ.get(self.api_key_env, "") if self.api_key_env else "":
+        key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+        if self.api_key_file:
+            key = read_secret(Path(self.api_key_file), "api_key_file")
+        if key:
             headers["Authorization"] = f"Bearer {key}"
         if self.rank is not None:
             headers["X-data-parallel-rank"] = str(self.rank)
         return headers
+
+    def headers_again(self, last: Mapping[str, str]) -> Mapping[str, str]:
+        """The same, for an engine that was lost and may have another key by now; last: where that cannot be read."""
+        try:
+            return self.headers
+        except ConfigError as error:
+            logger.error("%s: %s", self.name, error.message)
+            return last
 
     @property
     def name(self) -> str:
@@ -196,6 +222,11 @@ class FrontOptions:
         return any(engine.role != "both" for engine in self.engines)
 
 
+def without_secrets(text: str) -> str:
+    """An address for a message, without what may be a key in it: a user with a password, and all behind a ? or #."""
+    return re.sub(r"[?#].*", "?...", re.sub(r"(?<=//)[^/?#]*@", "...@", text))
+
+
 def parse_engine(text: str) -> EngineSpec:
     """The one engine of ``kind=URL[,name=value ...]``. Raises ConfigError."""
     first, *others = parse_engines(text)
@@ -209,12 +240,15 @@ def parse_engines(text: str) -> list[EngineSpec]:
     head, *rest = text.split(",")
     kind, separator, url = head.partition("=")
     if not separator:
-        raise ConfigError(f"engine is {text!r}; expected KIND=URL, such as vllm=http://HOST:8000", param="engine")
+        raise ConfigError(
+            f"engine is {without_secrets(text)!r}; expected KIND=URL, such as vllm=http://HOST:8000", param="engine"
+        )
     given: dict[str, Any] = {"kind": kind.strip(), "url": url.strip()}
-    for part in rest:
+    for number, part in enumerate(rest, 2):
         name, separator, value = part.partition("=")
         if not separator or not value:
-            raise ConfigError(f"engine {url} has {part!r}; expected name=value", param="engine")
+            shown = repr(part) if _FIELD_NAME.fullmatch(name.strip()) else f"a part (number {number}), not shown here"
+            raise ConfigError(f"engine {without_secrets(url)} has {shown}; expected name=value", param="engine")
         given[name.strip()] = value.strip()
     return engines_of(given)
 
@@ -225,7 +259,9 @@ def engines_of(given: dict[str, Any]) -> list[EngineSpec]:
     known = {found.name for found in fields(EngineSpec)}
     if unknown := sorted(set(given) - known):
         raise ConfigError(
-            f"engine {given.get('url', '')} has the unknown field {unknown[0]!r}; one of {', '.join(sorted(known))}",
+            f"engine {without_secrets(str(given.get('url', '')))} has the unknown field "
+            f"{unknown[0] if _FIELD_NAME.fullmatch(unknown[0]) else '(not shown here)'!r}; one of "
+            f"{', '.join(sorted(known))}",
             param="engine",
         )
     for name in ("kind", "url"):
@@ -234,7 +270,8 @@ def engines_of(given: dict[str, Any]) -> list[EngineSpec]:
     rank = given.pop("rank", None)
     for name, value in given.items():
         if not isinstance(value, str):
-            raise ConfigError(f"{name} of engine {given['url']} is {value!r}; it must be text", param=name)
+            url = without_secrets(str(given["url"]))
+            raise ConfigError(f"{name} of engine {url} is {value!r}; it must be text", param=name)
     spec = EngineSpec(**given)
     if rank is None:
         return [spec]
@@ -263,7 +300,7 @@ def read_engines(path: Path) -> list[EngineSpec]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", param="engines") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}", param="engines") from None
+        raise ConfigError(f"{path} is no TOML: {where(error)}", param="engines") from None
     tables = content.pop("engine", [])
     if content:
         raise ConfigError(f"{path} has {sorted(content)[0]!r}; only [[engine]] tables", param="engines")

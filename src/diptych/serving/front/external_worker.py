@@ -236,7 +236,8 @@ class ExternalWorker:
         self.num_restarts += 1
         self._drop_exchanges()
         self.pool.close()
-        self.pool = pool_to(*self.spec.address, self.spec.headers, is_tls=self.spec.is_tls)
+        headers = self.spec.headers_again(self.pool.headers)
+        self.pool = pool_to(*self.spec.address, headers, is_tls=self.spec.is_tls)
         await self.cache.close()
         await self.steps.close()
         self._listener.on_lost(self.number, Loss(WorkerError(f"{self.name}: {self._lost_words}"), self._has_crashed))

@@ -75,7 +75,7 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8", param=PARAM) from None
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} is no TOML: {_where(error)}", param=PARAM) from None
+        raise ConfigError(f"{path} is no TOML: {where(error)}", param=PARAM) from None
     entries = tables.pop("key", [])
     if tables:
         raise ConfigError(f"{path} has the unknown field {_field(sorted(tables)[0])}; only [[key]] tables", param=PARAM)
@@ -224,7 +224,7 @@ def _field(name: str) -> str:
     return repr(name) if _WORD.fullmatch(name) else "(not shown: it may be a key)"
 
 
-def _where(error: Exception) -> str:
+def where(error: Exception) -> str:
     """Where a file is no TOML. What the parser says besides may quote the file."""
     found = re.search(r"at (line \d+, column \d+|end of document)", str(error))
     return f"an error at {found[1]}" if found else "it cannot be parsed"
