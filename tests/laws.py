@@ -24,11 +24,11 @@ import hypothesis
 import pytest
 
 BUDGET_S = 20.0
-FEWEST = 3
+FEWEST = 1
 FRESH = "fresh"
 WALL = 10  # a law that waits ends after so many times its share
 HYPOTHESIS_WEIGHT = 0.25  # of a test that names no other
-HYPOTHESIS_EXAMPLES = 30  # of one seed
+HYPOTHESIS_EXAMPLES = 40  # of one seed
 UNITS_S = {"s": 1, "m": 60, "h": 3600}
 Body = TypeVar("Body", bound=Callable[..., Any])
 
