@@ -2,7 +2,11 @@
 with little memory, tiny leases, impatient clients) under random faults, with every law of the cluster checked.
 
     python benchmarks/fault_schedules.py [--schedules 20000] [--first 0] [--processes 2] [--hosts]
-                                         [--restarts] [--json fault_schedules.json]
+                                         [--restarts] [--json fault_schedules.json] [--within SECONDS] [--resume]
+
+A million take hours. With --within, a run ends after so much time with what it has until then, and with --resume it
+begins behind the last schedule that --json FILE holds, and adds its counts to those there: repeated with the same
+arguments, both come to --schedules in the end. A range that was broken off is run again.
 
 The laws (tests/simulation/fault_schedules.py): each request ends exactly once; what it was given is contiguous and,
 unless an error says otherwise, complete; no block is written after its release, in borrowed blocks or in copied ones;
@@ -24,7 +28,9 @@ next, and a worker holds no attempt when it comes back.
 
 import argparse
 import gc
+import json
 import multiprocessing
+import os
 import sys
 import time
 from collections import Counter
@@ -33,7 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import report
+from common import RESULTS, report
 
 from diptych.simulation.scenario import Scenario
 
@@ -74,6 +80,28 @@ def run_batch(first: int, kind: str = "fault_schedules") -> tuple[Counter[str], 
     return counts, wrong
 
 
+def row_of(kind: str, counts: Counter[str]) -> dict[str, Any]:
+    """What the report says of all schedules together."""
+    names = ["schedules", "workers", "requests", "faults", "handoffs", "steps into borrowed blocks", "transfers"]
+    names += ["streams without blocks", "recalled"]
+    if kind == "front_end_faults":
+        names.append("streams resumed")
+    names += ["lost_worker", "lost_transfer", "lost_attempt", "leases_expired", "paths_broken", "retried", "poison"]
+    return {name: counts[name] for name in [*names, "laws broken", "seconds"]}
+
+
+def done_before(kind: str, file: str | None, first: int) -> tuple[Counter[str], int]:
+    """The counts of an earlier run, and the schedule behind its last one. Without such a file: none."""
+    path = file and (Path(file) if os.sep in file else RESULTS / file)
+    if not path or not path.exists():
+        return Counter(), first
+    record = json.loads(path.read_text())
+    [row] = record["rows"]
+    if record["benchmark"] != kind or row.get("first", 0) != first:
+        sys.exit(f"{path} holds other schedules: {record['benchmark']}, from {row.get('first', 0)}")
+    return Counter(row), first + row["schedules"] + row["laws broken"]
+
+
 def main() -> None:
     """All schedules, with progress."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -83,32 +111,27 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--hosts", action="store_true")
     parser.add_argument("--restarts", action="store_true")
+    parser.add_argument("--within", type=float, default=float("inf"))
+    parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     kind = "front_end_faults" if options.restarts else "host_faults" if options.hosts else "fault_schedules"
     begun = time.perf_counter()
-    counts: Counter[str] = Counter()
-    wrong: list[str] = []
-    firsts = range(options.first, options.first + options.schedules, BATCH)
+    counts, start = done_before(kind, options.json if options.resume else None, options.first)
+    earlier_s, firsts = counts["seconds"], range(start, options.first + options.schedules, BATCH)
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for number, (some, bad) in enumerate(pool.imap_unordered(partial(run_batch, kind=kind), firsts), 1):
+        for number, (some, bad) in enumerate(pool.imap(partial(run_batch, kind=kind), firsts), 1):
             counts += some
-            wrong += bad
+            counts["laws broken"] += len(bad)
             for line in bad:
                 print(line, file=sys.stderr)
+            spent_s = time.perf_counter() - begun
             if number % 20 == 0:
-                print(f"{number * BATCH} schedules, {time.perf_counter() - begun:.0f} s", file=sys.stderr)
-    handoffs = {name: counts[name] for name in ("handoffs", "steps into borrowed blocks", "transfers")}
-    handoffs |= {name: counts[name] for name in ("streams without blocks", "recalled")}
-    if options.restarts:
-        handoffs["streams resumed"] = counts["streams resumed"]
-    losses = {
-        name: counts[name]
-        for name in ("lost_worker", "lost_transfer", "lost_attempt", "leases_expired", "paths_broken")
-    }
-    row: dict[str, Any] = {name: counts[name] for name in ("schedules", "workers", "requests", "faults")}
-    row |= handoffs | losses | {"retried": counts["retried"], "poison": counts["poison"], "laws broken": len(wrong)}
-    report(kind, [row | {"seconds": round(time.perf_counter() - begun)}], options.json)
-    sys.exit(bool(wrong))
+                print(f"{start - options.first + number * BATCH} schedules, {spent_s:.0f} s", file=sys.stderr)
+            if spent_s > options.within:
+                break
+    counts["seconds"] = earlier_s + round(time.perf_counter() - begun)
+    report(kind, [{"first": options.first} | row_of(kind, counts)], options.json)
+    sys.exit(bool(counts["laws broken"]))
 
 
 if __name__ == "__main__":

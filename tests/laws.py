@@ -4,12 +4,12 @@
     def test_nothing_is_lost(seed: int) -> None: ...
 
 is one test case per listed seed, and one, [fresh], that draws seeds until its share of the time is used, but at least
-FEWEST. A weight is what a law gets where there is enough, in seconds of processor time; all laws of a run get BUDGET_S
-together, or what --for says. Tests of hypothesis are laws, too: their fresh seeds are batches of examples. Failures name
+FEWEST. A weight is what a law gets where there is enough, in seconds of processor time; all laws of a run together get
+BUDGET_S, or what --for says. Tests of hypothesis are laws, too: their seeds are batches of examples. A failure names
 the seed and the command that repeats it alone (--law-seed). All seeds of a run follow from one number (--law-root).
 
-A law may not assert that something happens within a seed, nor keep state between seeds: fixtures of a test case are the
-same for all of them.
+A law may not assert that something happens within some seed, nor leave anything behind for the next one: all seeds of a
+test case share its fixtures.
 """
 
 import os
@@ -24,10 +24,11 @@ import hypothesis
 import pytest
 
 BUDGET_S = 20.0
-FEWEST = 3
+FEWEST = 1
 FRESH = "fresh"
+WALL = 10  # a law that waits ends after so many times its share
 HYPOTHESIS_WEIGHT = 0.25  # of a test that names no other
-HYPOTHESIS_EXAMPLES = 30  # of one seed
+HYPOTHESIS_EXAMPLES = 40  # of one seed
 UNITS_S = {"s": 1, "m": 60, "h": 3600}
 Body = TypeVar("Body", bound=Callable[..., Any])
 
@@ -100,7 +101,7 @@ class LawRunner:
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in laws])
         items[:] = laws.values()
         for name, item in laws.items():
-            item.add_marker(pytest.mark.timeout(300 + 4 * self._shares_s[name]), append=False)
+            item.add_marker(pytest.mark.timeout(300 + WALL * self._shares_s[name]), append=False)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Iterator[None]:
@@ -109,14 +110,15 @@ class LawRunner:
         if share_s is None:
             return (yield)
         body = pyfuncitem.obj
+        clock = time.monotonic if pyfuncitem.get_closest_marker("system") else processor_s  # servers are elsewhere
 
         def call_for_each_seed(**arguments: Any) -> None:
-            clock = time.monotonic if pyfuncitem.get_closest_marker("system") else processor_s  # servers are elsewhere
-            begun_s, count = clock(), 0
+            begun_s, end_s, count = clock(), time.monotonic() + WALL * share_s, 0
             for seed in self._seeds(pyfuncitem.nodeid):
                 _call(pyfuncitem, body, seed, arguments)
                 count += 1
-                if clock() - begun_s >= share_s and count >= FEWEST:
+                is_over = clock() - begun_s >= share_s or time.monotonic() >= end_s
+                if is_over and count >= FEWEST:
                     break
             pyfuncitem.user_properties.append(("law", [count, clock() - begun_s]))
 
@@ -187,9 +189,8 @@ def _weight(item: pytest.Function) -> float:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of a run by hand."""
     group = parser.getgroup("laws")
-    group.addoption(
-        *("--for",), dest="law_s", type=duration_s, metavar="1h", help="run laws alone, for so much processor time in all"
-    )
+    text = "run laws alone, for so much processor time in all"
+    group.addoption("--for", dest="law_s", type=duration_s, metavar="1h", help=text)
     group.addoption("--law-seed", type=int, metavar="N", help="run laws alone, with this seed")
     group.addoption("--law-root", type=int, metavar="N", help="draw the fresh seeds of laws from this number")
 

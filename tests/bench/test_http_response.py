@@ -9,6 +9,7 @@ import pytest
 
 from diptych.bench.http_response import BODY_LIMIT, HttpResponse
 from diptych.bench.token_stream import TokenStream
+from tests.laws import law
 
 from .events import ANSWER, HEAD, event, text
 
@@ -97,7 +98,7 @@ def chunks(pieces: list[bytes], rng: random.Random) -> bytes:
     return b"".join(lines) + b"0\r\n" + rng.choice((b"", b"X-Sum: 1\r\n", b"A: b\r\nC: d\r\n")) + b"\r\n"
 
 
-@pytest.mark.parametrize("seed", range(60))
+@law(weight=0.3)
 def test_an_answer_reads_alike_however_it_is_written_and_cut(seed: int) -> None:
     rng = random.Random(seed)
     newline = rng.choice((b"\n", b"\r\n", b"\r"))
@@ -136,7 +137,7 @@ def test_an_answer_reads_alike_however_it_is_written_and_cut(seed: int) -> None:
     assert stream.usage is not None and stream.usage.completion_tokens == len(words) and stream.has_ended
 
 
-@pytest.mark.parametrize("seed", range(40))
+@law(weight=0.2)
 def test_an_answer_that_is_cut_short_or_damaged_is_never_complete(seed: int) -> None:
     rng = random.Random(seed)
     pieces = [event(text(word, "stop" if word == "c" else None)) for word in "abc"] + [b"data: [DONE]\n\n"]

@@ -12,6 +12,7 @@ from diptych.control.admission.fair_queue import FairQueue
 from diptych.control.errors import ConfigError, InvalidRequestError, OverloadedError
 from diptych.control.request import RequestOptions, Submission
 from diptych.control.slo import NS_PER_S
+from tests.laws import law
 
 PLENTY = 1000
 OPEN = ServiceClassConfig(3600 * NS_PER_S, 3600 * NS_PER_S)
@@ -54,7 +55,7 @@ def reasons(queue: AdmissionQueue, now: int) -> dict[str, str]:
 # -- laws --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
+@law(weight=0.4)
 def test_every_request_is_refused_dispatched_expired_or_removed_exactly_once(seed: int) -> None:
     rng = random.Random(seed)
     service_class = ServiceClassConfig(100 * NS_PER_S, 20 * NS_PER_S, promote_ns=5 * NS_PER_S)
@@ -109,7 +110,7 @@ def test_every_request_is_refused_dispatched_expired_or_removed_exactly_once(see
     assert ends == Counter(map(str, range(offered)))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@law(weight=0.3)
 def test_two_backlogged_tenants_never_differ_by_more_than_one_request(seed: int) -> None:
     rng = random.Random(seed)
     longest, answer = 5000, 300
@@ -131,7 +132,7 @@ def test_two_backlogged_tenants_never_differ_by_more_than_one_request(seed: int)
     assert served["small"] > served["large"]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@law(weight=0.2)
 def test_nobody_starves_below_a_flood_of_more_important_requests(seed: int) -> None:
     rng = random.Random(seed)
     standard = ServiceClassConfig(3600 * NS_PER_S, 3600 * NS_PER_S, 100, promote_ns=NS_PER_S)
@@ -365,7 +366,7 @@ def test_a_request_that_left_and_came_again_waits_from_its_second_arrival() -> N
     assert drain(queue) == ["b", "a"]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@law(weight=0.2)
 def test_requests_expire_exactly_when_their_time_is_up_whatever_left_before_them(seed: int) -> None:
     rng = random.Random(seed)
     queue = AdmissionQueue(AdmissionConfig(standard=OPEN))

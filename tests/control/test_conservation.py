@@ -4,10 +4,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from diptych.control.config import (
     BudgetConfig,
     BudgetName,
@@ -22,6 +18,7 @@ from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_MS, Slo
 from tests.control.driver import Driver, expect_answers
+from tests.laws import law
 
 
 def random_config(rng: random.Random) -> EngineConfig:
@@ -125,24 +122,12 @@ def check_scenario(driver: Driver) -> None:
         assert step.end_ns > step.start_ns
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32))
+@law(weight=2.0)
 def test_no_request_or_block_is_lost_whatever_happens(seed: int) -> None:
     check_scenario(run_scenario(seed))
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_the_same_laws_on_fixed_seeds(seed: int) -> None:
-    check_scenario(run_scenario(seed))
-
-
-@pytest.mark.slow
-def test_the_same_laws_on_ten_thousand_seeds() -> None:
-    for seed in range(10_000):
-        check_scenario(run_scenario(seed))
-
-
-@pytest.mark.parametrize("seed", range(20))
+@law(weight=0.5)
 def test_two_runs_of_the_same_scenario_make_the_same_decisions(seed: int) -> None:
     first, second = run_scenario(seed), run_scenario(seed)
     assert first.outputs == second.outputs

@@ -21,6 +21,7 @@ from diptych.control.events import (
 from diptych.control.request import Request
 from diptych.control.step import ScheduledPrefill, StepResult
 from tests.control.driver import expect_answers
+from tests.laws import law
 
 BLOCK = 16
 BLOCKS = tuple(range(7))
@@ -178,7 +179,7 @@ def test_finished_blocks_that_nobody_takes_expire() -> None:
     assert worker.kv.pool.num_used == 0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@law(weight=0.2)
 def test_leases_expire_exactly_when_nobody_has_renewed_them(seed: int) -> None:
     rng = random.Random(seed)
     leases, expiry = Leases(), dict[str, int]()

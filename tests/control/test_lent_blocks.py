@@ -22,6 +22,7 @@ from tests.control.checking_executor import token_at
 from tests.control.driver import expect_answers
 from tests.control.test_tiers import BLOCK, COPY_NS, prompt, random_driver, settle
 from tests.control.tiered_driver import TieredDriver
+from tests.laws import law
 
 
 @dataclass
@@ -184,7 +185,7 @@ def test_a_reservation_that_is_dropped_before_it_is_reported_leaves_nothing(when
     assert not driver.lent
 
 
-@pytest.mark.parametrize("seed", range(40))
+@law(weight=0.5)
 def test_every_lent_block_holds_what_is_said_whatever_the_tiers_do(seed: int) -> None:
     made, rng = random_driver(seed), random.Random(seed)
     driver = LendingDriver(made.config, seed=seed, delay_ns=made.delay_ns, fault_share=made.fault_share)

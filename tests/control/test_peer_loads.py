@@ -22,6 +22,7 @@ from diptych.simulation.replay import replay
 from tests.control.test_tiers import BLOCK, COPY_NS, cached_tokens, prompt, settle
 from tests.control.test_tiers import make as make_alone
 from tests.control.tiered_driver import TieredDriver
+from tests.laws import law
 
 
 def make(
@@ -190,7 +191,7 @@ def test_a_worker_that_shares_nothing_reads_nothing_and_says_nothing() -> None:
     assert driver.core.load(driver.now).peer_block_ns == 0
 
 
-@pytest.mark.parametrize("seed", range(12))
+@law(weight=0.4)
 def test_every_token_is_right_whatever_peers_hold_lose_and_are_said_to_hold(seed: int) -> None:
     """Three workers that read from each other; the executor checks what each slot holds."""
     rng = random.Random(seed)

@@ -11,6 +11,7 @@ from diptych.control.engine.scheduler.step_time import (
     nonnegative_least_squares,
 )
 from diptych.control.step import StepFeatures, chunk_attention
+from tests.laws import law
 
 TRUTH = (4e6, 80_000.0, 6.0, 150_000.0, 40.0)
 
@@ -92,7 +93,7 @@ def test_the_fit_is_not_negative_and_optimal() -> None:
     assert solution == pytest.approx([1.0, 1.0])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@law(weight=0.2)
 def test_so_many_outliers_in_a_row_are_the_new_truth_and_fewer_are_not(seed: int) -> None:
     rng, model = random.Random(seed), StepTimeModel()
     for _ in range(100):

@@ -24,6 +24,7 @@ from diptych.control.slo import NS_PER_MS
 from diptych.serving.link.recorder import record_engine
 from diptych.simulation.replay import replay
 from tests.control.tiered_driver import TieredDriver
+from tests.laws import law
 
 BLOCK = 16
 COPY_NS = 50_000
@@ -293,7 +294,7 @@ def random_driver(seed: int) -> TieredDriver:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@law(weight=0.6)
 def test_every_token_is_right_whatever_the_tiers_do(seed: int) -> None:
     driver, rng = random_driver(seed), random.Random(seed)
     stems = [[rng.randrange(1000) for _ in range(120)] for _ in range(3)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.control.errors import ConfigError
@@ -161,7 +161,6 @@ def test_a_processor_without_bf16_instructions_reads_the_same_values(monkeypatch
         assert torch.equal(bits(got), bits(expected))
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     encoding=st.sampled_from(INTEGERS),
     num_tokens=st.integers(1, 50),

@@ -6,13 +6,13 @@ import select
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.control.engine.worker_core import ChunkArrived, TransferBroken
@@ -47,6 +47,7 @@ from diptych.runtime.transfer.stream.handshake import (
 )
 from diptych.runtime.transfer.stream.receiver import ReceiverConnection, StreamReceiver
 from diptych.runtime.transfer.stream.transfer_state import RecvTransfer, SendTransfer
+from tests.laws import law
 from tests.runtime.cutting_proxy import CuttingProxy
 
 SECRET = b"0123456789abcdef" * 2
@@ -73,34 +74,42 @@ class Side:
         return [cache.clone() for pair in self.layers for cache in pair]
 
 
-Make = Callable[..., Side]
+class Make:
+    """Makes sides; a law closes them behind each seed."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: list[Side] = []
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes sides; closes them."""
-    made: list[Side] = []
-    tmp_path.chmod(0o700)
-
-    def build(
-        name: str = "tcp", listen: str = "tcp://127.0.0.1:0", kv_format: KVFormat = FORMAT, codec: CodecName = "none",
-        frame_bytes: int = 4096, secret: bytes = SECRET, timeout_s: float = 10.0, encrypts: bool = False,
+    def __call__(
+        self, name: str = "tcp", listen: str = "tcp://127.0.0.1:0", kv_format: KVFormat = FORMAT,
+        codec: CodecName = "none", frame_bytes: int = 4096, secret: bytes = SECRET, timeout_s: float = 10.0,
+        encrypts: bool = False,
     ) -> Side:  # fmt: skip
         if listen == "unix":
-            listen = f"unix://{tmp_path}/{len(made)}"
+            listen = f"unix://{self._folder}/{len(self._made)}"
         dtype = getattr(torch, kv_format.dtype)
-        generator = torch.Generator().manual_seed(len(made))
+        generator = torch.Generator().manual_seed(len(self._made))
         layers = [allocate_cpu(BLOCKS, HEADS, kv_format.block_size, DIM, dtype) for _ in range(kv_format.num_layers)]
         for cache in (cache for pair in layers for cache in pair):
             cache.copy_(torch.randn(cache.shape, generator=generator))
         options = TransferOptions(secret, listen, codec, timeout_s, frame_bytes, encrypts)
         side = Side(make_connector(name, layers, kv_format, options), layers, kv_format)
-        made.append(side)
+        self._made.append(side)
         return side
 
-    yield build
-    for side in made:
-        side.connector.close()
+    def close(self) -> None:
+        """Close all that were made."""
+        while self._made:
+            self._made.pop().connector.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    tmp_path.chmod(0o700)
+    sides = Make(tmp_path)
+    yield sides
+    sides.close()
 
 
 def until(side: Side, kind: type[ConnectorEvent], count: int = 1) -> list[ConnectorEvent]:
@@ -213,7 +222,7 @@ def test_within_one_pool_only_the_commit_travels(make: Make) -> None:
     assert all(map(torch.equal, before, sender.snapshot() + receiver.snapshot()))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@law(weight=0.8)
 @pytest.mark.parametrize("encrypts", [False, True])
 def test_a_link_that_breaks_anywhere_loses_nothing_and_repeats_nothing(make: Make, seed: int, encrypts: bool) -> None:
     sender, receiver = make(encrypts=encrypts), make(encrypts=encrypts)
@@ -232,9 +241,10 @@ def test_a_link_that_breaks_anywhere_loses_nothing_and_repeats_nothing(make: Mak
         until(receiver, Committed)
         assert_same(sender, receiver, tables["last"], 203)
         assert newest(sender, Sent).attempt_id == "last"
+    make.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@law(weight=0.6)
 @pytest.mark.parametrize("encrypts", [False, True])
 def test_damaged_bytes_are_noticed_and_sent_again(make: Make, seed: int, encrypts: bool) -> None:
     sender, receiver = make(encrypts=encrypts), make(encrypts=encrypts)
@@ -244,6 +254,7 @@ def test_damaged_bytes_are_noticed_and_sent_again(make: Make, seed: int, encrypt
             until(receiver, Committed)
             assert_same(sender, receiver, tables, 203)
             until(sender, Sent)
+    make.close()
 
 
 @pytest.mark.parametrize("encrypts", [False, True])
@@ -293,7 +304,7 @@ def test_an_attempt_that_nobody_expects_fails_at_the_sender_alone(make: Make) ->
     assert_same(sender, receiver, tables, 64)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@law(weight=0.4)
 @pytest.mark.parametrize("encrypts", [False, True])
 def test_nothing_is_written_after_forget(make: Make, seed: int, encrypts: bool) -> None:
     rng = random.Random(seed)
@@ -314,9 +325,10 @@ def test_nothing_is_written_after_forget(make: Make, seed: int, encrypts: bool) 
     assert not [event for event in receiver.connector.poll() if event.attempt_id == "abc"]
     transfer(sender, receiver, "next", 48)
     until(receiver, Committed)
+    make.close()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@law(weight=0.4)
 @pytest.mark.parametrize("encrypts", [False, True])
 def test_nothing_is_read_after_cancel(make: Make, seed: int, encrypts: bool) -> None:
     rng = random.Random(seed)
@@ -343,6 +355,7 @@ def test_nothing_is_read_after_cancel(make: Make, seed: int, encrypts: bool) -> 
         assert all(event.attempt_id == "abc" for event in happened if isinstance(event, TransferBroken))
         assert not any(cache.isnan().any() for pair in receiver.layers for cache in pair)
         assert [event.attempt_id for event in until(sender, Sent)] == ["next"]
+    make.close()
 
 
 def compute(side: Side, blocks: list[int], layer: int, rng: random.Random) -> None:
@@ -367,7 +380,7 @@ def prefill(side: Side, attempt: str, table: list[int], tokens: int, rng: random
     side.connector.commit(attempt, b"")
 
 
-@pytest.mark.parametrize("seed", range(16))
+@law(weight=0.5)
 def test_layers_that_leave_while_others_are_computed_bring_the_bytes_of_a_whole_send(make: Make, seed: int) -> None:
     rng = random.Random(seed)
     codec: CodecName = rng.choice(["none", "none", "int8", "int4"])
@@ -402,6 +415,7 @@ def test_layers_that_leave_while_others_are_computed_bring_the_bytes_of_a_whole_
         sender.connector.commit(f"{attempt} again", b"")
         until(receiver, Committed)
         assert all(map(torch.equal, streamed, receiver.rows(there[attempt], 0, tokens)))
+    make.close()
 
 
 def test_the_first_layers_arrive_before_the_others_are_computed_and_count_for_no_token(make: Make) -> None:
@@ -426,7 +440,7 @@ def test_the_first_layers_arrive_before_the_others_are_computed_and_count_for_no
     assert_same(sender, receiver, (list(range(4)), list(range(4))), 64)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@law(weight=0.4)
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 def test_an_attempt_may_end_between_two_layers(make: Make, seed: int, who: str) -> None:
     rng = random.Random(seed)
@@ -463,13 +477,13 @@ def test_an_attempt_may_end_between_two_layers(make: Make, seed: int, who: str) 
     else:
         for before, after in zip(frozen, receiver.snapshot(), strict=True):
             assert torch.equal(before[:20], after[:20])
+    make.close()
 
 
 @given(
     st.integers(1, 12), st.integers(1, 700), st.sampled_from([1, 9000, 60_000, 1 << 19]), st.booleans(),
     st.lists(st.integers(1, 12), max_size=12),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
 def test_a_frame_leaves_when_its_layers_are_there_and_is_the_one_of_a_whole_send(
     num_layers: int, tokens: int, frame_bytes: int, is_raw: bool, said: list[int]
 ) -> None:
@@ -762,7 +776,7 @@ def test_a_connection_remembers_no_transfer_that_has_ended() -> None:
     events.close()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@law(weight=0.4)
 def test_a_sender_with_the_secret_and_no_mind_harms_only_itself(make: Make, seed: int) -> None:
     rng = random.Random(seed)
     sender, receiver = make(), make()
@@ -785,9 +799,10 @@ def test_a_sender_with_the_secret_and_no_mind_harms_only_itself(make: Make, seed
     assert_same(sender, receiver, ([3], [7]), 16)
     for before, after in zip(untouched, receiver.layers, strict=True):
         assert all(torch.equal(a[8:], b[8:]) and torch.equal(a[6], b[6]) for a, b in zip(before, after, strict=True))
+    make.close()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@law(weight=0.4)
 def test_a_receiver_with_the_secret_and_no_mind_harms_only_its_attempts(make: Make, seed: int) -> None:
     rng = random.Random(seed)
     sender, receiver = make(timeout_s=0.5), make()
@@ -809,6 +824,7 @@ def test_a_receiver_with_the_secret_and_no_mind_harms_only_its_attempts(make: Ma
             tables = transfer(sender, receiver, "other", 48)
             until(receiver, Committed)
             assert_same(sender, receiver, tables, 48)
+    make.close()
 
 
 def test_caches_of_different_models_are_refused_with_both_sides_values(make: Make) -> None:
@@ -841,7 +857,6 @@ def test_what_cannot_be_is_said_at_once(make: Make, tmp_path: Path) -> None:
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), st.binary(max_size=64))
-@settings(max_examples=300, deadline=None)
 def test_no_header_is_believed_without_its_seal(header: bytes, body: bytes) -> None:
     try:
         assert parse_header(header).body_bytes <= 1 << 26
@@ -852,7 +867,6 @@ def test_no_header_is_believed_without_its_seal(header: bytes, body: bytes) -> N
 
 
 @given(st.sampled_from(list(Kind)), st.integers(0, 2**64 - 1), st.integers(0, HEADER_BYTES - 1), st.integers(0, 7))
-@settings(max_examples=200, deadline=None)
 def test_a_sealed_header_is_read_as_written_once_and_no_bit_of_it_may_change(
     kind: Kind, number: int, byte: int, bit: int
 ) -> None:
@@ -870,7 +884,6 @@ def test_a_sealed_header_is_read_as_written_once_and_no_bit_of_it_may_change(
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
 def test_no_byte_of_a_handshake_may_change(data: st.DataObject) -> None:
     sender, receiver = Identity(SECRET, b"s" * 16, FORMAT), Identity(SECRET, b"r" * 16, FORMAT)
     greeted = greeting()
@@ -890,7 +903,6 @@ def test_no_byte_of_a_handshake_may_change(data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=200, deadline=None)
 def test_a_kv_format_from_outside_is_one_or_a_config_error(data: bytes) -> None:
     with contextlib.suppress(ConfigError):
         assert isinstance(KVFormat.from_bytes(data), KVFormat)

@@ -9,6 +9,7 @@ import pytest
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.step import SchedulerOutput, chunk_attention
 from diptych.runtime.warm_up import COUNTED, DECODES, MOST_ROUNDS, PREFILLS, Measurement, warm_up
+from tests.laws import law
 
 CONSTANT, PER_TOKEN, PER_PAIR, PER_SEQUENCE = 4_000_000, 26_000, 70, 150_000  # nanoseconds, as of small models
 
@@ -71,7 +72,7 @@ def test_a_quiet_machine_measures_each_shape_as_often_as_it_counts() -> None:
     assert fitted(TimedRunner()).prefill_work_ns(0, 1000) == pytest.approx(true_ns, rel=0.01)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@law(weight=0.3)
 def test_the_price_of_a_prompt_is_right_when_every_third_step_is_stopped_in_between(seed: int) -> None:
     true_ns = PER_TOKEN * 1000 + PER_PAIR * chunk_attention(0, 1000)
     work_ns = fitted(TimedRunner(stalls=0.33, seed=seed)).prefill_work_ns(0, 1000)

@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from answer_texts import FORMATS, NAMES, THOUGHTS, written
+from tests.laws import law
 
 from diptych.serving.answers.response.bundled_templates import TEMPLATES
 from diptych.serving.answers.response.response_parser import ReadAnswer, ResponseParser
@@ -59,28 +60,18 @@ def check(name: str, rnd: random.Random) -> None:
     assert all(call.name in TOOLS for call in whole.calls)
 
 
+@law(weight=1.5)
 @pytest.mark.parametrize("name", ALL)
-def test_every_word_of_an_answer_is_in_its_content_reasoning_or_calls(name: str) -> None:
-    rnd = random.Random(name)
-    for _ in range(60):
-        check(name, rnd)
+def test_every_word_of_an_answer_is_in_its_content_reasoning_or_calls(name: str, seed: int) -> None:
+    check(name, random.Random(seed))
 
 
-@pytest.mark.slow
+@law(weight=0.5)
 @pytest.mark.parametrize("name", ALL)
-def test_every_word_of_1000_answers_is_in_some_part(name: str) -> None:
-    rnd = random.Random(f"slow {name}")
-    for _ in range(1000):
-        check(name, rnd)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_whole_answer_has_arguments_that_are_json(name: str) -> None:
-    rnd = random.Random(f"json {name}")
-    for _ in range(40):
-        text, _, _, calls = written(name if name in FORMATS else "hermes", rnd)
-        answer = read(name, [text])
-        assert [json.loads(call.arguments) for call in answer.calls] == [arguments for _, arguments in calls]
+def test_a_whole_answer_has_arguments_that_are_json(name: str, seed: int) -> None:
+    text, _, _, calls = written(name if name in FORMATS else "hermes", random.Random(seed))
+    answer = read(name, [text])
+    assert [json.loads(call.arguments) for call in answer.calls] == [arguments for _, arguments in calls]
 
 
 @pytest.mark.parametrize("name", [name for name in THOUGHTS if name not in ("granite",)])

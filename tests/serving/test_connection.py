@@ -176,7 +176,7 @@ async def test_requests_on_one_connection_get_their_replies_in_order() -> None:
     assert not client.wire.is_over
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 300), max_size=8))
 def test_it_does_not_matter_how_the_bytes_arrive(cuts: list[int]) -> None:
     upgraded = POST.replace(b"Host: x\r\n", b"Host: x\r\n" + UPGRADE)
@@ -226,7 +226,7 @@ async def test_what_is_no_http_is_a_400_in_our_format_and_the_end(data: bytes) -
     assert client.wire.statuses == [400]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.one_of(

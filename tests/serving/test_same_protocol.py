@@ -11,6 +11,7 @@ import pytest
 from fleet_scripts import BYTES_PER_TOKEN, MS, SLO, Script, play, prompt_of, random_script, request
 from in_process_fleet import ALWAYS, BLOCK_SIZE, engine_options
 from in_process_worker import COST, MAX_MODEL_LEN, Host
+from tests.laws import law
 from virtual_time import in_virtual_time, virtual_time
 
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
@@ -249,12 +250,6 @@ def test_the_scripts_hold_every_event_of_a_cluster() -> None:
     assert seen == set(CLUSTER_EVENT_CLASSES.values())
 
 
-@pytest.mark.parametrize("seed", range(25))
+@law(weight=1.5)
 def test_both_drivers_tell_their_cores_the_same_at_random(seed: int) -> None:
     compare(random_script(seed), fast_forward=seed % 2 == 0)
-
-
-@pytest.mark.slow
-def test_both_drivers_tell_their_cores_the_same_on_a_thousand_seeds() -> None:
-    for seed in range(1000):
-        compare(random_script(seed), fast_forward=seed % 2 == 0)

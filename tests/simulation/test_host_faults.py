@@ -14,6 +14,7 @@ from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.scenario import Scenario
 from diptych.simulation.settings import prepare, settings_from
 from diptych.workload.spec import RequestSpec
+from tests.laws import law
 from tests.simulation.fault_schedules import AuditedCluster, run_schedule
 from tests.simulation.host_schedules import check_spread_strides, restart_schedule, run_spread
 from tests.simulation.scenarios import front_end
@@ -23,28 +24,21 @@ PREFILL, DECODE = 0, 1
 WHOLE_NS = 10 * NS_PER_S
 
 
-@pytest.mark.parametrize("seed", range(12))
+@law(weight=1.5)
 def test_every_law_holds_among_hosts_on_a_bad_day(seed: int) -> None:
     run_spread(seed)
 
 
-@pytest.mark.parametrize("seed", range(60, 64))
+@law(weight=1.0)
 def test_strides_give_the_log_of_single_steps_among_hosts_too(seed: int) -> None:
     check_spread_strides(seed, run_spread(seed))
 
 
-@pytest.mark.parametrize("seed", range(100, 112))
+@law(weight=1.5)
 def test_every_law_holds_when_the_front_end_dies_too(seed: int) -> None:
     cluster = run_spread(seed, restart_schedule)
     if seed % 6 == 0:
         check_spread_strides(seed, cluster, restart_schedule)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_every_law_holds_in_five_thousand_schedules() -> None:
-    for seed in range(5000):
-        run_spread(seed)
 
 
 class WatchedCluster(AuditedCluster):

@@ -9,6 +9,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 from diptych.simulation.environment import MESSAGE, Environment
 from diptych.simulation.fleet.links import GB, LINKS, Link, Network
+from tests.laws import law
 
 
 def ends(links: list[Link], transfers: list[tuple[int, int, tuple[int, ...]]]) -> list[int]:
@@ -49,7 +50,7 @@ def test_what_a_slow_link_leaves_of_a_fast_one_goes_to_the_others() -> None:
     assert ends([fast, slow], [(0, 9000, (0,)), (0, 1000, (0, 1))]) == [1000, 1000]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@law(weight=0.2)
 def test_no_link_carries_more_than_it_can_and_every_byte_arrives(seed: int) -> None:
     rng = random.Random(seed)
     links = [Link(rng.randrange(1, 5) * GB, rng.randrange(3000)) for _ in range(4)]

@@ -16,12 +16,10 @@ from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec
+from tests.laws import law
 from tests.simulation.fault_schedules import check_nothing_is_left
 from tests.simulation.linear_cost import LinearCost
 from tests.simulation.scenarios import check_row, front_end, random_engine_config, random_spec, run
-
-# Seeds that found something once stay here.
-REGRESSION_SEEDS: tuple[int, ...] = ()
 
 
 def scenario(specs: list[RequestSpec], pools: Pools | None, **changes: Any) -> Scenario:
@@ -76,7 +74,7 @@ def test_passes_go_through_the_stages_one_after_the_other() -> None:
     assert pipeline.enter(10_000, 40) == 10_040
 
 
-@pytest.mark.parametrize("seed", range(20))
+@law(weight=0.1)
 def test_a_pass_in_a_pipeline_is_never_faster_than_alone_and_none_overtakes(seed: int) -> None:
     rng = random.Random(seed)
     pipeline, now, last_ns, busy_ns = Pipeline(rng.randint(1, 5)), 0, 0, 0
@@ -196,7 +194,7 @@ def check_pools(scenario: Scenario, cluster: SimulatedCluster) -> None:
     check_nothing_is_left(cluster)
 
 
-@pytest.mark.parametrize("seed", [*range(80), *REGRESSION_SEEDS])
+@law(weight=1.0)
 def test_strides_give_the_log_of_single_steps_with_pools_too(seed: int) -> None:
     strides, steps = run(random_pools(seed)), run(random_pools(seed, fast_forward=False))
     assert strides.log is not None
@@ -205,7 +203,7 @@ def test_strides_give_the_log_of_single_steps_with_pools_too(seed: int) -> None:
     check_pools(random_pools(seed), strides)
 
 
-@pytest.mark.parametrize("seed", [*range(80, 200), *REGRESSION_SEEDS])
+@law(weight=1.0)
 def test_pools_lose_nothing_when_workers_fail(seed: int) -> None:
     scenario = random_pools(seed, with_faults=True)
     check_pools(scenario, run(scenario))

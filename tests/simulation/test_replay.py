@@ -21,6 +21,7 @@ from diptych.serving.link.recorder import record_engine
 from diptych.simulation.replay import replay
 from tests.control.driver import Driver
 from tests.control.test_conservation import random_config
+from tests.laws import law
 
 
 def record_scenario(seed: int, path: Path) -> Driver:
@@ -60,10 +61,11 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("seed", range(60))
+@law(weight=0.6)
 def test_any_scenario_replays_to_the_same_decisions(seed: int, tmp_path: Path) -> None:
-    driver = record_scenario(seed, tmp_path / "run.jsonl")
-    report = replay(tmp_path / "run.jsonl")
+    path = tmp_path / f"{seed}.jsonl"
+    driver = record_scenario(seed, path)
+    report = replay(path)
     assert report.is_identical, report.difference
     assert report.is_complete
     assert report.config == driver.config

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.misses.miss_summary import MissSummary
 from diptych.control.slo import NS_PER_S
@@ -13,6 +11,7 @@ from diptych.simulation.report.simulation_tables import MISS_CAUSES, misses_tabl
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario, load_balancer
 from diptych.workload.spec import RequestSpec
+from tests.laws import law
 from tests.simulation.linear_cost import LinearCost
 from tests.simulation.scenarios import random_scenario
 
@@ -58,7 +57,7 @@ def test_turns_edits_evictions_and_other_workers_are_told_apart() -> None:
     assert summary.requests["routed_elsewhere"] == 1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@law(weight=0.3)
 def test_explaining_changes_nothing_of_what_is_simulated(seed: int) -> None:
     scenario = replace(random_scenario(seed), record_events=False)
     plain, other = simulate(scenario), simulate(replace(scenario, explain_misses=True))

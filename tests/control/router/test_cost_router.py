@@ -34,6 +34,7 @@ from diptych.control.router.routing import Route, RoutingConfig, RoutingRequest
 from diptych.control.router.tier_index import TierIndex
 from diptych.control.router.topology import Level, LinkCost, LinkCosts, Role, WorkerInfo, level
 from diptych.control.slo import NS_PER_MS, NS_PER_S
+from tests.laws import law
 
 SIZE = 16
 # 10 us a prompt token; a step of 5 ms, and 1 ms for each stream
@@ -200,7 +201,7 @@ def random_fleet(rng: random.Random) -> CostRouter:
     return router
 
 
-@pytest.mark.parametrize("seed", range(40))
+@law(weight=0.4)
 def test_no_way_to_serve_a_request_is_cheaper_than_the_one_chosen(seed: int) -> None:
     rng = random.Random(seed)
     router = random_fleet(rng)
@@ -211,7 +212,7 @@ def test_no_way_to_serve_a_request_is_cheaper_than_the_one_chosen(seed: int) -> 
         assert abs(route(router, request, number).cost_ns - least_ns) <= 1 + least_ns * 1e-9
 
 
-@pytest.mark.parametrize("seed", range(10))
+@law(weight=0.3)
 def test_nothing_is_left_when_all_have_ended(seed: int) -> None:
     rng = random.Random(seed)
     router = random_fleet(rng)
@@ -979,7 +980,7 @@ def test_a_stream_moves_to_a_worker_of_its_own_copy_or_not_at_all() -> None:
     assert router.route(ask("stream", 100, 100, leaves=2), 0) is None
 
 
-@pytest.mark.parametrize("seed", range(20))
+@law(weight=0.3)
 def test_a_request_never_gets_a_worker_that_cannot_hold_it(seed: int) -> None:
     rng = random.Random(seed)
     kinds: list[tuple[Role, int]] = [

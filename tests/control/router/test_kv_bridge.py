@@ -9,6 +9,7 @@ from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.router.assumed_cache import AssumedCache
 from diptych.control.router.kv_bridge import BlocksRemoved, CacheCleared, EngineBlocksStored, EngineHash, KVBridge
 from diptych.control.router.kv_source import KVSource, SourceState
+from tests.laws import law
 
 TOKENS = list(range(100, 164))
 
@@ -182,7 +183,7 @@ class RandomEngine:
         return [EngineBlocksStored([own], name, list(new[len(tokens) :]), self.size)]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@law(weight=0.5)
 def test_through_gaps_restarts_and_replays_nothing_is_believed_that_the_engine_does_not_hold(seed: int) -> None:
     """And what is EXACT is all that it holds. What the router was told is what the source knows."""
     rng = random.Random(seed)

@@ -2,9 +2,8 @@
 
 import random
 
-import pytest
-
 from diptych.control.router.prefix_index import PERIOD_NS, PrefixIndex
+from tests.laws import law
 
 
 def blocks(*numbers: int) -> tuple[bytes, ...]:
@@ -72,7 +71,7 @@ def test_predictions_that_follow_each_other_are_one_prefix() -> None:
     assert index.matches(blocks(1, 2, 3, 4, 5), now=0) == [2, 3]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@law(weight=0.2)
 def test_the_index_is_the_union_of_what_each_worker_says(seed: int) -> None:
     rng = random.Random(seed)
     index = PrefixIndex(4)

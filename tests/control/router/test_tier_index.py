@@ -11,6 +11,7 @@ from diptych.control.events import Event, KVEvents, KVSnapshot
 from diptych.control.router.tier_index import TierIndex
 from tests.control.test_tiers import make, prompt
 from tests.control.tiered_driver import TieredDriver
+from tests.laws import law
 
 
 def blocks(*numbers: int) -> tuple[bytes, ...]:
@@ -101,7 +102,7 @@ class Follower:
         assert set(self.disk._masks) <= set(self.kv.tiers.loads.hashes)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@law(weight=0.4)
 @pytest.mark.parametrize("most", [7, 65_536])
 def test_an_index_that_follows_a_worker_says_exactly_what_its_tiers_hold(
     seed: int, most: int, monkeypatch: pytest.MonkeyPatch

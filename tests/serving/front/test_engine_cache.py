@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from tests.laws import law
 
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, KVEvents, KVSnapshot
@@ -103,7 +104,7 @@ async def test_an_engine_that_starts_again_holds_nothing_that_was_assumed() -> N
     assert told.held == set() and told.source.state is SourceState.DEGRADED
 
 
-@pytest.mark.parametrize("seed", range(40))
+@law(weight=0.4)
 async def test_the_router_knows_what_is_known_or_assumed_whatever_comes(seed: int) -> None:
     rng = random.Random(seed)
     told, number = Told(capacity=12), rng.choice([0, 5])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
+from tests.laws import law
 
 from diptych.control.request import RequestOptions
 from diptych.serving.front.engine_connection import ConnectionPool, EngineCall, _Connection
@@ -342,7 +343,7 @@ def cut(chunks: list[bytes], rng: random.Random) -> Iterator[bytes]:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("seed", range(12))
+@law(weight=0.4)
 async def test_however_a_reply_is_cut_client_and_front_get_the_same(seed: int) -> None:
     rng = random.Random(seed)
     num_passed = 0
