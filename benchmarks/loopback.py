@@ -1,4 +1,4 @@
-"""What the benchmarks under load share: requests as bytes, the memory of a process, and a crowd of plain connections."""
+"""What the benchmarks under load share: requests as bytes, the memory of a process, a crowd of plain connections."""
 
 import errno
 import json
@@ -123,7 +123,7 @@ class Crowd:
     def _read(self, caller: Caller) -> None:
         data = caller.connection.recv(65536)
         if not data:
-            self._end(caller, "answered" if is_whole(caller.reply) else "closed early")
+            self._end(caller, "answered" if is_whole(caller.reply) else f"closed after {len(caller.reply)} bytes")
             return
         caller.first_byte_s = caller.first_byte_s or time.monotonic()
         if len(caller.reply) < self.keep:

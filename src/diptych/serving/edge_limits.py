@@ -38,6 +38,24 @@ HEAD_BYTES = _limit(
     "HEAD_BYTES", 65_536, "bytes", "request line and headers of a request", beyond="431 `head_too_long`"
 )
 
+REFUSAL_LINGER_S = _limit(
+    "REFUSAL_LINGER_S", 1.0, "s", "time for a client to read a refusal", beyond="the connection ends"
+)
+LISTEN_BACKLOG = _limit(
+    "LISTEN_BACKLOG",
+    16_384,
+    "connections",
+    "connections that wait to be accepted (at most `net.core.somaxconn`)",
+    beyond="the kernel lets the client try again",
+)
+REFUSED_CONNECTIONS = _limit(
+    "REFUSED_CONNECTIONS",
+    256,
+    "connections",
+    "connections open only to be refused for want of file descriptors with 503 `too_many_connections`",
+    beyond="they wait to be accepted",
+)
+
 # Bodies that are being read.
 
 # What a request may hold: fields, lists, texts, tokens.
