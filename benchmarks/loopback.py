@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import resource
 import select
 import socket
@@ -166,7 +165,7 @@ def fate_of(fate: str, reply: bytes) -> str:
     of the connection."""
     if fate != "answered":
         return fate
-    status = reply.split(b" ", 2)[1].decode()
+    status = (reply.split(b" ", 2) + [b"?"])[1].decode(errors="replace") if reply.startswith(b"HTTP/") else "no HTTP"
     if status == "200":
         return status
     code = reply.partition(b'"code":"')[2].partition(b'"')[0].decode()
@@ -177,13 +176,3 @@ def fate_of(fate: str, reply: bytes) -> str:
 def is_by_the_book(fate: str) -> bool:
     """Whether a call ended as documented: an answer, or a refusal that says when to come back."""
     return fate in ("200", "hung up") or (fate.startswith(("429 ", "503 ")) and "without" not in fate)
-
-
-def process_children(pid: int) -> list[int]:
-    """Process ids of the children of a process's main thread."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def page_bytes() -> int:
-    """Of memory."""
-    return os.sysconf("SC_PAGE_SIZE")
