@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -213,12 +214,14 @@ def row_of(
         for phase, within in zip(PHASES, by_phase(values, times), strict=True):
             for percent in (50, 99):
                 row[f"{name} p{percent} {phase} ms"] = in_ms(percentile(within, percent))
+        before, during, after = by_phase(values, times)
+        row[f"{name} max before ms"] = in_ms(max(before, default=None))
+        row[f"{name} max during ms"] = in_ms(max(during + after, default=None))  # a long wait may end later
         row[f"{name} p99 x"] = ratio(row[f"{name} p99 during ms"], row[f"{name} p99 before ms"])
     for kind in ("rss", "pss"):
-        before, during, after = memory
-        row[f"{kind} before MiB"] = round(before[-1][kind])
-        row[f"{kind} most MiB"] = round(max(sample[kind] for sample in (*during, *after)))
-        row[f"{kind} after MiB"] = round(after[-1][kind])
+        row[f"{kind} before MiB"] = round(memory[0][-1][kind])
+        row[f"{kind} most MiB"] = round(max(sample[kind] for samples in memory[1:] for sample in samples))
+        row[f"{kind} after MiB"] = round(memory[2][-1][kind])
     wrong_replies = otherwise(attack, fates.items())
     row |= {"streams": felt.num_complete, "failed": len(felt.failed), "wrong": len(felt.wrong)}
     row |= {"calls": fates.total(), "otherwise": wrong_replies.total(), "attacker cores": round(used, 2)}
@@ -228,9 +231,7 @@ def row_of(
 
 def by_phase(values: Sequence[tuple[float, float]], times: Sequence[float]) -> list[list[float]]:
     """Values by the phase that they came in. times: the bounds, one more than phases."""
-    return [
-        [value for at, value in values if start <= at < end] for start, end in zip(times[:-1], times[1:], strict=True)
-    ]
+    return [[value for at, value in values if start <= at < end] for start, end in pairwise(times)]
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
@@ -252,7 +253,8 @@ def ratio(during: float | None, before: float | None) -> float | None:
 
 SHOWN = (
     *("attack", "gap p50 before ms", "gap p50 during ms", "gap p99 before ms", "gap p99 during ms", "gap p99 x"),
-    *("TTFT p99 before ms", "TTFT p99 during ms", "TTFT p99 x", "rss before MiB", "rss most MiB", "rss after MiB"),
+    *("gap max during ms", "TTFT p99 before ms", "TTFT p99 during ms", "TTFT p99 x", "TTFT max during ms"),
+    *("rss before MiB", "rss most MiB", "rss after MiB"),
     *("failed", "wrong", "calls", "otherwise"),
 )
 

@@ -165,7 +165,9 @@ def fate_of(fate: str, reply: bytes) -> str:
     of the connection."""
     if fate != "answered":
         return fate
-    status = (reply.split(b" ", 2) + [b"?"])[1].decode(errors="replace") if reply.startswith(b"HTTP/") else "no HTTP"
+    if not reply.startswith(b"HTTP/"):
+        return "no HTTP"
+    status = reply.partition(b" ")[2].partition(b" ")[0].decode(errors="replace")
     if status == "200":
         return status
     code = reply.partition(b'"code":"')[2].partition(b'"')[0].decode()
