@@ -205,7 +205,7 @@ def make_cases(count: int, vocab: int, longest: int, seed: int) -> list[Case]:
 async def ask(port: int, body: dict[str, Any], hang_up_after: int | None = None) -> tuple[list[int], float, str]:
     """Stream one answer: (token ids, longest gap between two tokens in seconds, error or "")."""
     payload = json.dumps({**body, "stream": True}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
     tokens: list[int] = []
     gap, last = 0.0, time.monotonic()

@@ -48,7 +48,12 @@ def clients(url: str, count: int, path: str, body: dict[str, Any]) -> None:
     async def one(host: str, port: int) -> None:
         reader, writer = await asyncio.open_connection(host, port)
         data = json.dumps(body).encode()
-        head = (f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(data)}")
+        head = (
+            f"POST {path} HTTP/1.1",
+            "Host: localhost",
+            "Content-Type: application/json",
+            f"Content-Length: {len(data)}",
+        )
         writer.write("\r\n".join((*head, "", "")).encode() + data)
         while await reader.read(65536):
             pass

@@ -1,8 +1,7 @@
-"""What the benchmarks under load share: requests as bytes, the memory of a process, and a crowd of plain connections."""
+"""What the benchmarks under load share: requests as bytes, the memory of a process, a crowd of plain connections."""
 
 import errno
 import json
-import os
 import resource
 import select
 import socket
@@ -123,7 +122,7 @@ class Crowd:
     def _read(self, caller: Caller) -> None:
         data = caller.connection.recv(65536)
         if not data:
-            self._end(caller, "answered" if is_whole(caller.reply) else "closed early")
+            self._end(caller, "answered" if is_whole(caller.reply) else f"closed after {len(caller.reply)} bytes")
             return
         caller.first_byte_s = caller.first_byte_s or time.monotonic()
         if len(caller.reply) < self.keep:
@@ -166,7 +165,9 @@ def fate_of(fate: str, reply: bytes) -> str:
     of the connection."""
     if fate != "answered":
         return fate
-    status = reply.split(b" ", 2)[1].decode()
+    if not reply.startswith(b"HTTP/"):
+        return "no HTTP"
+    status = reply.partition(b" ")[2].partition(b" ")[0].decode(errors="replace")
     if status == "200":
         return status
     code = reply.partition(b'"code":"')[2].partition(b'"')[0].decode()
@@ -177,13 +178,3 @@ def fate_of(fate: str, reply: bytes) -> str:
 def is_by_the_book(fate: str) -> bool:
     """Whether a call ended as documented: an answer, or a refusal that says when to come back."""
     return fate in ("200", "hung up") or (fate.startswith(("429 ", "503 ")) and "without" not in fate)
-
-
-def process_children(pid: int) -> list[int]:
-    """Process ids of the children of a process's main thread."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def page_bytes() -> int:
-    """Of memory."""
-    return os.sysconf("SC_PAGE_SIZE")

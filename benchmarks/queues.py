@@ -17,13 +17,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import urlopen
 
 from common import report
 from loopback import Crowd, http_request, is_by_the_book, listen_drops, memory_of, raise_descriptor_limit
@@ -87,11 +87,32 @@ class Crowds:
         return [pipe.recv() for pipe in self._pipes]
 
 
-def samples(url: str, *names: str) -> list[float]:
-    """Values of /metrics by the beginnings of their lines, each the sum of its lines."""
-    with urlopen(f"{url}/metrics", timeout=120) as reply:
-        lines = reply.read().decode().splitlines()
-    return [sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)) for name in names]
+class Samples:
+    """Values of a server's /metrics, read twice a second by a thread over one connection: a server that is full would
+    take no other, and closes one that is idle."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._connection = HTTPConnection(*address, timeout=600)
+        self._lines = self._read()
+        Thread(target=self._keep_reading, daemon=True).start()
+
+    def __call__(self, *names: str) -> list[float]:
+        """By the beginnings of their lines, each the sum of its lines."""
+        lines = self._lines
+        return [sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)) for name in names]
+
+    def _keep_reading(self) -> None:
+        with suppress(HTTPException, OSError):  # the server has ended
+            while True:
+                time.sleep(0.5)
+                self._lines = self._read()
+
+    def _read(self) -> list[str]:
+        self._connection.request("GET", "/metrics")
+        with self._connection.getresponse() as reply:
+            if reply.status != 200:
+                raise HTTPException(f"/metrics has status {reply.status}")
+            return reply.read().decode().splitlines()
 
 
 @contextmanager
@@ -120,9 +141,7 @@ def wait_for(condition: Any, seconds: float, pause_s: float = 1.0) -> bool:
     return False
 
 
-def row_of(
-    kind: str, count: int, fates: Counter[str], memory: list[dict[str, float]], **more: Any
-) -> dict[str, Any]:
+def row_of(kind: str, count: int, fates: Counter[str], memory: list[dict[str, float]], **more: Any) -> dict[str, Any]:
     """Of the table. memory: before, at the most, after."""
     before, most, after = memory
     return {
@@ -142,7 +161,7 @@ def measure_streams(count: int, descriptors: int, seconds: float) -> tuple[dict[
     """Streams that are open at the same time."""
     body = {"prompt": PROMPT, "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
     with front_end("streams", count, descriptors) as server:
-        pid, drops = server.process.pid, listen_drops()
+        pid, drops, samples = server.process.pid, listen_drops(), Samples(server.address)
         crowds = Crowds(server.address, http_request("POST", "/v1/completions", body), count)
         memory, started = [memory_of(pid)], time.monotonic()
         crowds.say("call")
@@ -159,7 +178,7 @@ def measure_streams(count: int, descriptors: int, seconds: float) -> tuple[dict[
         time.sleep(5)  # some tokens for each
         memory.append(memory_of(pid))
         fates, row = gone(crowds)
-        wait_for(lambda: not any(samples(server.url, "vllm:num_requests_running", "vllm:num_requests_waiting")), 120)
+        wait_for(lambda: not any(samples("vllm:num_requests_running", "vllm:num_requests_waiting")), 120)
         memory.append(memory_of(pid))
         overflows = listen_drops()["ListenOverflows"] - drops["ListenOverflows"]
     print(file=sys.stderr)
@@ -171,11 +190,13 @@ def measure_queue(count: int, descriptors: int, seconds: float) -> tuple[dict[st
     """Requests that wait at the same time, and are then answered."""
     blocking = {"prompt": PROMPT, "max_tokens": BLOCKING_TOKENS, "ignore_eos": True, "stream": True}
     with front_end("queued", count, descriptors) as server:
-        pid, drops = server.process.pid, listen_drops()
+        pid, drops, samples = server.process.pid, listen_drops(), Samples(server.address)
         blockers = Crowds(server.address, http_request("POST", "/v1/completions", blocking), NUM_BLOCKING)
         blockers.say("call")
-        wait_for(lambda: samples(server.url, "vllm:num_requests_running") == [NUM_BLOCKING], 60)
-        crowds = Crowds(server.address, http_request("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 2}), count)
+        wait_for(lambda: samples("vllm:num_requests_running") == [NUM_BLOCKING], 60)
+        crowds = Crowds(
+            server.address, http_request("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 2}), count
+        )
         memory, started = [memory_of(pid)], time.monotonic()
         crowds.say("call")
         num_waiting = num_over = 0
@@ -183,7 +204,7 @@ def measure_queue(count: int, descriptors: int, seconds: float) -> tuple[dict[st
         def all_wait() -> bool:
             nonlocal num_waiting, num_over
             num_over = sum(over for _, over in crowds.ask("count"))
-            num_waiting = round(samples(server.url, "vllm:num_requests_waiting")[0])
+            num_waiting = round(samples("vllm:num_requests_waiting")[0])
             print(f"\r{num_waiting} wait, {num_over} over", end="", file=sys.stderr)
             return num_waiting + num_over >= count
 

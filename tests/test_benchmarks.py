@@ -33,6 +33,54 @@ assert kinds == ["bf16", "fp32", "int8"], kinds
 """
 
 
+HOSTILE = """
+from collections import Counter
+from hostile import by_phase, percentile
+from hostile_attacks import ATTACKS, Pace, otherwise
+from loopback import fate_of, is_by_the_book, is_whole
+assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
+assert by_phase([(1.0, 5.0), (2.0, 6.0), (4.5, 7.0)], [0.0, 2.0, 4.0, 5.0]) == [[5.0], [6.0], [7.0]]
+assert (percentile(range(1, 101), 99), percentile([3.0], 50), percentile([], 99)) == (99, 3.0, None)
+pace = Pace(0.2, 10.0, 1.0)
+assert pace.pause_s(11.0, 1.2) < 1e-9 and abs(pace.pause_s(11.0, 1.4) - 1.0) < 1e-9 and pace.pause_s(20.0, 1.4) == 0.0
+end, body = bytes([13, 10]), b'{"code":"no_room"}'
+head = b"HTTP/1.1 503 X" + end + b"content-length: 18" + end
+bare, told = head + end + body, head + b"retry-after: 1" + end + end + body
+assert fate_of("answered", bare) == "503 no_room without Retry-After" and not is_by_the_book(fate_of("answered", bare))
+assert fate_of("answered", told) == "503 no_room" and is_by_the_book(fate_of("answered", told))
+assert is_whole(told) and not is_whole(told[:-2])
+health = next(attack for attack in ATTACKS if attack.name == "health")
+fates = Counter({"200": 3, "503 no_room": 2, "503 x without Retry-After": 1, "500 None": 1, "dropped": 4})
+assert otherwise(health, fates.items()) == {"503 x without Retry-After": 1, "500 None": 1}
+"""
+
+SLOPE = """
+import numpy as np
+from soak import slope_interval
+times = np.arange(3000.0)
+noise = np.random.default_rng(3).normal(0, 1, 3000)
+for step in range(1, 3000):
+    noise[step] += 0.95 * noise[step - 1]  # neighbours are alike
+slope, low, high = slope_interval(times, 100 + times / 3600 * 6 + noise)
+alone = 1.96 * noise.std() / ((times / 3600).std() * len(times) ** 0.5)
+assert low < slope < high and low < 6 < high and high - low > 4 * alone, (slope, low, high, alone)
+assert np.allclose(slope_interval(times, 50 + times / 3600 * 2), 2)
+"""
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_hostile_client_is_answered_is_counted_by_what_is_documented() -> None:
+    run(HOSTILE)
+
+
+def test_the_interval_of_a_slope_knows_that_neighbours_are_alike() -> None:
+    run(SLOPE)
+
+
 def test_the_largest_part_of_a_step_is_what_limits_it() -> None:
     done = subprocess.run([sys.executable, "-c", LIMITS], cwd=BENCHMARKS, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

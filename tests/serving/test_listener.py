@@ -15,12 +15,12 @@ import pytest
 
 from diptych.control.errors import ConfigError
 from diptych.serving.api.listener import (
-    MAX_REFUSALS,
+    LEAST_REFUSALS,
     SHORTAGE_PAUSE_S,
-    SPARE_DESCRIPTORS,
     Listener,
     bind,
     raise_descriptor_limit,
+    spare_descriptors,
 )
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -67,7 +67,7 @@ async def test_connections_beyond_the_limit_get_a_reason_and_the_rest_is_undistu
 ) -> None:
     with bind("127.0.0.1", 0) as listening, caplog.at_level(logging.WARNING):
         # a connection takes two descriptors here: the client is in this process, too
-        listener = await serve(listening, lowest_free() + 10 + SPARE_DESCRIPTORS)
+        listener = await serve(listening, lowest_free() + 10 + spare_descriptors(0))
         taken, refused = [], []
         for _ in range(12):
             streams, said = await connect(listening)
@@ -100,7 +100,7 @@ async def test_connections_beyond_the_limit_get_a_reason_and_the_rest_is_undistu
 async def test_a_flood_is_refused_to_the_last_connection() -> None:
     with bind("127.0.0.1", 0) as listening:
         listener = await serve(listening, 0)
-        silent = [await asyncio.open_connection(*listening.getsockname()[:2]) for _ in range(3 * MAX_REFUSALS)]
+        silent = [await asyncio.open_connection(*listening.getsockname()[:2]) for _ in range(3 * LEAST_REFUSALS)]
         for reader, _ in silent:  # a client that sends nothing gets the reason, too
             said = await asyncio.wait_for(reader.read(), 10)
             assert said.startswith(b"HTTP/1.1 503 ")

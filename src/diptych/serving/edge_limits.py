@@ -51,6 +51,24 @@ REFUSAL_LINGER_S = _limit(
     "REFUSAL_LINGER_S", 1.0, "s", "time for a client to read a refusal", beyond="the connection ends"
 )
 
+REFUSAL_LINGER_S = _limit(
+    "REFUSAL_LINGER_S", 1.0, "s", "time for a client to read a refusal", beyond="the connection ends"
+)
+LISTEN_BACKLOG = _limit(
+    "LISTEN_BACKLOG",
+    16_384,
+    "connections",
+    "connections that wait to be accepted (at most `net.core.somaxconn`)",
+    beyond="the kernel lets the client try again",
+)
+REFUSED_CONNECTIONS = _limit(
+    "REFUSED_CONNECTIONS",
+    256,
+    "connections",
+    "connections open only to be refused for want of file descriptors with 503 `too_many_connections`",
+    beyond="they wait to be accepted",
+)
+
 # Bodies that are being read.
 
 BODY_BYTES = _limit(

@@ -1,34 +1,43 @@
 """The listening socket, and which connections are accepted: as many as there are file descriptors for.
 
-A new connection gets the lowest free descriptor. A connection whose descriptor is among the last SPARE_DESCRIPTORS of
-the process's limit is refused with a reason, so that files, pipes and restarted workers always find some. A flood of
-connections costs the server no more than these replies, and the log one line a minute.
+The kernel holds connections until they are accepted, and drops or resets those that find its queue full. So they are
+accepted many at a time, at little cost, and become HTTP connections a few in each turn of the event loop; one whose
+client has left again by then never does.
+
+A new connection gets the lowest free descriptor. A connection whose descriptor is among the last of the process's limit
+is refused with a reason, so that files, pipes and restarted workers always find some. A flood of connections costs the
+server no more than these replies, and the log one line a minute.
 """
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
 import resource
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 from diptych.control.errors import ConfigError, UnavailableError
+from diptych.serving import edge_limits
 from diptych.serving.api.error_format import error_bytes
 from diptych.serving.fleet.worker_process import WORKER_DESCRIPTORS
 
 logger = logging.getLogger(__name__)
 
-LISTEN_BACKLOG = 2048
-MAX_ACCEPTED = 64  # connections taken in one turn of the event loop
-MAX_REFUSALS = 8  # connections that are open only to be refused
-SPARE_DESCRIPTORS = MAX_REFUSALS + 8
+ACCEPTED_AT_ONCE = 512  # connections taken from the kernel in one turn of the event loop: some 5 ms
+OPENED_AT_ONCE = 32  # of these, made HTTP connections in one turn
+LEAST_REFUSALS = 8  # connections that are open only to be refused, where there are few descriptors
+REFUSALS_SHARE = 32  # else: one descriptor of so many
+FREE_DESCRIPTORS = 8  # besides, for files, pipes and workers
 SERVER_DESCRIPTORS = 16  # of the event loop, the signals, the listening socket and the shared memory
 MOST_DESCRIPTORS = 2**20
-LINGER_S = 1.0  # for a refused client to send its request and read the reply
+FEW_CONNECTIONS = 2048  # said at the start when there is room for fewer
+USUAL_BACKLOG = 4096  # net.core.somaxconn of Linux since 5.4
+SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
 SHORTAGE_PAUSE_S = 0.1
 LOG_INTERVAL_S = 60.0
 
@@ -40,7 +49,7 @@ def bind(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
-        listening.listen(LISTEN_BACKLOG)
+        listening.listen(edge_limits.LISTEN_BACKLOG)
     except OSError as error:
         listening.close()
         cure = "choose another one with --port"
@@ -50,7 +59,24 @@ def bind(host: str, port: int) -> socket.socket:
     except OverflowError:
         listening.close()
         raise ConfigError(f"port is {port}; it must be in [0, 65535]", param="port") from None
+    _report_backlog()
     return listening
+
+
+def _report_backlog() -> None:
+    """Say when the kernel holds fewer connections than were asked for: as a warning where it is fewer than usual."""
+    try:
+        most = int(SOMAXCONN.read_text())
+    except (OSError, ValueError):  # a system without it
+        return
+    if most < edge_limits.LISTEN_BACKLOG:
+        logger.log(
+            logging.WARNING if most < USUAL_BACKLOG else logging.INFO,
+            "net.core.somaxconn is %d: of connections that come all at once, those beyond wait for a second or are "
+            "reset by the kernel (sysctl -w net.core.somaxconn=%d)",
+            most,
+            edge_limits.LISTEN_BACKLOG,
+        )
 
 
 def raise_descriptor_limit(num_workers: int) -> int:
@@ -62,11 +88,28 @@ def raise_descriptor_limit(num_workers: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     limit = MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-    num_open = len(os.listdir("/proc/self/fd"))
-    least = num_open + SERVER_DESCRIPTORS + num_workers * WORKER_DESCRIPTORS + SPARE_DESCRIPTORS + 1
+    num_own = len(os.listdir("/proc/self/fd")) + SERVER_DESCRIPTORS + num_workers * WORKER_DESCRIPTORS
+    least = num_own + spare_descriptors(limit) + 1
     if limit < least:
         raise ConfigError(f"this process may open {limit} files (ulimit -n); this server needs at least {least}")
+    if (num_connections := limit - least + 1) < FEW_CONNECTIONS:
+        logger.warning(
+            "this process may open %d files (ulimit -n): about %d connections at a time, and more are refused with 503 "
+            "(too_many_connections)",
+            limit,
+            num_connections,
+        )
     return limit
+
+
+def num_refusals(limit: int) -> int:
+    """Connections that may be open only to be refused. limit: of the process's file descriptors."""
+    return min(max(LEAST_REFUSALS, limit // REFUSALS_SHARE), edge_limits.REFUSED_CONNECTIONS)
+
+
+def spare_descriptors(limit: int) -> int:
+    """Descriptors that no served connection gets. limit: of the process's file descriptors."""
+    return num_refusals(limit) + FREE_DESCRIPTORS
 
 
 class Listener:
@@ -76,8 +119,10 @@ class Listener:
         self._socket = listening
         self._limit = limit
         self._connect: Callable[[], asyncio.Protocol] | None = None
+        self._accepted: deque[socket.socket] = deque()  # that are no HTTP connections yet
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_refusals = 0  # that are open
+        self._is_full = False  # of refusals: the clients wait in the kernel's queue
         self._logged_s = -LOG_INTERVAL_S
         reason = f"too many connections: this server may open {limit} files, and all but a reserve are in use"
         self._reply = error_bytes(UnavailableError(reason, code="too_many_connections"))
@@ -92,31 +137,54 @@ class Listener:
         """Take connections from now on."""
         self._connect = connect
         self._socket.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+        self._listen()
 
     def stop(self) -> None:
-        """Take no more."""
+        """Take no more; those that are accepted become connections, and end as the others do."""
         if self._connect is not None:
             asyncio.get_running_loop().remove_reader(self._socket)
+            while self._accepted:
+                self._open_next(self._connect)
             self._connect = None
 
+    def _listen(self) -> None:
+        if self._connect is not None and not self._is_full:
+            asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
     def _accept(self) -> None:
-        for _ in range(MAX_ACCEPTED):
+        was_empty = not self._accepted
+        for _ in range(ACCEPTED_AT_ONCE):
             try:
                 client, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError):
-                return
+                break
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._pause(error)
-                    return
+                    break
                 continue  # this client is gone already
             client.setblocking(False)
-            if client.fileno() < self._limit - SPARE_DESCRIPTORS:
-                assert self._connect is not None
-                self._open(client, self._connect, lambda: None)
-            else:
-                self._refuse(client)
+            if client.fileno() < self._limit - spare_descriptors(self._limit):
+                self._accepted.append(client)
+            elif self._refuse(client):
+                break
+        if was_empty and self._accepted:
+            self._open_some()
+
+    def _open_some(self) -> None:
+        """Make the oldest connections that were accepted HTTP connections, and the others later."""
+        for _ in range(min(OPENED_AT_ONCE, len(self._accepted))):
+            assert self._connect is not None  # stop() leaves none
+            self._open_next(self._connect)
+        if self._accepted:
+            asyncio.get_running_loop().call_soon(self._open_some)
+
+    def _open_next(self, connect: Callable[[], asyncio.Protocol]) -> None:
+        client = self._accepted.popleft()
+        if _has_left(client):
+            client.close()
+        else:
+            self._open(client, connect, lambda: None)
 
     def _open(
         self, client: socket.socket, connect: Callable[[], asyncio.Protocol], on_failure: Callable[[], None]
@@ -125,35 +193,45 @@ class Listener:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _refuse(self, client: socket.socket) -> None:
+    def _refuse(self, client: socket.socket) -> bool:
+        """Refuse a connection with a reason. Returns whether no more can be refused now. A connection that is closed
+        at once while its client still sends is reset by the kernel, and the client never reads the reason."""
         self._log("connections are refused: all file descriptors but a reserve are in use")
-        if self._num_refusals < MAX_REFUSALS:
-            self._num_refusals += 1
-            self._open(client, lambda: _Refusal(self._reply, self._on_refused), self._on_refused)
-            return
-        with contextlib.suppress(OSError):
-            client.send(self._reply)
-        client.close()
+        self._num_refusals += 1
+        self._open(client, lambda: _Refusal(self._reply, self._on_refused), self._on_refused)
+        self._is_full = self._num_refusals >= num_refusals(self._limit)
+        if self._is_full:
+            asyncio.get_running_loop().remove_reader(self._socket)
+        return self._is_full
 
     def _on_refused(self) -> None:
         self._num_refusals -= 1
+        if self._is_full:
+            self._is_full = False
+            self._listen()
 
     def _pause(self, error: OSError) -> None:
         """Leave the clients in the kernel's queue for a moment: there is no descriptor even for a refusal."""
         self._log(f"connections wait: {error.strerror}")
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._socket)
-        loop.call_later(SHORTAGE_PAUSE_S, self._resume)
-
-    def _resume(self) -> None:
-        if self._connect is not None:
-            self.start(self._connect)
+        loop.call_later(SHORTAGE_PAUSE_S, self._listen)
 
     def _log(self, words: str) -> None:
         now = time.monotonic()
         if now - self._logged_s >= LOG_INTERVAL_S:
             self._logged_s = now
             logger.warning("%s (the limit, ulimit -n, is %d)", words, self._limit)
+
+
+def _has_left(client: socket.socket) -> bool:
+    """Whether a client has closed its connection, or reset it, without a byte."""
+    try:
+        return not client.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 async def _hand_over(
@@ -170,7 +248,7 @@ async def _hand_over(
 
 
 class _Refusal(asyncio.Protocol):
-    """Replies to the first bytes of a client, and closes when the client does, or after LINGER_S."""
+    """Replies to the first bytes of a client, and closes when the client does, or after REFUSAL_LINGER_S."""
 
     def __init__(self, reply: bytes, on_end: Callable[[], None]) -> None:
         self._reply = reply
@@ -180,7 +258,7 @@ class _Refusal(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""
         self._transport = cast(asyncio.Transport, transport)
-        self._timer = asyncio.get_running_loop().call_later(LINGER_S, self._hang_up)
+        self._timer = asyncio.get_running_loop().call_later(edge_limits.REFUSAL_LINGER_S, self._hang_up)
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
