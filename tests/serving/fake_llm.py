@@ -19,6 +19,7 @@ from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
 from diptych.serving.link.messages import Loading, Ready
+from diptych.serving.long_work import LongWork
 from diptych.serving.metrics.serving_metrics import ServingMetrics
 from diptych.timeline.ring import Timeline
 
@@ -55,6 +56,7 @@ class FakeLLM:
     ) -> None:
         self.options = EngineOptions()
         self.tokenizer = tokenizer
+        self.long_work = LongWork()
         self._answer_ids = None if answer is None else tokenizer.encode(answer, add_special_tokens=False)
         self.metrics = ServingMetrics()
         self.timeline = Timeline()

@@ -55,10 +55,7 @@ def decode(data: bytes) -> Any:
 
 def decode_fields(data: bytes) -> dict[str, msgspec.Raw]:
     """The members of a JSON object as JSON; each is well-formed. Raises as ``decode`` does."""
-    if _is_direct(data):
-        found = _decoded(data, _raw_decoders[False], 0)
-    else:
-        found = _Reader(data, is_raw=True).read()
+    found = _decoded(data, _raw_decoders[False], 0) if _is_direct(data) else _Reader(data, is_raw=True).read()
     if not isinstance(found, dict):
         raise InvalidRequestError("body: Expected `object`, got `array`")
     return found
@@ -72,7 +69,8 @@ def encode(value: Any) -> list[bytes]:
 @dataclass(slots=True)
 class _Container:
     """An array or object that is open. opening: where its bracket is. begin: of what is not taken yet. element: where
-    the last element that was found begins. mark: up to where one was looked for. is_cut: something was taken. needs_comma: a comma has to come first."""
+    the last element that was found begins. mark: up to where one was looked for. is_cut: something was taken.
+    needs_comma: a comma has to come first."""
 
     is_array: bool
     opening: int

@@ -238,6 +238,7 @@ def build_app(
     replies have ``model_name``. admin_key: see AdminAccess. store: in memory
     without one. batches: connected here, and to be started by the server."""
     app = FastAPI(title="Diptych", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
+    app.state.long_work = llm.long_work
     names = tuple(dict.fromkeys((model_name, *also_served_as)))
     service = Service(llm, names)
     errors.install(app)

@@ -23,7 +23,7 @@ from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import Delta, Generation
 from diptych.serving.api.bodies import read_body, takes, tenant_in
 from diptych.serving.api.parameters import check_model, options_of, truncated
-from diptych.serving.api.protocol import Count, Items, OptionsBody, PromptTokensDetails, Tokens
+from diptych.serving.api.protocol import Count, Ids, Items, OptionsBody, PromptTokensDetails
 from diptych.serving.api.reply import encode_json
 from diptych.serving.api.responses import WholeResponse
 from diptych.serving.async_llm import AsyncLLM, check_count, check_prompt
@@ -43,7 +43,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 class EmbeddingsBody(OptionsBody):
     """POST /v1/embeddings. null means: not given."""
 
-    input: str | Items[str] | Tokens[int] | Items[Tokens[int]] = Field(
+    input: str | Items[str] | Ids | Items[Ids] = Field(
         description="A text, a list of texts, a list of token ids, or a list of those."
     )
     encoding_format: Literal["float", "base64"] | None = Field(
