@@ -39,6 +39,7 @@ from diptych.serving.api.miss_routes import add_miss_routes
 from diptych.serving.api.model_list import model_list, one_model
 from diptych.serving.api.parameters import (
     check_model,
+    context_limit,
     given_prompts,
     max_tokens_of,
     options_of,
@@ -113,7 +114,8 @@ class Service:
         texts, prompts = given_prompts(body)
         check_count(max(len(texts), len(prompts)) * (body.n or 1), ready)  # before they are encoded
         if texts:
-            prompts = await llm.encode_all(texts, add_special_tokens=body.add_special_tokens is not False)
+            is_special, limit = body.add_special_tokens is not False, context_limit(body, ready)
+            prompts = await llm.encode_all(texts, add_special_tokens=is_special, limit=limit, tenant=tenant)
         if resumed is not None:
             prompts = [resumed.head.prompt]
         if body.truncate_prompt_tokens is not None:
@@ -129,7 +131,7 @@ class Service:
         if body.echo and not texts:
             for prompt in prompts:
                 check_prompt(prompt, sampling, ready)
-            texts = await llm.decode_all(prompts)
+            texts = await llm.decode_all(prompts, tenant=tenant)
         generation = llm.submit(
             prompts,
             sampling,
