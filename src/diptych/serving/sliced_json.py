@@ -41,7 +41,10 @@ _LONGEST_ESCAPE = 12
 _AT_BYTE = re.compile(r"\(byte (\d+)\)")
 _NUMBERS_AT_ONCE, _MEMBERS_AT_ONCE, _TEXTS_AT_ONCE = 8192, 64, 256
 _value_decoder = msgspec.json.Decoder()
-_raw_decoders = {True: msgspec.json.Decoder(list[msgspec.Raw]), False: msgspec.json.Decoder(dict[str, msgspec.Raw])}
+_raw_decoders: dict[bool, "msgspec.json.Decoder[Any]"] = {
+    True: msgspec.json.Decoder(list[msgspec.Raw]),
+    False: msgspec.json.Decoder(dict[str, msgspec.Raw]),
+}
 _encode = msgspec.json.Encoder().encode
 
 
