@@ -4,6 +4,7 @@ import asyncio
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,6 +20,7 @@ from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
 from diptych.serving.link.messages import Loading, Ready
+from diptych.serving.long_work import LongWork
 from diptych.serving.metrics.serving_metrics import ServingMetrics
 from diptych.timeline.ring import Timeline
 
@@ -55,6 +57,7 @@ class FakeLLM:
     ) -> None:
         self.options = EngineOptions()
         self.tokenizer = tokenizer
+        self.long_work = LongWork()
         self._answer_ids = None if answer is None else tokenizer.encode(answer, add_special_tokens=False)
         self.metrics = ServingMetrics()
         self.timeline = Timeline()
@@ -88,26 +91,35 @@ class FakeLLM:
         assert self.ready is not None
         return self.ready
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
+    async def encode(self, text: str, **options: Any) -> list[int]:
+        return (await self.encode_all([text], **options))[0]
 
     async def encode_all(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+        limit: int | None = None,
+        tenant: str = "",
     ) -> list[list[int]]:
         if self._refusal is not None:
             raise self._refusal
-        encode = self.tokenizer.encode
-        return [encode(text, add_special_tokens=add_special_tokens, param=param) for text in texts]
+        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens, param=param, limit=limit)
+        return await self.long_work.run(lambda: [encode(text) for text in texts], sum(map(len, texts)), tenant)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        return self.tokenizer.encode_chat(messages, **options)
+        size, tenant = options.pop("size", None) or 0, options.pop("tenant", "")
+        return await self.long_work.run(lambda: self.tokenizer.encode_chat(messages, **options), size, tenant)
 
     async def try_grammar(self, grammar: Grammar) -> TriedGrammar:
         self.grammars.append(grammar)
         return TriedGrammar(grammar.text, grammar.left_out)
 
     async def decode_all(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[str]:
-        return [self.tokenizer.decode(prompt, **options) for prompt in prompts]
+        tenant, decode = options.pop("tenant", ""), self.tokenizer.decode
+        work = partial(lambda: [decode(prompt, **options) for prompt in prompts])
+        return await self.long_work.run(work, sum(map(len, prompts)), tenant)
 
     def submit(
         self,

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from diptych.control.errors import DiptychError
 from diptych.control.events import RequestAdmitted
 from diptych.control.misses.prefix_miss import MissReason
+from diptych.serving import edge_limits
 from diptych.serving.api import protocol
 from diptych.serving.api.app import build_app
 from diptych.serving.fleet.fleet import Fleet
@@ -163,8 +164,12 @@ async def test_of_equal_keys_the_last_one_counts() -> None:
 
 
 async def test_a_deep_value_in_an_ignored_field_is_ignored() -> None:
-    deep = b"[" * 500 + b"]" * 500
-    assert (await call("POST", "/v1/completions", b'{"prompt": [1], "z": %b}' % deep)).status_code == 200
+    most = edge_limits.BODY_DEPTH - 1  # in the body's own object
+    for depth, status in ((most, 200), (most + 1, 400)):
+        deep = b"[" * depth + b"]" * depth
+        reply = await call("POST", "/v1/completions", b'{"prompt": [1], "z": %b}' % deep)
+        assert reply.status_code == status
+    assert error_of(reply)["code"] == "body_too_deep"
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": "x"}), ("/tokenize", {"prompt": "x"})])

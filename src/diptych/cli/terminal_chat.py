@@ -14,6 +14,7 @@ import typer
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import LOCAL_URL, Number, Text, Whole
 from diptych.control.errors import RequestError
+from diptych.terminal_text import shown
 
 if TYPE_CHECKING:
     from diptych.cli.chat_client import ChatClient, Piece
@@ -50,10 +51,10 @@ def chat(
         if is_terminal:
             import readline  # noqa: F401  (input() edits lines with it)
 
-            print(client.words)
+            print(shown(client.words))
             print(f"Ctrl-C stops an answer, a second one ends. A line that ends in {CONTINUES} goes on in the next.")
         else:
-            print(client.words, file=sys.stderr)
+            print(shown(client.words), file=sys.stderr)
         num_failed = sum(not _answer(client, text, is_terminal) for text in _messages(is_terminal))
         if num_failed and not is_terminal:
             raise typer.Exit(1)
@@ -72,11 +73,11 @@ class AnswerWriter:
         """What has come."""
         if piece.reasoning:
             self._begin_reasoning()
-            print(piece.reasoning, end="", file=self._reasoning_file, flush=True)
+            print(shown(piece.reasoning), end="", file=self._reasoning_file, flush=True)
         if piece.content:
             self.close()
             self.has_answered = True
-            print(piece.content, end="", flush=True)
+            print(shown(piece.content), end="", flush=True)
 
     def close(self) -> None:
         """Reasoning has ended, if there was any."""
@@ -130,7 +131,7 @@ def _answer(client: "ChatClient", text: str, is_terminal: bool) -> bool:
         if not is_terminal:
             raise
     except RequestError as error:  # of this request; the conversation can go on
-        print(f"error: {error.message}", file=sys.stderr)
+        print(shown(f"error: {error.message}"), file=sys.stderr)
         return False
     print("\n" if is_terminal else "")
     return True

@@ -4,15 +4,14 @@ Owns the checks of requests and the fleet of workers, one or many. Computes no t
 where.
 """
 
-import asyncio
 import hashlib
 import random
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import ContextLengthError, InvalidRequestError, OverloadedError
@@ -26,14 +25,12 @@ from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
 from diptych.serving.link.messages import Ready
+from diptych.serving.long_work import LONG
 from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
 from diptych.serving.served_fleet import ServedFleet
 
 Prompt = str | Sequence[int]
-Result = TypeVar("Result")
-LONG_TEXT = 16_384  # characters (or token ids) that are encoded (or decoded) in a thread
-MAX_LONG_TEXTS = 2  # at a time
 
 
 class AsyncLLM(ServedFleet):
@@ -52,7 +49,6 @@ class AsyncLLM(ServedFleet):
         options = options or EngineOptions()
         super().__init__(options, fleet or Fleet(options))
         self.tokenizer = Tokenizer(Path(self.options.model), self.options.tool_format)
-        self._long_texts = asyncio.Semaphore(MAX_LONG_TEXTS)
         self._grammars: GrammarChecker | None = None
         self._streams = self.fleet.streams
         self.journal = journal
@@ -125,16 +121,26 @@ class AsyncLLM(ServedFleet):
         finally:
             self.abort(generation)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: int | None = None, tenant: str = ""
+    ) -> list[int]:
         """Token ids of a text, off the event loop when it is long. Raises InvalidRequestError when it has none."""
-        return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
+        return (await self.encode_all([text], add_special_tokens=add_special_tokens, limit=limit, tenant=tenant))[0]
 
     async def encode_all(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True, param: str = "prompt"
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+        limit: int | None = None,
+        tenant: str = "",
     ) -> list[list[int]]:
-        """The same for several texts. param: what the client calls them."""
-        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens, param=param)
-        return await self._compute(lambda: [encode(text) for text in texts], sum(map(len, texts)))
+        """The same for several texts. param: what the client calls them. limit: see Tokenizer.encode. tenant: whose
+        turn it takes. Raises ContextLengthError for the first that is too long, and OverloadedError."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens, param=param, limit=limit)
+        size = sum(map(len, texts))
+        return await self.long_work.run(lambda: [encode(text) for text in texts], size, tenant)
 
     async def encode_chat(
         self,
@@ -143,24 +149,37 @@ class AsyncLLM(ServedFleet):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_arguments: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+        tenant: str = "",
+        size: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, off the event loop when it is long."""
+        """Token ids of a conversation, off the event loop when it is long. size: of the conversation, where it is
+        known."""
         encode = partial(
             self.tokenizer.encode_chat,
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_arguments=template_arguments,
+            limit=limit,
         )
-        fields = (*messages, template_arguments or {})
-        return await self._compute(encode, sum(_size(value) for part in fields for value in part.values()))
+        if size is None:
+            fields = (*messages, template_arguments or {})
+            size = sum(_size(value) for part in fields for value in part.values())
+        return await self.long_work.run(encode, size, tenant)
 
     async def decode_all(
-        self, prompts: Sequence[Sequence[int]], *, skip_special_tokens: bool = True, param: str = "prompt"
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        skip_special_tokens: bool = True,
+        param: str = "prompt",
+        tenant: str = "",
     ) -> list[str]:
         """Texts of lists of token ids, off the event loop when they are long."""
         decode = partial(self.tokenizer.decode, skip_special_tokens=skip_special_tokens, param=param)
-        return await self._compute(lambda: [decode(prompt) for prompt in prompts], sum(map(len, prompts)))
+        size = sum(map(len, prompts))
+        return await self.long_work.run(lambda: [decode(prompt) for prompt in prompts], size, tenant)
 
     async def try_grammar(self, grammar: Grammar) -> TriedGrammar:
         """A grammar whose text SamplingParams take, when it compiles in time. Raises InvalidRequestError or
@@ -176,14 +195,6 @@ class AsyncLLM(ServedFleet):
             vocab_size = max(ready.vocab_size, tokenizer.vocab_size)
             self._grammars = GrammarChecker(tokenizer.fast.to_str(), list(ready.eos_token_ids), vocab_size)
         return await self._grammars.check(grammar)
-
-    async def _compute(self, work: Callable[[], Result], size: int) -> Result:
-        """The result of ``work``, which runs in a thread when its input is long. Only MAX_LONG_TEXTS at a time: the
-        encoding of ten megabytes of text takes a gigabyte of memory."""
-        if size < LONG_TEXT:
-            return work()
-        async with self._long_texts:
-            return await asyncio.to_thread(work)
 
     def submit(
         self,
@@ -259,16 +270,16 @@ def check_prompt(prompt: Sequence[int], sampling: SamplingParams, ready: Ready, 
     the prompt."""
     if not prompt:
         raise InvalidRequestError("the prompt has 0 tokens; it must have at least 1", param=param)
-    if min(prompt) < 0 or max(prompt) >= ready.vocab_size:
-        wrong = next(token_id for token_id in prompt if not 0 <= token_id < ready.vocab_size)
-        raise InvalidRequestError(
-            f"token id {wrong} is outside the vocabulary of {ready.vocab_size} tokens", param=param
-        )
     if len(prompt) >= ready.max_model_len:
         raise ContextLengthError(
             f"This model's maximum context length is {ready.max_model_len} tokens; the prompt is too long: it has "
             f"{len(prompt)}, and at least 1 is for the answer",
             param=param,
+        )
+    if min(prompt) < 0 or max(prompt) >= ready.vocab_size:  # a list that is no longer than the context
+        wrong = next(token_id for token_id in prompt if not 0 <= token_id < ready.vocab_size)
+        raise InvalidRequestError(
+            f"token id {wrong} is outside the vocabulary of {ready.vocab_size} tokens", param=param
         )
     needed = min(len(prompt) + sampling.max_tokens, ready.max_model_len)
     if needed > ready.kv_capacity_tokens:
@@ -293,7 +304,7 @@ def check_count(count: int, ready: Ready, param: str = "prompt") -> None:
 def _size(value: Any) -> int:
     """Characters of a value that a chat template is given. A list or an object counts as long; it is not inspected."""
     if isinstance(value, list | dict):
-        return LONG_TEXT
+        return LONG
     return len(value) if isinstance(value, str) else 1
 
 

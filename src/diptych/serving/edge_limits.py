@@ -112,7 +112,7 @@ BODY_ELEMENTS = _limit(
     beyond="400 `too_many_values`",
 )
 BODY_FIELDS = _limit(
-    "BODY_FIELDS", 1024, "fields", "fields of a body, a message or a tool, known or not", beyond="400"
+    "BODY_FIELDS", 1024, "fields", "fields of a body, a message or a tool, known or not", beyond="400 `too_many_fields`"
 )
 LIST_ITEMS = _limit(
     "LIST_ITEMS", 65_536, "items", "list of prompts, messages, parts of a message, or biased tokens", beyond="400"
@@ -151,6 +151,16 @@ WAITING_GRAMMARS = _limit(
 
 # Requests in the queue, streams that are open, replies that nobody reads.
 
+LONG_WORK_WAITING = _limit(
+    "LONG_WORK_WAITING",
+    256,
+    "inputs",
+    "long bodies and texts that wait to be decoded, encoded or rendered",
+    beyond="429 `too_much_to_read`",
+)
+LONG_WORK_BYTES = _limit(
+    "LONG_WORK_BYTES", 256 << 20, "bytes", "long bodies and texts that wait, together", beyond="429 `too_much_to_read`"
+)
 QUEUED_REQUESTS = _limit(
     "QUEUED_REQUESTS",
     AdmissionConfig().max_queued,

@@ -11,6 +11,7 @@ from diptych.serving.answers.answer_stream import Generation
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.messages import Loading, Ready
+from diptych.serving.long_work import LongWork
 
 
 class ServedFleet:
@@ -21,6 +22,7 @@ class ServedFleet:
         self.fleet = fleet
         self.metrics = fleet.metrics
         self.timeline = fleet.timeline
+        self.long_work = LongWork()
         self.is_draining = False
 
     @property
@@ -68,6 +70,7 @@ class ServedFleet:
         """Stop the workers; requests that still run fail with UnavailableError."""
         self.is_draining = True
         self.fleet.streams.fail_all(UnavailableError("the server is shutting down"))
+        self.long_work.close()
         await self.fleet.stop()
         self.timeline.close()
 

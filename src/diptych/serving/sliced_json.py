@@ -41,7 +41,10 @@ _LONGEST_ESCAPE = 12
 _AT_BYTE = re.compile(r"\(byte (\d+)\)")
 _NUMBERS_AT_ONCE, _MEMBERS_AT_ONCE, _TEXTS_AT_ONCE = 8192, 64, 256
 _value_decoder = msgspec.json.Decoder()
-_raw_decoders = {True: msgspec.json.Decoder(list[msgspec.Raw]), False: msgspec.json.Decoder(dict[str, msgspec.Raw])}
+_raw_decoders: dict[bool, "msgspec.json.Decoder[Any]"] = {
+    True: msgspec.json.Decoder(list[msgspec.Raw]),
+    False: msgspec.json.Decoder(dict[str, msgspec.Raw]),
+}
 _encode = msgspec.json.Encoder().encode
 
 
@@ -55,10 +58,7 @@ def decode(data: bytes) -> Any:
 
 def decode_fields(data: bytes) -> dict[str, msgspec.Raw]:
     """The members of a JSON object as JSON; each is well-formed. Raises as ``decode`` does."""
-    if _is_direct(data):
-        found = _decoded(data, _raw_decoders[False], 0)
-    else:
-        found = _Reader(data, is_raw=True).read()
+    found = _decoded(data, _raw_decoders[False], 0) if _is_direct(data) else _Reader(data, is_raw=True).read()
     if not isinstance(found, dict):
         raise InvalidRequestError("body: Expected `object`, got `array`")
     return found
@@ -72,7 +72,8 @@ def encode(value: Any) -> list[bytes]:
 @dataclass(slots=True)
 class _Container:
     """An array or object that is open. opening: where its bracket is. begin: of what is not taken yet. element: where
-    the last element that was found begins. mark: up to where one was looked for. is_cut: something was taken. needs_comma: a comma has to come first."""
+    the last element that was found begins. mark: up to where one was looked for. is_cut: something was taken.
+    needs_comma: a comma has to come first."""
 
     is_array: bool
     opening: int

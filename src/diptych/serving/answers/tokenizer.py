@@ -3,12 +3,13 @@ transformers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from diptych.control.errors import InvalidRequestError
+from diptych.control.errors import ContextLengthError, InvalidRequestError
 from diptych.runtime.gguf.gguf_file import is_gguf
 from diptych.serving.answers.chat_renderer import ChatRenderer
 from diptych.serving.answers.detokenizer import Detokenizer, whole_texts
@@ -17,6 +18,7 @@ from diptych.serving.answers.native_panic import is_failure
 from diptych.serving.answers.response.answer_format import answer_format
 from diptych.serving.answers.template_messages import flatten_content as flatten_content
 from diptych.serving.answers.template_profile import TemplateProfile
+from diptych.serving.answers.token_length import TokenLength
 from diptych.serving.answers.tokenizer_parts import read_directory
 
 
@@ -56,9 +58,24 @@ class Tokenizer:
         """Token ids the tokenizer knows (0 without one)."""
         return self._fast.get_vocab_size(with_added_tokens=True) if self._fast else 0
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
-        """Token ids of a text. Raises InvalidRequestError for a text that the tokenizer cannot take: one with a lone
-        surrogate, or one on which its regular expression exceeds its limit of retries."""
+    @cached_property
+    def token_length(self) -> TokenLength:
+        """What is known of the number of tokens of a text before it is encoded."""
+        return TokenLength(self.fast)
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt", limit: int | None = None
+    ) -> list[int]:
+        """Token ids of a text. limit: the length of the context. Raises ContextLengthError
+        for a text that is too long, before it is encoded where its length in bytes says so; InvalidRequestError for a
+        text that the tokenizer cannot take: one with a lone surrogate, or one on which its regular expression exceeds
+        its limit of retries."""
+        if limit is not None and len(text) >= limit and (least := self.token_length.least_tokens(text)) >= limit:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens; the prompt is too long: its {len(text)} "
+                f"characters have at least {least}, and at least 1 is for the answer",
+                param=param,
+            )
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -68,6 +85,12 @@ class Tokenizer:
             [encoding] = fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:
             raise _refusal(error, f"{param}: the tokenizer cannot encode this text", param) from None
+        if limit is not None and len(encoding) >= limit:  # before each becomes an object of Python
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens; the prompt is too long: it has "
+                f"{len(encoding)}, and at least 1 is for the answer",
+                param=param,
+            )
         return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, param: str = "prompt") -> str:
@@ -164,15 +187,16 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_arguments: Mapping[str, Any] | None = None,
+        limit: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation; the template writes the special tokens itself."""
+        """Token ids of a conversation; the template writes the special tokens itself. limit: see encode."""
         text = self.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_arguments=template_arguments,
         )
-        return self.encode(text, add_special_tokens=False, param="messages")
+        return self.encode(text, add_special_tokens=False, param="messages", limit=limit)
 
 
 def _refusal(error: BaseException, message: str, param: str) -> BaseException:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -25,6 +25,7 @@ from diptych.control.errors import (
 )
 from diptych.control.router.topology import Role
 from diptych.serving.api import error_responses as errors
+from diptych.serving.api.bodies import read_checked
 from diptych.serving.api.middleware import given_key
 from diptych.serving.fleet.worker_changes import WorkerChanges
 from diptych.serving.fleet.worker_port import WorkerState
@@ -168,11 +169,7 @@ def add_admin_routes(app: FastAPI, llm: ServedFleet, documented: dict[int | str,
         """Change the role, the shape or the compute units of a worker, drain it, or use it again. The reply comes at
         once; what runs moves after it, and another share counts from the next step on."""
         llm.require_ready()
-        try:
-            wanted = ChangeBody.model_validate(await errors.read_json(request))
-        except ValidationError as error:
-            raise errors.invalid_body(error) from None
-        _change(changes, worker, wanted)
+        _change(changes, worker, await read_checked(request, ChangeBody))
         return _reply(_worker(llm, worker))
 
     @app.post("/admin/core_split", responses={**refusals, 200: {"model": AdminWorkers}})
@@ -180,7 +177,7 @@ def add_admin_routes(app: FastAPI, llm: ServedFleet, documented: dict[int | str,
         """Divide the cores among all workers by the weights of their roles, now and after each change of roles or
         workers."""
         llm.require_ready()
-        _change_split(changes, await errors.read_json(request))
+        _change_split(changes, await read_checked(request, SplitBody))
         return _reply(_workers(llm))
 
     @app.delete("/admin/workers/{worker:int}", responses={**refusals, 200: {"model": AdminWorker}})
@@ -224,11 +221,7 @@ def _wanted_share(changes: WorkerChanges, wanted: ChangeBody) -> ComputeShare | 
     return None if wanted.cores is None else changes.cores.share_of(wanted.cores)
 
 
-def _change_split(changes: WorkerChanges, body: object) -> None:
-    try:
-        wanted = SplitBody.model_validate(body)
-    except ValidationError as error:
-        raise errors.invalid_body(error) from None
+def _change_split(changes: WorkerChanges, wanted: SplitBody) -> None:
     if wanted == SplitBody():
         raise InvalidRequestError("nothing is to change; give split or pin", param="split")
     if wanted.split is not None:

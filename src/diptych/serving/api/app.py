@@ -40,6 +40,7 @@ from diptych.serving.api.miss_routes import add_miss_routes
 from diptych.serving.api.model_list import model_list, one_model
 from diptych.serving.api.parameters import (
     check_model,
+    context_limit,
     given_prompts,
     max_tokens_of,
     options_of,
@@ -115,7 +116,8 @@ class Service:
         texts, prompts = given_prompts(body)
         check_count(max(len(texts), len(prompts)) * (body.n or 1), ready)  # before they are encoded
         if texts:
-            prompts = await llm.encode_all(texts, add_special_tokens=body.add_special_tokens is not False)
+            is_special, limit = body.add_special_tokens is not False, context_limit(body, ready)
+            prompts = await llm.encode_all(texts, add_special_tokens=is_special, limit=limit, tenant=tenant)
         if resumed is not None:
             prompts = [resumed.head.prompt]
         if body.truncate_prompt_tokens is not None:
@@ -131,7 +133,7 @@ class Service:
         if body.echo and not texts:
             for prompt in prompts:
                 check_prompt(prompt, sampling, ready)
-            texts = await llm.decode_all(prompts)
+            texts = await llm.decode_all(prompts, tenant=tenant)
         generation = llm.submit(
             prompts,
             sampling,
@@ -241,6 +243,7 @@ def build_app(
     replies have ``model_name``. admin_key: see AdminAccess. store: in memory
     without one. batches, keys: to be started by the server. keys: instead of api_keys."""
     app = FastAPI(title="Diptych", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
+    app.state.long_work = llm.long_work
     names = tuple(dict.fromkeys((model_name, *also_served_as)))
     keys = keys or (Keyring(api_keys) if api_keys else None)
     service = Service(llm, names)

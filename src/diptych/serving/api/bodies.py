@@ -6,27 +6,46 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from diptych.control.errors import PermissionDeniedError
-from diptych.serving.api.error_responses import invalid_body, read_json
+from diptych.control.errors import InvalidRequestError, PermissionDeniedError
+from diptych.serving import edge_limits, sliced_json
+from diptych.serving.api.error_responses import invalid_body
 from diptych.serving.api.ignored_fields import ignored_fields, refuse_ignored
 from diptych.serving.keys.key_record import KeyRecord
+from diptych.serving.long_work import LongWork
 
 Model = TypeVar("Model", bound=BaseModel)
 REF = "#/components/schemas/{model}"
 
 
 async def read_body(request: Request, model: type[Model]) -> Model:
-    """Raises InvalidRequestError that names the field. What is ignored of it is noted for the reply's header."""
-    content = await read_json(request)
-    try:
-        body = model.model_validate(content)
-    except ValidationError as error:
-        raise invalid_body(error) from None
+    """Raises InvalidRequestError that names the field, or OverloadedError while too many long bodies wait to be read.
+    What is ignored of it is noted for the reply's header."""
+    body = await read_checked(request, model)
     if "model" in model.model_fields:
         check_key(request, getattr(body, "model", None))
     request.state.ignored_fields = []
     note_ignored(request, ignored_fields(body))
     return body
+
+
+async def read_checked(request: Request, model: type[Model]) -> Model:
+    """The same without a word about what is ignored."""
+    data = await request.body()
+    long_work: LongWork = request.app.state.long_work
+    return await long_work.run(lambda: checked(data, model), len(data), tenant_in(request))
+
+
+def checked(data: bytes, model: type[Model]) -> Model:
+    """The body that these bytes are. Raises InvalidRequestError that names the field. Others get their turn while it
+    works: every object has a check in Python (see protocol.Fields)."""
+    content = sliced_json.decode(data)
+    if isinstance(content, dict) and len(content) > edge_limits.BODY_FIELDS:
+        message = f"the body has {len(content)} fields; at most {edge_limits.BODY_FIELDS}"
+        raise InvalidRequestError(message, code="too_many_fields")
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise invalid_body(error) from None
 
 
 def note_ignored(request: Request, names: Sequence[str]) -> None:

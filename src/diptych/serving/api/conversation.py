@@ -21,6 +21,7 @@ from diptych.serving.answers.template_messages import REASONING_NAMES, flatten_c
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.answer_reader import AnswerReader
 from diptych.serving.api.parameters import (
+    context_limit,
     max_tokens_of,
     options_of,
     sampling_of,
@@ -34,6 +35,7 @@ from diptych.serving.api.structured import wanted_grammar, wants_structure
 from diptych.serving.api.tools import ToolRequest, requested_tools
 from diptych.serving.async_llm import AsyncLLM
 
+PREDICTED_CHARACTERS = 16  # of a prediction, for each token that an answer can have: the rest is of no use
 _PROMPT_END_TOKENS = 64  # of the prompt, in which the template may have begun the answer
 
 
@@ -55,7 +57,8 @@ async def start_chat(
     stream goes on."""
     ready = llm.require_ready()
     tools = requested_tools(body, llm.tokenizer)
-    prompt = await chat_prompt(llm, body, tools) if resumed is None else resumed.head.prompt
+    limit = context_limit(body, ready)
+    prompt = await chat_prompt(llm, body, tools, limit, tenant) if resumed is None else resumed.head.prompt
     [prompt] = truncated(body, [prompt], ready, body.max_completion_tokens or body.max_tokens)
     if clamps and len(prompt) + (body.max_tokens or 0) > ready.max_model_len:
         body = body.model_copy(update={"max_tokens": None})
@@ -73,7 +76,7 @@ async def start_chat(
     if body.thinking_token_budget is not None:
         sampling = replace(sampling, **_budget(body.thinking_token_budget, llm.tokenizer, parser))
     if body.prediction is not None:
-        sampling = replace(sampling, predicted=await _predicted(llm, body.prediction, ready.max_model_len))
+        sampling = replace(sampling, predicted=await _predicted(llm, body.prediction, ready.max_model_len, tenant))
     shown = shown_tokens(llm.tokenizer, body, template.texts if template is not None else ())
     request_id = f"{id_prefix}{uuid.uuid4().hex}" if resumed is None else resumed.stream_id
     generation = llm.submit([prompt], sampling, request_id, options_of(body, tenant), shown=shown, resumed=resumed)
@@ -83,10 +86,10 @@ async def start_chat(
     return StartedChat(generation, AnswerReader(parsers), context, template.id_length if template is not None else 0)
 
 
-async def _predicted(llm: AsyncLLM, prediction: PredictionBody, limit: int) -> tuple[int, ...]:
+async def _predicted(llm: AsyncLLM, prediction: PredictionBody, limit: int, tenant: str) -> tuple[int, ...]:
     """The tokens of a prediction, as many as an answer can have at most."""
-    text = flatten_content(prediction.content, "prediction.content")
-    return tuple((await llm.encode(text, add_special_tokens=False))[:limit])
+    text = flatten_content(prediction.content, "prediction.content")[: limit * PREDICTED_CHARACTERS]
+    return tuple((await llm.encode(text, add_special_tokens=False, tenant=tenant))[:limit])
 
 
 def _budget(budget: int, tokenizer: Tokenizer, parser: ResponseParser | None) -> dict[str, Any]:
@@ -133,7 +136,9 @@ def _grammar(
     return writer.text_with_calls(template.calls, tools.enforced_schemas, tools.positions)
 
 
-async def chat_prompt(llm: AsyncLLM, body: ChatBody, tools: ToolRequest | None) -> list[int]:
+async def chat_prompt(
+    llm: AsyncLLM, body: ChatBody, tools: ToolRequest | None, limit: int | None = None, tenant: str = ""
+) -> list[int]:
     """The token ids of the conversation. Raises InvalidRequestError for documents that the chat template does not
     read."""
     if body.documents and not llm.tokenizer.template_mentions("documents"):
@@ -151,6 +156,8 @@ async def chat_prompt(llm: AsyncLLM, body: ChatBody, tools: ToolRequest | None) 
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=continues(body),
         template_arguments=arguments,
+        limit=limit,
+        tenant=tenant,
     )
 
 

@@ -22,8 +22,8 @@ from diptych.control.request import Pooling, SamplingParams
 from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import Delta, Generation
 from diptych.serving.api.bodies import read_body, takes, tenant_in
-from diptych.serving.api.parameters import check_model, options_of, truncated
-from diptych.serving.api.protocol import Count, Items, OptionsBody, PromptTokensDetails, Tokens
+from diptych.serving.api.parameters import check_model, context_limit, options_of, truncated
+from diptych.serving.api.protocol import Count, Ids, Items, OptionsBody, PromptTokensDetails
 from diptych.serving.api.reply import encode_json
 from diptych.serving.api.responses import WholeResponse
 from diptych.serving.async_llm import AsyncLLM, check_count, check_prompt
@@ -43,7 +43,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 class EmbeddingsBody(OptionsBody):
     """POST /v1/embeddings. null means: not given."""
 
-    input: str | Items[str] | Tokens[int] | Items[Tokens[int]] = Field(
+    input: str | Items[str] | Ids | Items[Ids] = Field(
         description="A text, a list of texts, a list of token ids, or a list of those."
     )
     encoding_format: Literal["float", "base64"] | None = Field(
@@ -166,7 +166,8 @@ async def _submit(llm: AsyncLLM, body: EmbeddingsBody, tenant: str) -> Generatio
     if texts:
         is_special = body.add_special_tokens is not False
         texts = with_prompt(texts, recipe.prompt(body.prompt_name, pooling))
-        prompts = await llm.encode_all(texts, add_special_tokens=is_special, param="input")
+        limit = context_limit(body, ready)
+        prompts = await llm.encode_all(texts, add_special_tokens=is_special, param="input", limit=limit, tenant=tenant)
     elif body.prompt_name:
         raise InvalidRequestError("prompt_name is for texts; input holds token ids", param="prompt_name")
     prompts = truncated(body, prompts, ready, 1)

@@ -4,9 +4,7 @@ server must not look like a fault of the client.
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
@@ -76,22 +74,3 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientDisconnect, on_disconnect)
     app.add_exception_handler(Exception, on_bug)
-
-
-async def read_json(request: Request) -> Any:
-    """The body as JSON: strict (no NaN, no lone surrogates). Raises InvalidRequestError."""
-    data = await request.body()
-    try:
-        return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = _not_utf8(data, error) if isinstance(error, UnicodeDecodeError) else error
-        raise InvalidRequestError(f"the body is not valid JSON: {why}", code="invalid_json") from None
-
-
-def _not_utf8(data: bytes, error: UnicodeDecodeError) -> str:
-    """Where a body is no UTF-8. The decoder of JSON counts from the beginning of a text in it."""
-    try:
-        data.decode()
-    except UnicodeDecodeError as found:
-        return f"byte {found.start} (0x{data[found.start]:02x}) is not UTF-8"
-    return str(error)

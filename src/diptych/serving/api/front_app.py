@@ -129,6 +129,7 @@ def build_front_app(
     app = FastAPI(title="Diptych front", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     names = tuple(dict.fromkeys((model_name, *also_served_as))) if model_name else ()
     keys = keys or (Keyring(api_keys) if api_keys else None)
+    app.state.long_work = front.long_work
     service = FrontService(front, names)
     front.metrics.model_name = model_name or OWN_NAME
     errors.install(app)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving import edge_limits
@@ -17,7 +17,7 @@ from diptych.serving.api.error_responses import invalid_body
 from diptych.serving.api.function_tool import function_tool
 from diptych.serving.api.ignored_fields import OWN_FIELDS
 from diptych.serving.api.messages_blocks import messages_of, texts_of
-from diptych.serving.api.protocol import ChatBody, Count, Finite, Items, ToolBody
+from diptych.serving.api.protocol import ChatBody, Count, Fields, Items, ToolBody
 
 VOLATILE = re.compile(r"\A\s*x-anthropic-[a-z-]+:[^\n]*\n?")
 Blocks = str | Items[dict[str, Any]]
@@ -30,19 +30,15 @@ WITHOUT_EFFECT = (
 _OF_ANSWERS = ("max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k")  # nothing for a prompt
 
 
-class InputMessage(BaseModel):
+class InputMessage(Fields):
     """A turn of the conversation."""
-
-    model_config = Finite
 
     role: Annotated[str, Field(pattern="^(user|assistant|system)$")]
     content: Blocks
 
 
-class InputTool(BaseModel):
+class InputTool(Fields):
     """A tool; only functions of the client are served, and others left out."""
-
-    model_config = Finite
 
     type: str | None = None
     name: str | None = None
@@ -51,10 +47,9 @@ class InputTool(BaseModel):
     strict: bool | None = None
 
 
-class TokenCountBody(BaseModel):
+class TokenCountBody(Fields):
     """POST /v1/messages/count_tokens."""
 
-    model_config = Finite
     without_effect: ClassVar = frozenset((*LEFT_OUT, *WITHOUT_EFFECT, *_OF_ANSWERS, *OWN_FIELDS))
 
     model: str | None = None

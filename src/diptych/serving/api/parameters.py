@@ -133,6 +133,11 @@ def usual_room(longest_prompt: int, ready: Ready) -> int:
     return min(limits, default=longest) - longest_prompt
 
 
+def context_limit(body: OptionsBody, ready: Ready) -> int | None:
+    """The length of the context, where a longer prompt is refused; None where it is cut."""
+    return ready.max_model_len if body.truncate_prompt_tokens is None else None
+
+
 def truncated(body: OptionsBody, prompts: list[list[int]], ready: Ready, max_tokens: int | None) -> list[list[int]]:
     """What is kept of each prompt. max_tokens: of the answer, as far as the client says. Raises InvalidRequestError
     for 0."""

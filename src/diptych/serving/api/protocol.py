@@ -6,14 +6,24 @@ element: describing each of millions of wrong elements would block the event loo
 
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from diptych.serving import edge_limits
 from diptych.serving.api.miss_views import PrefixMissReply
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+MAX_TOKEN_ID = 2**32 - 1
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Milliseconds = Annotated[float, Field(gt=0, le=1e9)]
 Metadata = Annotated[
     dict[
@@ -21,6 +31,7 @@ Metadata = Annotated[
         Annotated[str, Field(max_length=edge_limits.LABEL_VALUE)],
     ],
     Field(max_length=edge_limits.LABELS),
+    BeforeValidator(lambda value: _limited(value, edge_limits.LABELS)),
 ]
 Finite = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
@@ -28,14 +39,59 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # 
 
 Element = TypeVar("Element")
 Items: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=edge_limits.LIST_ITEMS)]
-Tokens: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=edge_limits.TOKEN_IDS)]
+IDS_AT_ONCE = 8192  # are looked at in one call, which others wait for
 
 
 def _is_small(value: Any) -> Any:
     """Pydantic would measure a dict only when it has looked at every item."""
-    if isinstance(value, dict) and len(value) > edge_limits.LIST_ITEMS:
-        raise ValueError(f"at most {edge_limits.LIST_ITEMS} items, not {len(value)}")
+    return _limited(value, edge_limits.LIST_ITEMS)
+
+
+def _limited(value: Any, limit: int) -> Any:
+    if isinstance(value, dict) and len(value) > limit:
+        raise PydanticCustomError("too_many_fields", f"at most {limit} fields, not {len(value)}")
     return value
+
+
+def _are_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """A list of whole numbers, looked at in parts: pydantic would hold all others up until it has seen the last one."""
+    if not isinstance(value, list):
+        return handler(value)
+    if len(value) > edge_limits.TOKEN_IDS:
+        raise PydanticCustomError("too_long", f"at most {edge_limits.TOKEN_IDS} items, not {len(value)}")
+    for begin in range(0, len(value), IDS_AT_ONCE):
+        part = value[begin : begin + IDS_AT_ONCE]
+        if set(map(type, part)) != {int}:
+            wrong = next(number for number, element in enumerate(part) if type(element) is not int)
+            return handler([0] * min(begin, 1) + part[wrong : wrong + 1]) if begin else handler(part[: wrong + 1])
+    return value
+
+
+def _are_small_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """The same, of numbers that a tokenizer may have."""
+    ids = _are_ids(value, handler)
+    for begin in range(0, len(ids), IDS_AT_ONCE):
+        part = ids[begin : begin + IDS_AT_ONCE]
+        if min(part) < 0 or max(part) > MAX_TOKEN_ID:
+            wrong = next(element for element in part if not 0 <= element <= MAX_TOKEN_ID)
+            raise PydanticCustomError("token_id", f"{wrong} is no token id; they are in [0, {MAX_TOKEN_ID}]")
+    return ids
+
+
+Ids: TypeAlias = Annotated[list[int], Field(fail_fast=True), WrapValidator(_are_ids)]
+SmallIds: TypeAlias = Annotated[list[int], Field(fail_fast=True), WrapValidator(_are_small_ids)]
+
+
+class Fields(BaseModel):
+    """An object in a request: what it has is counted before it is looked at. The check is in Python, so that others get
+    their turn between two elements of a list of these."""
+
+    model_config = Finite
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few(cls, value: Any) -> Any:
+        return _limited(value, edge_limits.BODY_FIELDS)
 
 
 Biases: TypeAlias = Annotated[
@@ -45,19 +101,15 @@ Biases: TypeAlias = Annotated[
 ]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Fields):
     """What a stream carries besides text."""
-
-    model_config = Finite
 
     include_usage: bool | None = Field(None, description="A last chunk without choices carries the usage.")
     continuous_usage_stats: bool | None = Field(None, description="Every chunk carries the usage so far.")
 
 
-class OptionsBody(BaseModel):
+class OptionsBody(Fields):
     """What every request for the model may say. null means: not given."""
-
-    model_config = Finite
 
     model: str | None = Field(None, description="The served model's name; may be left out.")
     priority: Int32 | None = Field(None, description="Lower is served earlier (with --order priority).")
@@ -113,7 +165,7 @@ class GenerationBody(OptionsBody):
     )
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     forced_tokens: bool | None = Field(
         None, description="false: tokens of which a grammar leaves no choice are sampled all the same."
@@ -133,7 +185,7 @@ class GenerationBody(OptionsBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | Items[str] | Tokens[int] | Items[Tokens[int]] = Field(
+    prompt: str | Items[str] | Ids | Items[Ids] = Field(
         description="A text, a list of texts, a list of token ids, or a list of those."
     )
     echo: bool | None = None
@@ -141,19 +193,15 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
 
 
-class Message(BaseModel):
+class Message(Fields):
     """One message of a conversation."""
-
-    model_config = Finite
 
     role: Annotated[str, Field(min_length=1)]
     content: str | Items[dict[str, Any]] | None = None
 
 
-class FunctionBody(BaseModel):
+class FunctionBody(Fields):
     """A function that the model may call. parameters: the JSON schema of its arguments."""
-
-    model_config = Finite
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
@@ -161,19 +209,15 @@ class FunctionBody(BaseModel):
     strict: bool | None = None
 
 
-class ToolBody(BaseModel):
+class ToolBody(Fields):
     """A tool; only functions are served."""
-
-    model_config = Finite
 
     type: str = "function"
     function: FunctionBody
 
 
-class PredictionBody(BaseModel):
+class PredictionBody(Fields):
     """OpenAI's predicted output."""
-
-    model_config = Finite
 
     type: Literal["content"] = "content"
     content: str | Items[dict[str, Any]]
@@ -203,10 +247,8 @@ class ChatBody(GenerationBody):
     )
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(Fields):
     """POST /tokenize: one of prompt and messages. With messages, the fields of a chat request that shape its prompt."""
-
-    model_config = Finite
 
     model: str | None = None
     prompt: str | None = None
@@ -220,13 +262,11 @@ class TokenizeBody(BaseModel):
     reasoning_effort: Effort | None = None
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Fields):
     """POST /detokenize."""
 
-    model_config = Finite
-
     model: str | None = None
-    tokens: Tokens[TokenId]
+    tokens: SmallIds
 
 
 class ErrorDetail(BaseModel):

@@ -8,13 +8,13 @@ them.
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving import edge_limits
 from diptych.serving.api.error_responses import invalid_body
 from diptych.serving.api.ignored_fields import OWN_FIELDS
-from diptych.serving.api.protocol import ChatBody, Count, Finite, Items, Metadata
+from diptych.serving.api.protocol import ChatBody, Count, Fields, Items, Metadata
 from diptych.serving.api.responses_items import ItemReader, take_found_tools
 from diptych.serving.api.responses_tools import ClientTools
 
@@ -28,10 +28,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 SEALED_REASONING = "reasoning.encrypted_content"  # of ``include``
 
 
-class ResponsesBody(BaseModel):
+class ResponsesBody(Fields):
     """POST /v1/responses. null means: not given."""
 
-    model_config = Finite
     without_effect: ClassVar = frozenset((*_UNSUPPORTED, *OWN_FIELDS, "max_tool_calls", "truncation"))
 
     model: str | None = None

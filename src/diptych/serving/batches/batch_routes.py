@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from diptych.control.errors import InvalidRequestError, NotFoundError
 from diptych.serving import edge_limits
 from diptych.serving.api.bodies import key_in, read_body, takes, tenant_in
-from diptych.serving.api.protocol import Finite, Metadata
+from diptych.serving.api.protocol import Fields, Finite, Metadata
 from diptych.serving.api.reply import encode_json
 from diptych.serving.batches.batch_records import Batch, BatchTerms, StoredFile, window_seconds
 from diptych.serving.batches.batch_service import BatchService, Upload
@@ -26,19 +26,15 @@ OFF = "this server keeps no files and batches; it was started without --batch-di
 Seconds = Annotated[int, Field(ge=edge_limits.FILE_LEAST_S, le=edge_limits.BATCH_WINDOW_S)]
 
 
-class ExpiryBody(BaseModel):
+class ExpiryBody(Fields):
     """For how long files are kept."""
-
-    model_config = Finite
 
     anchor: Literal["created_at"]
     seconds: Seconds
 
 
-class BatchBody(BaseModel):
+class BatchBody(Fields):
     """POST /v1/batches. null means: not given."""
-
-    model_config = Finite
 
     input_file_id: str
     endpoint: str = Field(description="The path of every line.")
