@@ -1,10 +1,12 @@
 """The operator's routes: what each worker is for, which workers there are.
 
-Owns ``/admin/...`` and who may use it: with an admin key, whoever has it; without one, programs on this machine. A web
-page of another origin is refused in either case, since the browser of somebody on this machine would carry its request.
+Owns ``/admin/...`` and who may use it: with an admin key, whoever has it; without one, programs on this machine that
+call the server by one of its own names, whatever else is set. A web page of another origin is refused in either case,
+since the browser of somebody on this machine would carry its request.
 """
 
 import hmac
+from collections.abc import Collection
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -19,12 +21,12 @@ from diptych.control.config import ShapeName
 from diptych.control.errors import AuthenticationError, ConfigError, InvalidRequestError, PermissionDeniedError
 from diptych.control.router.topology import Role
 from diptych.serving.api import error_responses as errors
+from diptych.serving.api.cross_origin import ADMIN_PREFIX, unknown_host
+from diptych.serving.api.manners import is_loopback, is_own_name
 from diptych.serving.fleet.worker_changes import WorkerChanges
 from diptych.serving.fleet.worker_port import WorkerState
 from diptych.serving.served_fleet import ServedFleet
 
-ADMIN_PREFIX = "/admin/"
-LOOPBACK = ("127.", "::1", "::ffff:127.")
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")  # a proxy on this machine speaks for somebody else
 
 
@@ -85,10 +87,12 @@ class SplitBody(BaseModel):
 
 class AdminAccess:
     """Lets through to ``/admin/`` requests with ``Authorization: Bearer KEY``, or without a key those that come from
-    this machine's loopback address; and none that a page of another origin has made."""
+    this machine's loopback address under one of its names or ``hosts``; and none that a page of another origin has
+    made. A name that is made to resolve to 127.0.0.1 would make its page count as this server's own (DNS rebinding)."""
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, hosts: Collection[str] = ()) -> None:
         self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
         self._expected = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,6 +108,9 @@ class AdminAccess:
                 denied = PermissionDeniedError("without --admin-key, /admin answers only programs on this machine")
                 await errors.error_response(denied)(scope, receive, send)
                 return
+            elif not is_own_name(headers.get("host", ""), self._hosts):
+                await errors.error_response(unknown_host(headers["host"]))(scope, receive, send)
+                return
             if not _is_same_origin(headers):
                 denied = PermissionDeniedError(f"/admin does not answer pages of {headers['origin']}")
                 await errors.error_response(denied)(scope, receive, send)
@@ -111,11 +118,16 @@ class AdminAccess:
         await self._app(scope, receive, send)
 
 
+def is_operator(scope: Scope, hosts: Collection[str]) -> bool:
+    """Whether /admin would answer a page of this server without a key. hosts: see AdminAccess."""
+    return is_local(scope) and is_own_name(Headers(scope=scope).get("host", ""), {host.lower() for host in hosts})
+
+
 def is_local(scope: Scope) -> bool:
     """Whether a request comes from this machine's loopback address, and no proxy says that it hands it on."""
     headers = Headers(scope=scope)
     is_forwarded = any(name in headers for name in FORWARDED)
-    return str((scope.get("client") or ("",))[0]).startswith(LOOPBACK) and not is_forwarded
+    return is_loopback(str((scope.get("client") or ("",))[0])) and not is_forwarded
 
 
 def _is_same_origin(headers: Headers) -> bool:

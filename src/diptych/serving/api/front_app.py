@@ -127,6 +127,7 @@ def build_front_app(
     names = tuple(dict.fromkeys((model_name, *also_served_as))) if model_name else ()
     service = FrontService(front, names)
     front.metrics.model_name = model_name or OWN_NAME
+    manners = manners or Manners()
     errors.install(app)
     for path in get_args(RelayPath):
         _add_relay(app, service, path)
@@ -141,8 +142,8 @@ def build_front_app(
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches))
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys)
-    app.add_middleware(AdminAccess, key=admin_key)
-    add_manners(app, manners or Manners())
+    app.add_middleware(AdminAccess, key=admin_key, hosts=manners.allowed_hosts)
+    add_manners(app, manners)
     return app
 
 
