@@ -200,7 +200,7 @@ async def client_of(
 ) -> AsyncIterator[httpx.AsyncClient]:
     app = build_app(AsyncLLM(setup.fleet.options, setup.fleet), "m", **options)
     transport = httpx.ASGITransport(app, client=peer)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
         yield client
 
 
@@ -290,4 +290,4 @@ async def test_pages_of_other_origins_are_refused() -> None:
     async with in_process_fleet(both=1) as setup, client_of(setup) as client:
         elsewhere = await client.post("/admin/workers", headers={"Origin": "http://evil.example"})
         assert elsewhere.status_code == 403 and "evil.example" in elsewhere.text
-        assert (await client.get("/admin/workers", headers={"Origin": "http://server"})).status_code == 200
+        assert (await client.get("/admin/workers", headers={"Origin": "http://127.0.0.1:8000"})).status_code == 200

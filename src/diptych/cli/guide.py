@@ -3,12 +3,15 @@
 Owns the options and the output in the terminal; the pages are in diptych.web.
 """
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from diptych.cli.error_messages import errors_in_words
 from diptych.control.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 
 def guide(
@@ -17,12 +20,20 @@ def guide(
     opens: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
     """Prefill and decode, explained: an interactive guide and a comparison of runs. Needs no model."""
+    from diptych.serving.api.manners import is_local_name
     from diptych.web.guide_app import run_guide
 
     with errors_in_words():
         if not 0 <= port <= 65535:
             raise ConfigError(f"port is {port}; it must be from 0 to 65535", param="port")
-        run_guide(host, port, _say, opens=opens)
+        run_guide(host, port, _say, opens=opens, guarded=_guarded if is_local_name(host) else None)
+
+
+def _guarded(app: "ASGIApp") -> "ASGIApp":
+    """A page of another name that resolves to this machine is refused, as ``diptych serve`` does."""
+    from diptych.serving.api.cross_origin import CrossOrigin
+
+    return CrossOrigin(app, (), ())
 
 
 def _say(url: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from anyio import CancelScope
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -50,11 +51,19 @@ def guide_app(host: PanelHost) -> Starlette:
     return Starlette(routes=[Route("/", home), *guide_routes(host), *static_routes()])
 
 
-def run_guide(host: str, port: int, on_ready: Callable[[str], None], *, opens: bool = False) -> None:
+def run_guide(
+    host: str,
+    port: int,
+    on_ready: Callable[[str], None],
+    *,
+    opens: bool = False,
+    guarded: Callable[[ASGIApp], ASGIApp] | None = None,
+) -> None:
     """Serve the guide until a stop signal. port 0: a free one. on_ready: called with the address of the first
-    page."""
+    page. guarded: put around the application."""
     panels = PanelHost()
-    config = uvicorn.Config(guide_app(panels), host=host, port=port, log_level="warning", lifespan="off")
+    app = guide_app(panels) if guarded is None else guarded(guide_app(panels))
+    config = uvicorn.Config(app, host=host, port=port, log_level="warning", lifespan="off")
     try:
         _Server(config, panels, on_ready, opens).run()
     finally:

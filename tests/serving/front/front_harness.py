@@ -124,7 +124,7 @@ async def fronted(
                     await asyncio.sleep(0.005)
                 await fleet.first_starts()
         transport = httpx.ASGITransport(build_front_app(front, **(app or {})), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://front", timeout=30) as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=30) as http:
             yield FrontClient(front, http, engines)
     finally:
         await front.shutdown()

@@ -1,10 +1,12 @@
 """The operator's routes: what each worker is for, which workers there are.
 
-Owns ``/admin/...`` and who may use it: with an admin key, whoever has it; without one, programs on this machine. A web
-page of another origin is refused in either case, since the browser of somebody on this machine would carry its request.
+Owns ``/admin/...`` and who may use it: with an admin key, whoever has it; without one, programs on this machine that
+call the server by one of its own names, whatever else is set. A web page of another origin is refused in either case,
+since the browser of somebody on this machine would carry its request.
 """
 
 import hmac
+from collections.abc import Collection
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -26,14 +28,14 @@ from diptych.control.errors import (
 from diptych.control.router.topology import Role
 from diptych.serving.api import error_responses as errors
 from diptych.serving.api.bodies import read_checked
+from diptych.serving.api.cross_origin import ADMIN_PREFIX, unknown_host
+from diptych.serving.api.manners import is_loopback, is_own_name
 from diptych.serving.api.middleware import given_key
 from diptych.serving.fleet.worker_changes import WorkerChanges
 from diptych.serving.fleet.worker_port import WorkerState
 from diptych.serving.keys.keyring import Keyring
 from diptych.serving.served_fleet import ServedFleet
 
-ADMIN_PREFIX = "/admin/"
-LOOPBACK = ("127.", "::1", "::ffff:127.")
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")  # a proxy on this machine speaks for somebody else
 
 
@@ -94,11 +96,16 @@ class SplitBody(BaseModel):
 
 class AdminAccess:
     """Lets through to ``/admin/`` requests with ``Authorization: Bearer KEY``, or without a key those that come from
-    this machine's loopback address; and none that a page of another origin has made. key: of --admin-key. keys: those
-    of a file may be admin keys; where there is a file, a key is asked for, whatever the file says by now."""
+    this machine's loopback address under one of its names or ``hosts``; and none that a page of another origin has
+    made. A name that is made to resolve to 127.0.0.1 would make its page count as this server's own (DNS rebinding).
+    key: of --admin-key. keys: those of a file may be admin keys; where there is a file, a key is asked for, whatever
+    the file says by now."""
 
-    def __init__(self, app: ASGIApp, key: str | None, keys: Keyring | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, key: str | None, hosts: Collection[str] = (), keys: Keyring | None = None
+    ) -> None:
         self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
         self._expected = None if key is None else key.encode("utf-8", "surrogateescape")
         self._keys = keys
         self._needs_key = asks_admin_key(key, keys)
@@ -114,6 +121,9 @@ class AdminAccess:
             elif not is_local(scope):
                 denied = PermissionDeniedError("without --admin-key, /admin answers only programs on this machine")
                 await errors.error_response(denied)(scope, receive, send)
+                return
+            elif not is_own_name(headers.get("host", ""), self._hosts):
+                await errors.error_response(unknown_host(headers["host"]))(scope, receive, send)
                 return
             if not _is_same_origin(headers):
                 denied = PermissionDeniedError(f"/admin does not answer pages of {headers['origin']}")
@@ -136,11 +146,16 @@ def asks_admin_key(key: str | None, keys: Keyring | None) -> bool:
     return key is not None or (keys is not None and keys.path is not None)
 
 
+def is_operator(scope: Scope, hosts: Collection[str]) -> bool:
+    """Whether /admin would answer a page of this server without a key. hosts: see AdminAccess."""
+    return is_local(scope) and is_own_name(Headers(scope=scope).get("host", ""), {host.lower() for host in hosts})
+
+
 def is_local(scope: Scope) -> bool:
     """Whether a request comes from this machine's loopback address, and no proxy says that it hands it on."""
     headers = Headers(scope=scope)
     is_forwarded = any(name in headers for name in FORWARDED)
-    return str((scope.get("client") or ("",))[0]).startswith(LOOPBACK) and not is_forwarded
+    return is_loopback(str((scope.get("client") or ("",))[0])) and not is_forwarded
 
 
 def _is_same_origin(headers: Headers) -> bool:

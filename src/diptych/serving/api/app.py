@@ -247,6 +247,7 @@ def build_app(
     names = tuple(dict.fromkeys((model_name, *also_served_as)))
     keys = keys or (Keyring(api_keys) if api_keys else None)
     service = Service(llm, names)
+    manners = manners or Manners()
     errors.install(app)
     _add_generation_routes(app, service)
     add_messages_routes(app, llm, names, ERRORS)
@@ -265,15 +266,15 @@ def build_app(
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches))
     if keys is not None:
         app.add_middleware(ApiKey, keys=keys)
-    app.add_middleware(AdminAccess, key=admin_key, keys=keys)
-    add_manners(app, manners or Manners())
+    app.add_middleware(AdminAccess, key=admin_key, hosts=manners.allowed_hosts, keys=keys)
+    add_manners(app, manners)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
 
 def add_manners(app: FastAPI, manners: Manners) -> None:
     """The layers around everything that ``app`` has so far. Raises ConfigError for a log that cannot be opened."""
-    app.state.is_strict = manners.is_strict
+    app.state.is_strict, app.state.allowed_hosts = manners.is_strict, manners.allowed_hosts
     app.add_middleware(HeadRequests)
     app.add_middleware(CrossOrigin, origins=manners.cors_origins, hosts=manners.hosts)
     app.add_middleware(ReplyHeaders)

@@ -5,7 +5,6 @@ name count as this server's own (DNS rebinding). Programs send no Origin, and ca
 localhost: for them nothing changes.
 """
 
-import re
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
@@ -14,11 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.control.errors import PermissionDeniedError
 from diptych.serving.api.error_responses import error_response
-from diptych.serving.api.manners import ANY_ORIGIN
+from diptych.serving.api.manners import ANY_ORIGIN, host_name, is_own_name
 
 ADMIN_PREFIX = "/admin/"
-LOCAL_HOSTS = ("localhost", "ip6-localhost", "host.docker.internal")
-_ADDRESS = re.compile(r"[\d.]+|\[[\da-fA-F:.%]+\]")
 _EXPOSED = "x-request-id, request-id, x-ignored-fields, retry-after"
 _KEPT_S = 600  # that a browser remembers the reply to a preflight
 
@@ -31,15 +28,15 @@ class CrossOrigin:
     def __init__(self, app: ASGIApp, origins: Sequence[str], hosts: Sequence[str] | None) -> None:
         self._app = app
         self._origins = frozenset(origins)
-        self._hosts = None if hosts is None else frozenset(host.lower() for host in (*LOCAL_HOSTS, *hosts))
+        self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if refusal := self._refused_host(headers.get("host", "")):
-            await error_response(refusal)(scope, receive, send)
+        if self._hosts is not None and not is_own_name(headers.get("host", ""), self._hosts):
+            await error_response(unknown_host(headers["host"]))(scope, receive, send)
             return
         origin = headers.get("origin")
         if origin is None or is_same_origin(headers) or scope["path"].startswith(ADMIN_PREFIX):
@@ -65,14 +62,12 @@ class CrossOrigin:
 
         await self._app(scope, receive, with_headers)
 
-    def _refused_host(self, host: str) -> PermissionDeniedError | None:
-        if self._hosts is None:
-            return None
-        name = re.sub(r":\d*$", "", host).rstrip(".").lower()
-        if not name or _ADDRESS.fullmatch(name) or name in self._hosts or name.endswith(".localhost"):
-            return None
-        message = f"this server was called as {name[:200]!r}, which is not one of its names; add it with --allowed-host"
-        return PermissionDeniedError(message, code="unknown_host")
+
+def unknown_host(host: str) -> PermissionDeniedError:
+    """The refusal of a request whose Host header is no name of this server."""
+    name = host_name(host)[:200]
+    message = f"this server was called as {name!r}, which is not one of its names; add it with --allowed-host"
+    return PermissionDeniedError(message, code="unknown_host")
 
 
 def is_same_origin(headers: Headers) -> bool:

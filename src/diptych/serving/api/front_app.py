@@ -132,6 +132,7 @@ def build_front_app(
     app.state.long_work = front.long_work
     service = FrontService(front, names)
     front.metrics.model_name = model_name or OWN_NAME
+    manners = manners or Manners()
     errors.install(app)
     for path in get_args(RelayPath):
         _add_relay(app, service, path)
@@ -147,8 +148,8 @@ def build_front_app(
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches))
     if keys is not None:
         app.add_middleware(ApiKey, keys=keys)
-    app.add_middleware(AdminAccess, key=admin_key, keys=keys)
-    add_manners(app, manners or Manners())
+    app.add_middleware(AdminAccess, key=admin_key, hosts=manners.allowed_hosts, keys=keys)
+    add_manners(app, manners)
     return app
 
 

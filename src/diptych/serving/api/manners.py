@@ -1,13 +1,16 @@
 """How the server behaves towards clients besides answering them: the settings of the layers around the routes."""
 
+import ipaddress
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from diptych.control.errors import ConfigError
 
-LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 ANY_ORIGIN = "*"
+LOCAL_HOSTS = ("localhost", "ip6-localhost", "host.docker.internal")
 _ORIGIN = re.compile(r"https?://[^/?#@\s]+|null|\*")
+_ADDRESS = re.compile(r"[\d.]+|\[[\da-fA-F:.%]+\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,5 +41,25 @@ class Manners:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on is reached from this machine alone."""
-    return host.startswith(LOOPBACK)
+    """Whether an address, with or without the brackets of a URL, is reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without its port and in lower case."""
+    return re.sub(r":\d*$", "", host).rstrip(".").lower()
+
+
+def is_own_name(host: str, names: Collection[str]) -> bool:
+    """Whether a Host header is one that no page of another origin can be called by: an address, this machine's own
+    names, or one of ``names`` (in lower case). A request without one is no browser's."""
+    name = host_name(host)
+    is_local = name in LOCAL_HOSTS or name.endswith(".localhost")
+    return not name or _ADDRESS.fullmatch(name) is not None or is_local or name in names

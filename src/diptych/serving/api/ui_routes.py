@@ -16,7 +16,7 @@ from diptych import __version__
 from diptych.control.engine.reports import TierStats
 from diptych.control.planner.planner_events import Decision
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.serving.api.admin_routes import is_local
+from diptych.serving.api.admin_routes import is_operator
 from diptych.serving.api.diagnosis_routes import add_diagnosis_routes, add_engine_diagnosis_routes
 from diptych.serving.fleet.fleet_planner import FleetPlanner
 from diptych.serving.metrics.rolling_window import WINDOW_S, Recent
@@ -222,7 +222,8 @@ def add_ui_routes(
         """The server at this moment and over the last seconds, for the live page."""
         recent.take(time.monotonic())
         found = _state(llm, model_name, recent)
-        found.admin = "key" if has_admin_key else "open" if is_local(request.scope) else "closed"
+        is_open = is_operator(request.scope, request.app.state.allowed_hosts)
+        found.admin = "key" if has_admin_key else "open" if is_open else "closed"
         found.has_batches = request.app.state.batches is not None
         return Response(found.model_dump_json(), media_type="application/json")
 
