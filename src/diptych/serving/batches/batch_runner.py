@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from diptych.control.errors import DiptychError
+from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.api.error_format import error_body
 from diptych.serving.batches.batch_records import Batch, End, LineResult
 from diptych.serving.batches.batch_store import BatchStore, row_id
@@ -99,6 +100,7 @@ class BatchRunner:
         self._others = others
         self._limits = limits
         self.pace = Pace()
+        self._log = LimitedLog(logger)
         self._models = models
         self._clock = clock
         self.counts = BatchCounts()
@@ -132,11 +134,8 @@ class BatchRunner:
         """Until it is cancelled. Lines that run then are ended; their rows that are ready are still written."""
         writing = asyncio.create_task(self._write())
         try:
-            for batch in await self._in_thread(self._store.tables.open_batches):
-                if batch.status == "validating":
-                    self._new.append(batch)
-                else:
-                    self.schedule.add(batch)
+            while not await self._has_begun():
+                await asyncio.sleep(DISK_RETRY_S)
             while True:
                 self._wake.clear()
                 wait_s = await self._guarded_turn()
@@ -155,13 +154,31 @@ class BatchRunner:
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
+    async def _has_begun(self) -> bool:
+        """Take up the batches that are open. False: the disk fails."""
+        try:
+            found = await self._in_thread(self._store.tables.open_batches)
+        except (OSError, sqlite3.Error) as error:
+            self._on_disk_failure(error)
+            return False
+        known = {batch.id for batch in self._new}  # created meanwhile
+        for batch in found:
+            if batch.status != "validating":
+                self.schedule.add(batch)
+            elif batch.id not in known:
+                self._new.append(batch)
+        return True
+
     async def _guarded_turn(self) -> float:
-        """How long nothing needs to be done, if nothing happens. A disk that fails stops batches, never the server."""
+        """How long nothing needs to be done, if nothing happens. A disk that fails stops batches, never the server; and
+        a defect must not end all batches in silence."""
         try:
             return await self._turn()
         except (OSError, sqlite3.Error) as error:
             self._on_disk_failure(error)
-            return DISK_RETRY_S
+        except Exception as error:
+            self._log.error(kind_of(error), "batches cannot go on; trying again", error=error)
+        return DISK_RETRY_S
 
     async def _turn(self) -> float:
         now = self._clock()
@@ -259,8 +276,8 @@ class BatchRunner:
         endpoint = batch.terms.endpoint
         try:
             reply = await self._execute(endpoint, request_body(line.text, endpoint, line.gives_way_s), batch.tenant)
-        except Exception:
-            logger.exception("line %d of %s failed", line.place.number, batch.id)
+        except Exception as error:
+            self._log.error(kind_of(error), "line %d of %s failed", line.place.number, batch.id, error=error)
             reply = LineReply(500, error_body(DiptychError("internal error; the server's log has the details")))
         is_busy = reply.status in BUSY
         if is_busy or (reply.status >= 500 and line.num_attempts < MAX_ATTEMPTS):
@@ -290,6 +307,11 @@ class BatchRunner:
                 await asyncio.sleep(DISK_RETRY_S)
                 self._has_results.set()
                 continue
+            except Exception as error:
+                self._log.error(kind_of(error), "rows of batches cannot be written; trying again", error=error)
+                await asyncio.sleep(DISK_RETRY_S)
+                self._has_results.set()
+                continue
             del self._results[: len(results)]
             for result in results:
                 self.schedule.done(result.batch, result.line)
@@ -300,4 +322,4 @@ class BatchRunner:
 
     def _on_disk_failure(self, error: Exception) -> None:
         self.counts.disk_failures += 1
-        logger.error("batches wait for their disk: %s", error)
+        self._log.error("disk", "batches wait for their disk: %s", error)
