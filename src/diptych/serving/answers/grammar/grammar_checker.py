@@ -76,7 +76,7 @@ class GrammarChecker:
                 error = UnavailableError(f"{grammar.param}: {reply.error}", code="grammar_timeout")
                 error.retry_after_s = RETRY_AFTER_S
                 raise error
-            if len(grammar.text) <= MAX_KNOWN_BYTES:
+            if len(grammar.text) + len(reply.text) <= MAX_KNOWN_BYTES:
                 self._known[grammar.text] = reply
             while len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
