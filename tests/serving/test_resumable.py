@@ -171,4 +171,4 @@ async def test_records_are_removed_after_their_time(tmp_path: Path, monkeypatch:
         (directory / "not-ours").touch()
     async with server(directory) as client:
         await client.post("/v1/completions", json=COMPLETION)
-        assert name not in os.listdir(directory) and len(os.listdir(directory)) == 2
+        assert name not in os.listdir(directory) and len(os.listdir(directory)) == 3

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 
 from diptych.control.engine.kvcache.tier_records import CancelLoad, LoadBlocks, RunLoaded, ShareBlocks, TierAction
+from diptych.limited_log import LimitedLog
 from diptych.runtime.tiers.extent_format import Buffer
 from diptych.runtime.tiers.shared_host import NAME_BYTES, PeerHost, SharedHost
 from diptych.runtime.tiers.tier_events import TierEvents
@@ -29,6 +30,7 @@ class PeerReader:
         host_buffer: Callable[[int], Buffer],
         events: TierEvents,
     ) -> None:
+        self._log = LimitedLog(logger)
         self._own = own
         self._fds = dict(fds)
         self._digest = format_digest
@@ -74,7 +76,7 @@ class PeerReader:
             try:
                 count = self._load(action)
             except OSError as error:
-                logger.warning("reading host memory of worker %d failed: %s", action.peer, error)
+                self._log.warning("read", "reading host memory of worker %d failed: %s", action.peer, error)
             self._pending.discard(action.load_id)
             self._cancelled.discard(action.load_id)
             self._events.emit(RunLoaded(action.load_id, count, time.monotonic_ns() - begun_ns))

@@ -25,6 +25,7 @@ from diptych.control.engine.kvcache.tier_records import (
     StoreBlocks,
     TierAction,
 )
+from diptych.limited_log import LimitedLog
 from diptych.runtime.thread_priority import give_way
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import Buffer
@@ -69,6 +70,7 @@ class TierMover:
         self._writing = writing
         self._events = events
         self._emit = events.emit
+        self._log = LimitedLog(logger)
         self._pending: set[int] = set()  # loads that are not answered
         self._cancelled: set[int] = set()  # of these
         self._loads: queue.SimpleQueue[LoadBlocks | None] = queue.SimpleQueue()
@@ -177,7 +179,8 @@ class TierMover:
             self._num_failures = 0
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                logger.warning("the disk tier is full: %s; nothing is stored for %d s", error, FULL_REST_S)
+                words = "the disk tier is full: %s; nothing is stored for %d s at a time"
+                self._log.warning("full", words, error, FULL_REST_S)
                 self._full_until = time.monotonic() + FULL_REST_S
             else:
                 self._failed("writing", error)
@@ -205,7 +208,7 @@ class TierMover:
 
     def _failed(self, what: str, error: OSError) -> None:
         self._num_failures += 1
-        logger.warning("%s the disk tier failed: %s", what, error)
+        self._log.warning(what, "%s the disk tier failed: %s", what, error)
         if self._num_failures >= MAX_FAILURES and self._is_on:
             self._is_on = False
             message = f"{what} failed {self._num_failures} times in a row, the last time with: {error}"

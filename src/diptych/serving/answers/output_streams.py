@@ -15,6 +15,7 @@ from diptych.control.events import Event, RequestAdmitted, RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.control.step import StepTokens, TokenLogprobs
+from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.link.messages import AttemptTokens, pack_token_ids
 from diptych.serving.metrics.serving_metrics import ServingMetrics
@@ -42,6 +43,7 @@ class OutputStreams:
         self.idle = asyncio.Event()
         self.idle.set()
         self.num_untouched = 0  # submitted, no token yet
+        self._log = LimitedLog(logger)
         self._metrics = metrics
         self._streams: dict[str, AnswerStream] = {}
         self._fed: dict[str, AnswerStream] = {}  # by attempt id: those that a worker feeds
@@ -161,7 +163,7 @@ class OutputStreams:
                     stopped.append(stream)
                 news.append(stream.mark())
             except Exception as error:  # a failure in the text of one answer must not harm the others
-                logger.error("request %s failed in the front end", stream.request_id, exc_info=error)
+                self._log.error(kind_of(error), "request %s failed in the front end", stream.request_id, error=error)
                 stream.generation.fail(DiptychError("internal error; the server's log has the details"))
                 stopped.append(stream)
         self._metrics.on_gaps(gaps, num_tokens)

@@ -19,6 +19,7 @@ import msgspec
 from diptych.control.errors import ConfigError
 from diptych.control.events import RequestFinished
 from diptych.length_prefix import Unpacker, pack
+from diptych.limited_log import LimitedLog
 from diptych.private_files import lock_of, make_private_folder, open_private
 from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
@@ -71,6 +72,8 @@ class StreamJournal:
         self._written: dict[str, int] = {}  # tokens of the streams that are recorded now
         self._live: dict[str, Generation] = {}
         self._num_kept = 0
+        self.num_not_recorded = 0  # whose record could not be written, or written to its end
+        self._log = LimitedLog(logger)
         self._swept_s = 0.0
         try:
             make_private_folder(directory)
@@ -142,7 +145,8 @@ class StreamJournal:
             finally:
                 os.close(descriptor)
         except OSError as error:  # serving goes on; this stream cannot be resumed from here
-            logger.error("a stream cannot be recorded: %s", error)
+            self.num_not_recorded += 1
+            self._log.error("write", "a stream cannot be recorded: %s", error)
             self._written.pop(path.stem, None)
             self._live.pop(path.stem, None)
             with contextlib.suppress(OSError):

@@ -16,6 +16,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.control.errors import ConfigError, DiptychError
+from diptych.limited_log import LimitedLog
 from diptych.private_files import open_private
 from diptych.serving.answers.answer_stream import Generation
 from diptych.serving.keys.key_record import KeyRecord
@@ -41,6 +42,7 @@ class AccessLog:
     def __init__(self, app: ASGIApp, file: int) -> None:
         self._app = app
         self._file = file
+        self._log = LimitedLog(logger)
         self._epoch_s = time.time() - time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +68,7 @@ class AccessLog:
         try:
             os.write(self._file, msgspec.json.encode(fields) + b"\n")
         except OSError as error:  # a full disk must not end requests
-            logger.error("the access log cannot be written: %s", error)
+            self._log.error("write", "the access log cannot be written, and lacks requests: %s", error)
 
 
 def entry(scope: Scope, status: int, begin: float, end: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from diptych.control.errors import DiptychError, InvalidRequestError, NotFoundError, RequestError
+from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.api.dialect import CHAT, Dialect, dialect_of
 from diptych.serving.api.error_format import error_headers, http_error
 
@@ -45,11 +46,12 @@ def _path(location: tuple[int | str, ...]) -> Iterator[str]:
 
 def install(app: FastAPI) -> None:
     """Make every failure of the app answer in this format."""
+    log = LimitedLog(logger)
 
     async def on_diptych_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, DiptychError)
         if error.status >= 500 and not isinstance(error, RequestError):
-            logger.error("%s: %s", type(error).__name__, error.message)
+            log.error(kind_of(error), "%s: %s", type(error).__name__, error.message)
         return error_response(error, dialect_of(request.scope["path"]))
 
     async def on_http_error(request: Request, error: Exception) -> Response:
@@ -66,7 +68,7 @@ def install(app: FastAPI) -> None:
         return Response(status_code=499)  # the client is gone: the server sends nothing, and there is nothing to log
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        logger.error("unexpected failure at %s", request.scope["path"], exc_info=error)
+        log.error(kind_of(error), "unexpected failure at %s", request.scope["path"][:200], error=error)
         failure = DiptychError("internal error; the server's log has the details")
         return error_response(failure, dialect_of(request.scope["path"]))
 

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.byte_size import size_words
 from diptych.control.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError
+from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.answers.native_panic import is_panic
 from diptych.serving.api.dialect import dialect_of
 from diptych.serving.api.error_format import http_error
@@ -68,6 +69,7 @@ class NativePanics:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._log = LimitedLog(logger)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_started = False
@@ -82,7 +84,7 @@ class NativePanics:
         except BaseException as error:
             if not is_panic(error) or scope["type"] != "http":
                 raise
-            logger.error("a native library panicked at %s: %s", scope["path"], error)
+            self._log.error(kind_of(error), "a native library panicked at %s: %s", scope["path"][:200], error)
             if has_started:
                 raise RuntimeError("a native library panicked in the middle of a reply") from error
             refusal = InvalidRequestError(f"a native library failed on this request: {error}", code="native_panic")

@@ -91,6 +91,7 @@ class ResponseStore:
         self._pool = ThreadPoolExecutor(1, "responses")
         self._opened: sqlite3.Connection | None = None
         self._lock: int | None = None
+        self._is_closed = False
         self._texts: dict[str, int] = {}  # bytes of the texts of each tenant
         self._swept_s = 0.0
         self._counting = threading.Lock()
@@ -154,8 +155,9 @@ class ResponseStore:
 
     def close(self) -> None:
         """Finish what was put, and let another server have the file."""
-        if self._opened is not None:
+        if self._opened is not None and not self._is_closed:
             self._pool.submit(self._opened.close)
+        self._is_closed = True
         self._pool.shutdown()
         if self._lock is not None:  # after SQLite has closed the file
             os.close(self._lock)

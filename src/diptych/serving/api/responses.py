@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.control.errors import DiptychError
+from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.answers.answer_stream import Delta, Generation
 from diptych.serving.answers.native_panic import is_failure
 from diptych.serving.api.dialect import CHAT, Dialect
@@ -23,7 +24,7 @@ from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_responses import error_response
 from diptych.serving.served_fleet import ServedFleet
 
-logger = logging.getLogger(__name__)
+failures = LimitedLog(logging.getLogger(__name__))
 
 OPEN_AFTER_S = 1.0  # clients wait for the head of a reply; what fails sooner has a status
 SILENCE_S = 12.0  # proxies, and clients, give up a connection on which nothing comes for long: some after 15 s
@@ -173,7 +174,7 @@ class GenerationResponse(WholeResponse):
         except BaseException as error:
             if not is_failure(error):
                 raise
-            logger.error("a stream failed", exc_info=error)
+            failures.error(kind_of(error), "a stream failed", error=error)
             tail = writer.failure(DiptychError("internal error; the server's log has the details"))
         await send({"type": "http.response.body", "body": tail + self._dialect.done, "more_body": False})
 

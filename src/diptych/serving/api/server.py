@@ -18,6 +18,7 @@ import uvicorn
 import uvloop
 
 from diptych.control.errors import DiptychError
+from diptych.limited_log import LimitedErrors
 from diptych.runtime.garbage import leave_alone_what_is_loaded
 from diptych.runtime.thread_limits import switch_often
 from diptych.serving import edge_limits
@@ -226,6 +227,7 @@ def _make_server(app: "FastAPI", options: ServerOptions, listener: Listener) -> 
         timeout_graceful_shutdown=5,
         server_header=False,
     )
+    logging.getLogger("uvicorn.error").addFilter(LimitedErrors())  # it repeats what an application raises
     return _QuietServer(config, listener)
 
 

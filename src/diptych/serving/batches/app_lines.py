@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
 
 from diptych.control.errors import DiptychError
+from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.api.error_format import error_body
 from diptych.serving.batches.batch_runner import LineReply
 
@@ -19,6 +20,7 @@ class AppLines:
     """The LineExecutor of a served application. entry: its routes with their handlers of errors."""
 
     def __init__(self, app: FastAPI, entry: ASGIApp) -> None:
+        self._log = LimitedLog(logger)
         self._app = app
         self._entry = entry
 
@@ -44,8 +46,8 @@ class AppLines:
 
         try:
             await self._entry(scope, receive, send)
-        except Exception:
-            logger.exception("a line of a batch failed at %s", path)
+        except Exception as error:
+            self._log.error(kind_of(error), "a line of a batch failed at %s", path, error=error)
         if not start:
             return LineReply(500, error_body(DiptychError("internal error; the server's log has the details")))
         headers = {bytes(name).lower(): bytes(value) for name, value in start.get("headers", ())}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from diptych.control.errors import DiptychError
+from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.api.error_format import error_body
 from diptych.serving.batches.batch_records import Batch, End, LineResult
 from diptych.serving.batches.batch_store import BatchStore, row_id
@@ -101,6 +102,7 @@ class BatchRunner:
         self._others = others
         self._limits = limits
         self.pace = Pace()
+        self._log = LimitedLog(logger)
         self._models = models
         self._clock = clock
         self.counts = counts or BatchCounts()
@@ -136,11 +138,8 @@ class BatchRunner:
         are ready are still written."""
         writing = start_watched(self._write(), "the writer of batches", self._on_defect)
         try:
-            for batch in await self._in_thread(self._store.tables.open_batches):
-                if batch.status == "validating":
-                    self._new.append(batch)
-                else:
-                    self.schedule.add(batch)
+            while not await self._has_begun():
+                await asyncio.sleep(DISK_RETRY_S)
             while True:
                 self._wake.clear()
                 if self._defect is not None:
@@ -160,13 +159,31 @@ class BatchRunner:
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
+    async def _has_begun(self) -> bool:
+        """Take up the batches that are open. False: the disk fails."""
+        try:
+            found = await self._in_thread(self._store.tables.open_batches)
+        except (OSError, sqlite3.Error) as error:
+            self._on_disk_failure(error)
+            return False
+        known = {batch.id for batch in self._new}  # created meanwhile
+        for batch in found:
+            if batch.status != "validating":
+                self.schedule.add(batch)
+            elif batch.id not in known:
+                self._new.append(batch)
+        return True
+
     async def _guarded_turn(self) -> float:
-        """How long nothing needs to be done, if nothing happens. A disk that fails stops batches, never the server."""
+        """How long nothing needs to be done, if nothing happens. A disk that fails stops batches, never the server; and
+        a defect must not end all batches in silence."""
         try:
             return await self._turn()
         except (OSError, sqlite3.Error) as error:
             self._on_disk_failure(error)
-            return DISK_RETRY_S
+        except Exception as error:
+            self._log.error(kind_of(error), "batches cannot go on; trying again", error=error)
+        return DISK_RETRY_S
 
     async def _turn(self) -> float:
         now = self._clock()
@@ -266,8 +283,8 @@ class BatchRunner:
         try:
             body = request_body(line.text, endpoint, line.gives_way_s)
             reply = await self._execute(endpoint, body, batch.tenant, batch.terms.key)
-        except Exception:
-            logger.exception("line %d of %s failed", line.place.number, batch.id)
+        except Exception as error:
+            self._log.error(kind_of(error), "line %d of %s failed", line.place.number, batch.id, error=error)
             reply = LineReply(500, error_body(DiptychError("internal error; the server's log has the details")))
         is_busy = reply.status in BUSY
         if is_busy or (reply.status >= 500 and line.num_attempts < MAX_ATTEMPTS):
@@ -297,6 +314,11 @@ class BatchRunner:
                 await asyncio.sleep(DISK_RETRY_S)
                 self._has_results.set()
                 continue
+            except Exception as error:
+                self._log.error(kind_of(error), "rows of batches cannot be written; trying again", error=error)
+                await asyncio.sleep(DISK_RETRY_S)
+                self._has_results.set()
+                continue
             del self._results[: len(results)]
             for result in results:
                 self.schedule.done(result.batch, result.line)
@@ -312,4 +334,4 @@ class BatchRunner:
 
     def _on_disk_failure(self, error: Exception) -> None:
         self.counts.disk_failures += 1
-        logger.error("batches wait for their disk: %s", error)
+        self._log.error("disk", "batches wait for their disk: %s", error)

@@ -15,10 +15,13 @@ from diptych.control.router.assumed_cache import AssumedCache
 from diptych.control.router.kv_bridge import KVBridge
 from diptych.control.router.kv_source import KVSource, SourceChange, SourceState
 from diptych.control.slo import NS_PER_S
+from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.kv_events import KVEventReader
 
 logger = logging.getLogger(__name__)
+
+AGAIN_S = 1.0  # between a failure and the next look
 
 Report = Callable[[Sequence[Event]], None]
 SPARE_BLOCKS = 1024  # by which an engine may have more blocks than it says
@@ -35,6 +38,7 @@ class EngineCache:
         self._assumed = AssumedCache(1, self._lifetime_ns)
         self._source: KVSource | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._log = LimitedLog(logger)
         self._sequence = 0
         self._report: Report = lambda events: None
         self.num_gaps = 0  # of events, that were not filled, in all its lives
@@ -99,20 +103,23 @@ class EngineCache:
         return tuple(block for block in hashes if not bridge.holds(block))
 
     async def _read(self, reader: KVEventReader) -> None:
-        try:
-            await reader.run()
-        except asyncio.CancelledError:
-            raise
-        except Exception:  # nothing more is known of this cache: forget it rather than to believe what is old
-            logger.exception("KV events of %s are read no more", self._spec.name)
-            self._on_change(reader.source.on_lost())
+        while True:
+            try:
+                await reader.run()
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # nothing is known of this cache: forget it rather than to believe what is old
+                self._log.error(kind_of(error), "KV events of %s cannot be read", self._spec.name, error=error)
+                self._on_change(reader.source.on_lost())
+            await asyncio.sleep(AGAIN_S)
 
     def _on_change(self, change: SourceChange) -> None:
         source = self._source
         if source is not None and source.num_gaps > self._seen_gaps:
             self.num_gaps += source.num_gaps - self._seen_gaps
             self._seen_gaps = source.num_gaps
-            logger.warning("%s: KV events were lost; its prefix index is %s", self._spec.name, self.kind)
+            words = "%s: KV events were lost; its prefix index is %s"
+            self._log.warning("lost", words, self._spec.name, self.kind)
         self._changed(*self._merged(change))
 
     def _merged(self, change: SourceChange) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:

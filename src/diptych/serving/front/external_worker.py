@@ -19,6 +19,7 @@ from diptych.control.events import Event, HandoffReleased, RequestAdmitted, Requ
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S, LatencyBreakdown
 from diptych.control.step import StepFeatures, StepTokens
+from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState, hand_over
@@ -75,8 +76,7 @@ class ExternalWorker:
         clock: Callable[[], int],
         prices: LearnedPrices,
     ) -> None:
-        self.number = number
-        self.name = spec.name
+        self.number, self.name, self._log = number, spec.name, LimitedLog(logger)
         self.spec = spec
         self.site = WorkerSite()
         self.state = WorkerState.STOPPED
@@ -154,7 +154,7 @@ class ExternalWorker:
         try:
             return await self._adapter.tokenize(self.pool, request, self.facts)
         except (ConnectionError, TimeoutError) as error:
-            logger.warning("%s: a prompt could not be tokenised: %s", self.name, error or "no reply")
+            self._log.warning("tokenise", "%s: a prompt could not be tokenised: %s", self.name, error or "no reply")
             self._check_soon()
             return None
 
@@ -187,7 +187,7 @@ class ExternalWorker:
             except EngineNotReadyError as error:
                 words = str(error)
             except Exception as error:  # a defect of the adapter must not end the worker's life in silence
-                logger.exception("%s: its replies could not be read", self.name)
+                self._log.error(kind_of(error), "%s: its replies could not be read", self.name, error=error)
                 words = f"{type(error).__name__}: {error}"
             if words != said:
                 logger.warning("%s is not ready: %s", self.name, words)
@@ -464,7 +464,7 @@ class ExternalWorker:
 
     def on_silent(self, attempt_id: str, words: str) -> None:
         """See BoundaryOwner."""
-        logger.warning("%s: request %s broke off: %s", self.name, attempt_id, words)
+        self._log.warning("broke off", "%s: request %s broke off: %s", self.name, attempt_id, words)
         self._suspects[attempt_id] = words
         self._check_soon()
 
@@ -480,7 +480,7 @@ class ExternalWorker:
         refused_by.add(self.number)
         if len(refused_by) >= self._num_up():
             return False
-        logger.warning("%s: status %d for request %s; trying another", self.name, status, exchange.attempt_id)
+        self._log.warning("refused", "%s: status %d for a request; trying another", self.name, status)
         self._report_load()
         self.report([HandoffReleased(self.clock(), exchange.attempt_id)])
         return True

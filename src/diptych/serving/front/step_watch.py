@@ -6,11 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.pass_metrics import PassMetricsFeed
 from diptych.serving.front.step_feed import OnStep, StepFeed, read_frames
 
 logger = logging.getLogger(__name__)
+
+AGAIN_S = 1.0  # between a failure and the next look
 
 
 class StepSource(Protocol):
@@ -39,6 +42,7 @@ class StepWatch:
         self._on_step = on_step
         self._clock = clock
         self._reading: asyncio.Task[None] | None = None
+        self._log = LimitedLog(logger)
         self.feed: StepSource | None = None
         self._seen_before = self._missed_before = 0
 
@@ -76,9 +80,11 @@ class StepWatch:
         return {"num_seen": self.num_seen, "num_missed": self.num_missed, **self.feed.described()}
 
     async def _read(self, feed: StepSource) -> None:
-        try:
-            await read_frames(self._address, feed.topic, feed.take_frames)
-        except asyncio.CancelledError:
-            raise
-        except Exception:
-            logger.exception("steps on %s are read no more", self._address)
+        while True:
+            try:
+                await read_frames(self._address, feed.topic, feed.take_frames)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # what one message brought about must not end all later ones
+                self._log.error(kind_of(error), "steps on %s cannot be read", self._address, error=error)
+            await asyncio.sleep(AGAIN_S)

@@ -15,6 +15,7 @@ from diptych.control.misses.miss_explainer import MissExplainer
 from diptych.control.misses.miss_summary import MAX_PLACES
 from diptych.control.misses.prefix_miss import PrefixMiss
 from diptych.control.request import Submission
+from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream
 from diptych.serving.misses.difference import BEFORE_TOKENS, MAX_TOKENS, Decode, TextDifference, difference
@@ -44,6 +45,7 @@ class MissWatch:
         stream_of: Callable[[str], AnswerStream | None],
         clock: Callable[[], int],
     ) -> None:
+        self._log = LimitedLog(logger)
         self.explainer = MissExplainer(block_size)
         self.keeps_text = keeps_text
         self.recent: deque[ExplainedMiss] = deque(maxlen=edge_limits.SHOWN_MISSES)
@@ -122,6 +124,6 @@ class MissWatch:
         now = prompt.tokens(at, at + MAX_TOKENS)
         try:
             return difference(prompt.tokens(at - BEFORE_TOKENS, at), was, now, self.decode)
-        except Exception:  # a text that cannot be shown must not disturb the request
-            logger.exception("the difference of two prompts cannot be shown")
+        except Exception as error:  # a text that cannot be shown must not disturb the request
+            self._log.error(kind_of(error), "the difference of two prompts cannot be shown", error=error)
             return None

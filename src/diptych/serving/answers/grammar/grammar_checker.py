@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from diptych.control.errors import InvalidRequestError, UnavailableError
+from diptych.limited_log import LimitedLog
 from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.check_messages import CheckReply, CheckRequest, CheckSettings
 from diptych.serving.answers.grammar.grammar_text import Grammar
@@ -54,6 +55,7 @@ class GrammarChecker:
         )
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
+        self._log = LimitedLog(logger)
         self._num_waiting = 0
         self._known: OrderedDict[str, CheckReply] = OrderedDict()
 
@@ -74,7 +76,7 @@ class GrammarChecker:
                 error = UnavailableError(f"{grammar.param}: {reply.error}", code="grammar_timeout")
                 error.retry_after_s = RETRY_AFTER_S
                 raise error
-            if len(grammar.text) <= MAX_KNOWN_BYTES:
+            if len(grammar.text) + len(reply.text) <= MAX_KNOWN_BYTES:
                 self._known[grammar.text] = reply
             while len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
@@ -125,7 +127,8 @@ class GrammarChecker:
         except TimeoutError:
             line = b""
         if not line:
-            logger.error("the process that compiles grammars has failed; it is started again with the next grammar")
+            text = "the process that compiles grammars has failed; it is started again with the next grammar"
+            self._log.error("failed", text)
             raise UnavailableError("the process that compiles grammars has failed", code="grammar_process")
         return msgspec.json.decode(line, type=CheckReply)
 
