@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
 from anyio import CancelScope
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from diptych.stop_signals import stop_signals
 from diptych.web.assets import Asset, packed, send, static_routes, without_slash

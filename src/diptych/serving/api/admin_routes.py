@@ -101,9 +101,7 @@ class AdminAccess:
     key: of --admin-key. keys: those of a file may be admin keys; where there is a file, a key is asked for, whatever
     the file says by now."""
 
-    def __init__(
-        self, app: ASGIApp, key: str | None, hosts: Collection[str] = (), keys: Keyring | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, hosts: Collection[str] = (), keys: Keyring | None = None) -> None:
         self._app = app
         self._hosts = frozenset(host.lower() for host in hosts)
         self._expected = None if key is None else key.encode("utf-8", "surrogateescape")
