@@ -84,6 +84,7 @@ def test_every_kind_of_fault_is_found_and_nothing_that_no_test_could_notice(sour
          {'y = f("WHERE ? IS NOT NULL AND tenant = ?")', 'y = f("WHERE id = ? AND ? IS NOT NULL")'}),
         ('MAX_LINES = _limit("MAX_LINES", 1 << 4)', "doubled", {'MAX_LINES = _limit("MAX_LINES", (1 << 4) * 2)'}),
         ('logger.error("x", 3)', "constant", set()),
+        ('logger.error("x", 3)', "statement", set()),
     ],
 )  # fmt: skip
 def test_a_check_a_limit_or_a_release_may_be_forgotten(line: str, kind: str, expected: set[str], source: Path) -> None:
