@@ -131,6 +131,8 @@ class Places:
             return node.name in ("__repr__", "__str__") or FOR_TESTS in (ast.get_docstring(node) or "")
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             return True  # a docstring, or the ``...`` of a protocol
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            return self.text_of(node.value.func).startswith("logger.")
         if isinstance(node, ast.Call):
             name = self.text_of(node.func)
             return name.endswith(("Error", "ErrorRecord", "ErrorRecord.of")) or name.startswith("logger.")

@@ -60,7 +60,57 @@ def test_every_kind_of_fault_is_found_and_nothing_that_no_test_could_notice(sour
         ("+/-", "return [min(by, self.size), by + 1]"),
         ("constant", "return [min(by, self.size), by - 2]"),
         ("constant", "return [min(by, self.size), by - 0]"),
+        ("guard", "if False:"),
+        ("doubled", "LIMIT: int = (5) * 2"),
+        ("condition", "if False or by >= LIMIT:"),
+        ("condition", "if not by or False:"),
     }
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "expected"),
+    [
+        ("async def f(x):\n    await x.g()", "await", {"pass", "x.g()"}),
+        ("x.close()", "release", {"pass"}),
+        ("open(x, 0o600)", "mode", {"open(x, 0o644)"}),
+        ("make(0o700)", "mode", {"make(0o755)"}),
+        ("y = f(x, timeout=3)", "unlimited", {"y = f(x, timeout=None)"}),
+        ("y = f(429)", "status", {"y = f(503)"}),
+        ("y = (a, b) == (c, d)", "key", {"y = (b, ) == (d, )", "y = (a, ) == (c, )"}),
+        ("y = a is not None", "comparison", {"y = a is None"}),
+        ("y = a in b", "comparison", {"y = a not in b"}),
+        ("y = f(x, last=True)", "flag", {"y = f(x, last=False)"}),
+        ('y = f("WHERE id = ? AND tenant = ?")', "query",
+         {'y = f("WHERE ? IS NOT NULL AND tenant = ?")', 'y = f("WHERE id = ? AND ? IS NOT NULL")'}),
+        ('MAX_LINES = _limit("MAX_LINES", 1 << 4)', "doubled", {'MAX_LINES = _limit("MAX_LINES", (1 << 4) * 2)'}),
+        ('logger.error("x", 3)', "constant", set()),
+        ('logger.error("x", 3)', "statement", set()),
+    ],
+)  # fmt: skip
+def test_a_check_a_limit_or_a_release_may_be_forgotten(line: str, kind: str, expected: set[str], source: Path) -> None:
+    from faults import Places
+
+    source.write_text(line)
+    found = {fault.text.strip() for place in Places(source).find() for fault in place if fault.kind == kind}
+    assert found == expected
+
+
+def test_the_tests_of_a_fault_are_those_that_call_its_function_the_nearest_by_name_first(source: Path) -> None:
+    from reaching_tests import Passed, function_at, reaching
+
+    text = source.read_text()
+    found_at = [function_at(text, line) for line in (1, 3, 6, 9, 13, 16)]
+    assert found_at == ["", "", "Box.", "Box.__init__", "Box.grow", "Box.grow"]
+    passed = [
+        Passed("tests/a/test_other.py::one", 1.0, frozenset({"a/box.py:Box.grow"})),
+        Passed("tests/a/test_box.py::two", 9.0, frozenset({"a/box.py:Box.grow"})),
+        Passed("tests/a/test_box.py::three", 1.0, frozenset({"a/box.py:Box.check"})),
+        Passed("tests/a/test_far.py::four", 1.0, frozenset()),
+    ]
+    distances = {"tests/a/test_other.py": 2, "tests/a/test_box.py": 1}
+    found, others = reaching(Path("src/diptych/a/box.py"), text, 16, passed, distances)
+    assert [test.name[-3:] for test in found] == ["two", "one"]
+    assert [test.name[-5:] for test in others] == ["three"]
 
 
 def test_a_fault_changes_one_line_and_leaves_a_program(source: Path) -> None:

@@ -16,6 +16,7 @@ from diptych.control.engine.kvcache.tier_records import (
     DiskState,
     LoadBlocks,
     RunLoaded,
+    RunStored,
     ShareBlocks,
     StoreBlocks,
     TierEvent,
@@ -291,6 +292,27 @@ def test_a_disk_that_is_switched_off_is_left_alone(tmp_path: Path, monkeypatch: 
     time.sleep(0.05)  # the writer turns all the time
     assert len(asked) == tier_mover.MAX_FAILURES and not [e for e in mover.poll() if isinstance(e, DiskState)]
     mover.close()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.ESTALE])
+def test_a_disk_that_does_not_write_is_switched_off_and_one_that_is_full_is_not(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error, is_off in ((code, True), (errno.ENOSPC, False), (errno.EDQUOT, False)):
+        store = opened(tmp_path / str(error))
+
+        def fail(*_: object, error: int = error) -> int:
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(store, "store", fail)
+        monkeypatch.setattr(tier_mover, "FULL_REST_S", 0.0)
+        mover = moving(store, Host(1))
+        events: list[TierEvent] = []
+        for number in range(tier_mover.MAX_FAILURES):
+            mover.act(StoreBlocks(number, (hash_of(1),), (0,)))
+            events += wait_for(mover, RunStored)
+        mover.close()
+        assert any(isinstance(event, DiskState) for event in events) == is_off
 
 
 def test_a_failure_that_passes_switches_nothing_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
