@@ -158,7 +158,7 @@ def served(options: argparse.Namespace, attack: Attack) -> Iterator[tuple[int, T
             workers = ("127.0.0.1", free_port())
             key = folder / "key"
             key.touch(0o600)
-            key.write_bytes(os.urandom(32))
+            key.write_text(os.urandom(32).hex())
             command += ["--listen-workers", f"127.0.0.1:{workers[1]}", "--key-file", str(key)]
         server = stack.enter_context(running(command, folder / "log"))
         yield server.process.pid, Target(server.address, HOSTILE_KEY, "m", workers)
