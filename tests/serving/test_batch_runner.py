@@ -12,7 +12,7 @@ from batch_files import ENDPOINT, add_file, check_each_once, numbered, rows
 
 from diptych.control.errors import ConfigError
 from diptych.serving.batches.batch_records import Batch, BatchTerms, LineResult
-from diptych.serving.batches.batch_runner import LineReply
+from diptych.serving.batches.batch_runner import BatchRunner, LineReply
 from diptych.serving.batches.batch_service import BatchOptions, BatchService, LineHost
 from diptych.serving.batches.line_usage import LineUsage
 from diptych.serving.batches.pace import LineLimits, Pace
@@ -228,6 +228,25 @@ async def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
     done = await ended(service, batch)
     assert done.status == "cancelled" and done.completed >= 17
     check_each_once(service.store, done, ids(500))
+    await stop(service)
+
+
+async def test_a_batch_ends_though_its_lines_are_cancelled_before_their_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_lines = BatchRunner._start_lines
+
+    async def start_and_cancel(runner: BatchRunner, now: float) -> None:
+        await start_lines(runner, now)
+        for running in runner.schedule.in_order():
+            runner.cancel(running.batch)
+
+    monkeypatch.setattr(BatchRunner, "_start_lines", start_and_cancel)
+    server = FakeServer()
+    service = server.service(tmp_path)
+    add_file(service.store, numbered(10))
+    done = await ended(service, await create(service))
+    assert (done.status, done.completed, server.bodies) == ("cancelled", 0, [])
     await stop(service)
 
 
