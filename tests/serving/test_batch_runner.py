@@ -233,6 +233,25 @@ async def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
     await stop(service)
 
 
+async def test_a_batch_ends_though_its_lines_are_cancelled_before_their_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_lines = BatchRunner._start_lines
+
+    async def start_and_cancel(runner: BatchRunner, now: float) -> None:
+        await start_lines(runner, now)
+        for running in runner.schedule.in_order():
+            runner.cancel(running.batch)
+
+    monkeypatch.setattr(BatchRunner, "_start_lines", start_and_cancel)
+    server = FakeServer()
+    service = server.service(tmp_path)
+    add_file(service.store, numbered(10))
+    done = await ended(service, await create(service))
+    assert (done.status, done.completed, server.bodies) == ("cancelled", 0, [])
+    await stop(service)
+
+
 async def test_a_batch_can_be_cancelled_while_it_is_validated(tmp_path: Path) -> None:
     server = FakeServer()
     service = server.service(tmp_path)

@@ -11,12 +11,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from diptych.control.errors import ChatTemplateError, InvalidRequestError
 from diptych.serving.answers import chat_renderer, chat_template
 from diptych.serving.answers.chat_renderer import ChatRenderer
-from diptych.serving.answers.chat_template import OutOfTimeError, within
+from diptych.serving.answers.chat_template import ChatTemplate, OutOfTimeError, within
 from diptych.serving.answers.template_messages import read_arguments
 from diptych.serving.api.conversation import conversation
 from diptych.serving.api.protocol import Message
 
 SYSTEM, SECOND = {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Speak German."}
+LONG_LOOPS = "{% for i in range(2000) %}{% for j in range(2000) %}{{ i ~ j }}{% endfor %}{% endfor %}"
 USER, AGAIN = {"role": "user", "content": "Bern?"}, {"role": "user", "content": "Basel?"}
 ANSWER = {"role": "assistant", "content": "Sunny."}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
@@ -266,7 +267,7 @@ def test_a_message_that_the_template_leaves_out_cannot_go_on() -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for i in range(2000) %}{% for j in range(2000) %}{{ i ~ j }}{% endfor %}{% endfor %}",
+        LONG_LOOPS,
         "{{ 'x' * 1000 }}",
         "{{ 7 ** 100000 }}",
         "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
@@ -283,25 +284,48 @@ def test_a_template_that_takes_too_long_does_not_keep_a_server_from_its_start(
         renderer.render([USER], {})
 
 
-def test_a_template_is_stopped_though_the_first_word_is_dropped() -> None:
-    """As Python drops it in a finalizer or a callback of the garbage collector."""
-    thread: list[threading.Thread] = []
+@pytest.mark.parametrize(
+    "template",
+    [
+        LONG_LOOPS,
+        "{% for i in range(5000) recursive %}{{ loop(range(5000)) if loop.depth < 4 }}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "{% for i in range(5000) if range(5000) | map('string') | join | length == 1 %}{% endfor %}" * 8,
+    ],
+)
+def test_a_template_stops_itself(template: str) -> None:
+    """So that no thread goes on for good, and nothing is raised where Python would drop it."""
+    threads: list[threading.Thread] = []
 
-    def work(dropped: int = 1) -> None:
-        thread.append(threading.current_thread())
-        while True:
-            try:
-                for _ in range(10**9):
-                    pass
-            except OutOfTimeError:
-                if dropped == 0:
-                    raise
-                dropped -= 1
+    def work() -> str:
+        threads.append(threading.current_thread())
+        return ChatTemplate(template).render([])
 
     with pytest.raises(OutOfTimeError):
         within(0.01, work)
-    thread[0].join(10.0)
-    assert not thread[0].is_alive()
+    [thread] = threads
+    thread.join(60.0)
+    assert not thread.is_alive()
+
+
+def test_work_that_does_not_stop_itself_is_given_up() -> None:
+    is_over = threading.Event()
+
+    def work() -> None:
+        while not is_over.is_set():
+            pass
+
+    with pytest.raises(OutOfTimeError):
+        within(0.01, work)
+    is_over.set()
+
+
+def test_a_template_out_of_the_start_has_no_limit() -> None:
+    """Requests are bounded by their size; a limit of one thread is not another's."""
+    with pytest.raises(OutOfTimeError):
+        within(0.0, lambda: ChatTemplate(LONG_LOOPS).render([]))
+    assert within(60.0, lambda: ChatTemplate("{% for i in range(3) %}{{ i }}{% endfor %}").render([])) == "012"
+    assert ChatTemplate("{% for i in range(3) %}{{ i }}{% else %}-{% endfor %}").render([]) == "012"
 
 
 @pytest.mark.parametrize(

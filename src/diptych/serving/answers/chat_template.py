@@ -4,8 +4,6 @@ Knows nothing of what messages mean. A template comes with the model's files and
 the start of a server (``within``) has a limit of processor time.
 """
 
-import contextlib
-import ctypes
 import json
 import threading
 import time
@@ -24,7 +22,9 @@ from jinja2.utils import Namespace
 
 Result = TypeVar("Result")
 LONGEST_REPEATED = 2**20  # items of a sequence times a number, in a template
-_POLL_S, _STOPS, _STOP_WAIT_S = 0.05, 5, 0.2  # how often a thread is told to stop, and how long each is waited for
+_POLL_S = 0.05
+_GRACE_S = 0.25  # of processor time that a template has beyond its limit until it comes by where it is stopped
+_limit = threading.local()  # seconds: of processor time that a template has in this thread
 
 
 class OutOfTimeError(BaseException):
@@ -42,6 +42,7 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self.missing = _missing_functions(tree, environment)
+            _check_time_in_loops(tree)
             self._compiled = environment.from_string(tree)
         except jinja2.TemplateError:
             raise
@@ -64,26 +65,29 @@ def said(error: Exception) -> str:
 
 
 def within(limit_s: float, function: Callable[[], Result]) -> Result:
-    """The result of a function, stopped after so much processor time of its thread. Raises OutOfTimeError then, else
-    what the function raises. A single call of C code is not interrupted."""
+    """The result of a function, given up after so much processor time of its thread. Raises OutOfTimeError then, else
+    what the function raises.
+
+    A template stops itself at its next loop or call. An exception from outside could strike anywhere: in a finalizer,
+    where Python drops it, or while a lock is held. Other work (jinja2's compiler, a filter on a long list) is left to
+    end by itself."""
     outcome: list[Result] = []
     failure: list[BaseException] = []
+    clocks: list[int] = []
 
     def run() -> None:
-        with contextlib.suppress(OutOfTimeError):  # told to stop once more while it ends
-            try:
-                outcome.append(function())
-            except BaseException as error:
-                failure.append(error)
+        _limit.seconds = limit_s
+        if hasattr(time, "pthread_getcpuclockid"):
+            clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            failure.append(error)
 
     thread = threading.Thread(target=run, name="chat template", daemon=True)
     started = time.monotonic()
     thread.start()
-    thread.join(_POLL_S)
-    while thread.is_alive():
-        if _seconds_used(thread, started) > limit_s:
-            _stop(thread)
-            break
+    while thread.is_alive() and _seconds_used(clocks, started) <= limit_s + _GRACE_S:
         thread.join(_POLL_S)
     if failure:
         raise failure[0]
@@ -92,22 +96,24 @@ def within(limit_s: float, function: Callable[[], Result]) -> Result:
     return outcome[0]
 
 
-def _stop(thread: threading.Thread) -> None:
-    """Raise OutOfTimeError in a thread until it ends. Python drops what is raised in a callback of its garbage
-    collector or in a finalizer, so that once may not be enough."""
-    for _ in range(_STOPS):
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(OutOfTimeError))
-        thread.join(_STOP_WAIT_S)
-        if not thread.is_alive():
-            return
-
-
-def _seconds_used(thread: threading.Thread, started: float) -> float:
-    """Processor time of a thread; where the system does not say it, the time since it was started."""
+def _seconds_used(clocks: Sequence[int], started: float) -> float:
+    """Processor time of the thread that named its clock; where there is none, the time since it was started."""
     try:
-        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
-    except (AttributeError, OSError):
+        return time.clock_gettime(clocks[0])
+    except (IndexError, OSError):  # not named yet, or the thread has ended
         return time.monotonic() - started
+
+
+def _check_time() -> None:
+    limit_s = getattr(_limit, "seconds", None)
+    if limit_s is not None and time.thread_time() > limit_s:
+        raise OutOfTimeError
+
+
+def _check_time_in_loops(tree: nodes.Template) -> None:
+    for loop in list(tree.find_all(nodes.For)):
+        check = nodes.Call(nodes.EnvironmentAttribute("check_time"), [], [], None, None)
+        loop.body.insert(0, nodes.ExprStmt(check, lineno=loop.lineno))
 
 
 class _Generation(Extension):
@@ -146,6 +152,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     """What a template may use."""
 
     intercepted_binops = frozenset(("*", "**"))
+    check_time = staticmethod(_check_time)
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
@@ -153,6 +160,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
         self.globals["namespace"] = _GuardedNamespace
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        """A call of a template, where it has time left: a macro may call itself."""
+        _check_time()
+        return None if args[2] is _check_time else ImmutableSandboxedEnvironment.call(*args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Products and powers, but for those whose size is beyond reason."""

@@ -14,6 +14,7 @@ import sqlite3
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from diptych.control.errors import DiptychError
@@ -248,7 +249,8 @@ class BatchRunner:
                 line.gives_way_s = slack_s if self.schedule.num_beside >= self._limits.beside else 0.0
                 key = (batch.number, line.place.number)
                 name = f"line {line.place.number} of {batch.id}"
-                self._tasks[key] = start_watched(self._run_line(batch, line), name, self._on_defect)
+                task = self._tasks[key] = start_watched(self._try_line(batch, line), name, self._on_defect)
+                task.add_done_callback(partial(self._on_line_over, batch, line))
                 num_held += 1
 
     def _give_up(self, running: RunningBatch, end: End | None) -> None:
@@ -269,14 +271,12 @@ class BatchRunner:
 
     # -- lines --------------------------------------------------------------------------------------------------------
 
-    async def _run_line(self, batch: Batch, line: WaitingLine) -> None:
-        try:
-            await self._try_line(batch, line)
-        except asyncio.CancelledError:
+    def _on_line_over(self, batch: Batch, line: WaitingLine, task: asyncio.Task[None]) -> None:
+        """A callback, since a task that is cancelled before its first step runs none of its own code."""
+        if task.cancelled():
             self.schedule.put_back(batch.number, line, 0.0)
-        finally:
-            del self._tasks[batch.number, line.place.number]
-            self._wake.set()
+        del self._tasks[batch.number, line.place.number]
+        self._wake.set()
 
     async def _try_line(self, batch: Batch, line: WaitingLine) -> None:
         endpoint = batch.terms.endpoint
