@@ -13,8 +13,8 @@ import typer
 
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import LOCAL_URL, Number, Text, Whole
+from diptych.cli.terminal_text import shown
 from diptych.control.errors import RequestError
-from diptych.terminal_text import shown
 
 if TYPE_CHECKING:
     from diptych.cli.chat_client import ChatClient, Piece

@@ -50,10 +50,6 @@ REQUEST_SILENCE_S = _limit(
 REFUSAL_LINGER_S = _limit(
     "REFUSAL_LINGER_S", 1.0, "s", "time for a client to read a refusal", beyond="the connection ends"
 )
-
-REFUSAL_LINGER_S = _limit(
-    "REFUSAL_LINGER_S", 1.0, "s", "time for a client to read a refusal", beyond="the connection ends"
-)
 LISTEN_BACKLOG = _limit(
     "LISTEN_BACKLOG",
     16_384,

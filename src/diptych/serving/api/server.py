@@ -112,8 +112,8 @@ def run_server(
     make_app: "Callable[[], FastAPI] | None" = None,
 ) -> None:
     """Serve until a stop signal; a second one, of whichever kind, ends the drain. make_app: instead of the application
-    around an AsyncLLM. Raises the error of a worker that cannot start, and CoreFailedError when the server has failed by
-    a defect of its own."""
+    around an AsyncLLM. Raises the error of a worker that cannot start, and CoreFailedError when the server has failed
+    by a defect of its own."""
     limit = raise_descriptor_limit(len(llm.fleet.fleet.slots))
     listening = bind(options.host, options.port)
     switch_often()
