@@ -14,24 +14,26 @@ LAWS = """
     from hypothesis import given, strategies
     from tests.laws import law
 
-    seen = open("seen", "a", buffering=1)
+    def note(*words):
+        with open("seen", "a") as seen:
+            print(*words, file=seen)
 
     @law(weight=0.001, seeds=(7, 8))
     def test_short(seed, tmp_path):
-        print("short", seed, file=seen)
+        note("short", seed)
 
     @law(weight=0.001)
     @pytest.mark.parametrize("kind", ["a", "b"])
     def test_kinds(seed, kind):
-        print(kind, seed, file=seen)
+        note(kind, seed)
         assert kind == "a" or BROKEN != seed % 2
 
     @given(strategies.integers())
     def test_drawn(number):
-        print("drawn", number, file=seen)
+        note("drawn", number)
 
     def test_other():
-        print("other 0", file=seen)
+        note("other 0")
 """
 
 

@@ -106,6 +106,7 @@ def check_all(grammars: list[Grammar], limit: Any = None) -> list[str]:
 
 def test_grammars_are_tried_and_errors_have_their_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edge_limits, "GRAMMAR_PROCESSOR_S", 0.1)
+    monkeypatch.setattr(edge_limits, "GRAMMAR_CLOCK_S", 240.0)  # what is slow waits for everybody else
     nested = {"properties": {"a": {"items": {"$ref": "#/$defs/b"}}}, "$defs": {"b": {"type": "strin"}}}
     slow = {"type": "object", "properties": {f"k{n}": {"type": "string", "maxLength": 1000} for n in range(2000)}}
     thinking = GrammarWriter({"</think>": 2}, Thinking("<think>", "</think>", is_open=True))
@@ -145,6 +146,7 @@ def test_a_process_that_dies_is_started_again() -> None:
 
 def test_a_fork_serves_until_a_grammar_was_too_much_for_it_or_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edge_limits, "GRAMMAR_PROCESSOR_S", 0.1)
+    monkeypatch.setattr(edge_limits, "GRAMMAR_CLOCK_S", 240.0)  # what is slow waits for everybody else
     slow = {"type": "object", "properties": {f"k{n}": {"type": "string", "maxLength": 1000} for n in range(2000)}}
 
     async def main() -> None:

@@ -422,7 +422,8 @@ class SimulatedCluster:
             for request_id, request in self._open.items()
             if worker in (request.worker, request.prefill)
         }
-        self._tell(WorkerDown(worker, progress, crashed=crashed))
+        why = f"worker {worker} was lost: it crashed" if crashed else ""
+        self._tell(WorkerDown(worker, progress, crashed, why))
 
     def _kept(self, request: ClientRequest, worker: int, tokens: dict[str, int]) -> int:
         """How many tokens its client has, of all that this worker had given."""
