@@ -18,7 +18,14 @@ from uvicorn.server import ServerState
 
 from diptych.serving.api.connection import Connection
 from diptych.serving.api.direct_body import DirectBody
-from diptych.serving.edge_limits import HEAD_BYTES, REFUSAL_LINGER_S, REQUEST_SILENCE_S
+from diptych.serving.edge_limits import (
+    BODY_BYTES_PER_S,
+    HEAD_BYTES,
+    HEAD_S,
+    REFUSAL_LINGER_S,
+    REQUEST_SILENCE_S,
+    UNANSWERED_REQUESTS,
+)
 
 GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nabcde"
@@ -58,7 +65,7 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.said = b""
-        self.is_over = False
+        self.is_over = self.is_paused = False
         self.protocol: Connection | None = None
 
     def write(self, data: Any) -> None:
@@ -78,10 +85,12 @@ class Wire(asyncio.Transport):
             asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
 
     def pause_reading(self) -> None:
-        pass
+        assert not self.is_paused
+        self.is_paused = True
 
     def resume_reading(self) -> None:
-        pass
+        assert self.is_paused
+        self.is_paused = False
 
     @property
     def statuses(self) -> list[int]:
@@ -298,7 +307,7 @@ async def test_a_request_to_upgrade_is_served_without_that_and_ends_the_connecti
 
 @pytest.mark.asyncio
 async def test_a_thousand_upgrades_at_once_are_one() -> None:
-    client = await replies(GET.replace(b"Host: x\r\n", UPGRADE) * 1000)
+    client = await replies(GET.replace(b"Host: x\r\n", b"Host: x\r\n" + UPGRADE) * 1000)
     assert client.wire.statuses == [200]
     assert client.wire.is_over
 
@@ -363,10 +372,10 @@ async def test_empty_lines_behind_a_request_do_not_keep_a_connection_open() -> N
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("data", [GET[:20], POST[:-1], CHUNKED], ids=["half a head", "half a body", "no chunk"])
+@pytest.mark.parametrize("data", [POST[:-1], CHUNKED], ids=["half a body", "no chunk"])
 async def test_a_client_that_stops_within_its_request_is_told_so(data: bytes) -> None:
     client = await replies(data[:10])
-    await client.clock.pass_s(REQUEST_SILENCE_S - 1)
+    await client.clock.pass_s(HEAD_S - 1)
     await client.say(data[10:])
     await client.clock.pass_s(REQUEST_SILENCE_S - 1)
     assert not client.wire.said
@@ -374,6 +383,150 @@ async def test_a_client_that_stops_within_its_request_is_told_so(data: bytes) ->
     assert client.wire.statuses == [408]
     await client.clock.pass_s(REFUSAL_LINGER_S)
     assert client.wire.is_over
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("behind", [b"", GET], ids=["first", "second"])
+async def test_a_head_has_its_time_however_often_a_byte_of_it_comes(behind: bytes) -> None:
+    client = await replies(behind)
+    for second in range(int(HEAD_S) - 1):
+        await client.say(b"GET /"[second : second + 1] or b"x")
+        await client.clock.pass_s(1)
+    assert client.wire.statuses == [200] * bool(behind)
+    await client.clock.pass_s(1)
+    assert client.wire.statuses[-1] == 408
+
+
+@pytest.mark.asyncio
+async def test_a_body_has_a_least_pace() -> None:
+    enough = int(BODY_BYTES_PER_S * REQUEST_SILENCE_S)
+    client = await replies(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (10 * enough))
+    for _ in range(5):
+        await client.say(b"x" * (enough - 1), b"x")
+        await client.clock.pass_s(REQUEST_SILENCE_S)
+    assert not client.wire.said
+    await client.say(b"x" * (enough - 1))
+    await client.clock.pass_s(REQUEST_SILENCE_S)
+    assert client.wire.statuses == [408]
+    assert client.app.num_disconnected == 1
+
+
+# -- requests before replies ------------------------------------------------------------------------------------------
+
+
+class Watched(Connection):
+    """Counts what the parser gets, and what waits."""
+
+    num_parsed = most_unanswered = 0
+
+    def _feed(self, data: bytes) -> None:
+        self.num_parsed += len(data)
+        super()._feed(data)
+        self.most_unanswered = max(self.most_unanswered, len(self._cycles))
+
+
+async def watched(*pieces: bytes, is_open: bool = True) -> tuple[Client, Watched]:
+    client = Client()
+    client._connection.__class__ = Watched
+    if not is_open:
+        client.app.gate.clear()
+    await client.say(*pieces)
+    return client, client._connection  # type: ignore[return-value]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "request_", [GET, POST, CHUNKED + b"5\r\nabcde\r\n0\r\n\r\n"], ids=["no body", "body", "chunks"]
+)
+async def test_many_requests_at_once_are_read_as_they_are_answered_and_each_byte_once(request_: bytes) -> None:
+    client, connection = await watched(request_ * 3000)
+    while client.wire.said.count(b"last") != 3000:
+        await settle()
+    assert len(client.app.seen) == 3000
+    assert connection.num_parsed == 3000 * len(request_)
+    assert connection.most_unanswered <= UNANSWERED_REQUESTS
+    assert not client.wire.is_paused
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("cut", [0, 1, len(GET) - 2, len(GET)])
+async def test_a_client_is_not_read_while_so_many_of_its_requests_wait(cut: int) -> None:
+    client, connection = await watched(GET * (UNANSWERED_REQUESTS - 1), GET[:cut], GET[cut:], is_open=False)
+    assert len(connection._cycles) == UNANSWERED_REQUESTS and client.wire.is_paused
+    await client.say(GET)  # that was under way
+    assert len(connection._cycles) == UNANSWERED_REQUESTS
+    client.app.gate.set()
+    while client.wire.said.count(b"last") != UNANSWERED_REQUESTS + 1:
+        await settle()
+    assert not client.wire.is_paused
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_with_requests_unread_leaves_nothing() -> None:
+    client, connection = await watched(GET * 1000, is_open=False)
+    await client.leave()
+    client.app.gate.set()
+    await settle()
+    assert not connection._unparsed and len(client.app.seen) == 1
+
+
+@pytest.mark.asyncio
+async def test_what_is_no_http_behind_many_requests_ends_the_connection_behind_their_replies() -> None:
+    client, _ = await watched(GET * 40 + b"garbage\r\n\r\n")
+    while not client.wire.is_over:
+        await settle()
+    assert client.wire.said.count(b"last") == 40
+
+
+# -- framing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /x HTTP/1.1\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: x\r\nHost: x\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: x\r\nhost: y\r\n", 400),
+        (b"GET /x HTTP/1.0\r\nHost: x\r\nHost: y\r\n", 400),
+        (b"GET http://u@y/x HTTP/1.1\r\nHost: x\r\n", 400),
+        (b"POST /x HTTP/1.0\r\nTransfer-Encoding: chunked\r\n", 400),
+        (b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n", 501),
+        (b"GET /x HTTP/1.1\r\nHost:\r\n", 200),
+        (b"GET /x HTTP/1.0\r\n", 200),
+        (b"GET http://y:1/x HTTP/1.1\r\nHost: x\r\n", 200),
+    ],
+)
+async def test_a_head_that_can_be_read_in_two_ways_is_refused(head: bytes, status: int) -> None:
+    client = await replies(head + b"\r\n")
+    assert client.wire.statuses == [status]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("target", "host"),
+    [(b"/x", b"x"), (b"http://y/x", b"y"), (b"http://y:81/x", b"y:81"), (b"http://[::1]:8/x", b"[::1]:8")],
+)
+async def test_the_server_that_a_target_names_counts(target: bytes, host: bytes) -> None:
+    found: list[list[bytes]] = []
+    client = Client()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        found.append([value for name, value in scope["headers"] if name == b"host"])
+        await client.app(scope, receive, send)
+
+    client._connection.app = app
+    await client.say(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % target)
+    assert found == [[host]] and client.app.seen == [("GET", "/x", b"")]
+
+
+@pytest.mark.asyncio
+async def test_a_client_of_http_1_0_gets_no_chunks() -> None:
+    client = await replies(b"POST /x HTTP/1.0\r\nContent-Length: 5\r\n\r\nabcde")
+    head, _, body = client.wire.said.partition(b"\r\n\r\n")
+    assert body == b"firstlast" and client.wire.is_over
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    assert client.app.seen == [("POST", "/x", b"abcde")]
 
 
 @pytest.mark.asyncio

@@ -47,6 +47,21 @@ REQUEST_SILENCE_S = _limit(
     "silence of a client whose request is awaited or half read",
     beyond="408 `timeout`; without a begun request the connection ends",
 )
+HEAD_S = _limit("HEAD_S", 60.0, "s", "time for the head of a request, from its first byte", beyond="408 `timeout`")
+BODY_BYTES_PER_S = _limit(
+    "BODY_BYTES_PER_S",
+    4096,
+    "bytes/s",
+    "least pace of a body, judged every `REQUEST_SILENCE_S`",
+    beyond="408 `timeout`",
+)
+UNANSWERED_REQUESTS = _limit(
+    "UNANSWERED_REQUESTS",
+    16,
+    "requests",
+    "requests of one connection that were read and are not answered",
+    beyond="they wait unread until one is",
+)
 REFUSAL_LINGER_S = _limit(
     "REFUSAL_LINGER_S", 1.0, "s", "time for a client to read a refusal", beyond="the connection ends"
 )
