@@ -113,7 +113,18 @@ BODY_FIELDS = _limit(
 LIST_ITEMS = _limit(
     "LIST_ITEMS", 65_536, "items", "list of prompts, messages, parts of a message, or biased tokens", beyond="400"
 )
-TOKEN_IDS = _limit("TOKEN_IDS", 1 << 22, "tokens", "list of token ids", beyond="400")
+CHAT_PROCESSOR_S = _limit(
+    "CHAT_PROCESSOR_S",
+    5.0,
+    "s",
+    "processor time to make a prompt of a conversation with the chat template",
+    beyond="400 `conversation_too_long`",
+)
+BIASES = _limit(
+    "BIASES", 65_536, "numbers", "entries of `logit_bias`, times the answers that a request asks for", beyond="400"
+)
+TOKEN_IDS = _limit("TOKEN_IDS", 1 << 21, "tokens", "list of token ids, in a request or in a reply", beyond="400")
+CONTEXT_EDITS = _limit("CONTEXT_EDITS", 16, "edits", "edits of `context_management`", beyond="400")
 TOOLS = _limit("TOOLS", 1024, "tools", "tools of a request", beyond="400")
 LABELS = _limit("LABELS", 16, "labels", "labels in `metadata`", beyond="400")
 LABEL_NAME = _limit("LABEL_NAME", 64, "characters", "name of a label", beyond="400")
