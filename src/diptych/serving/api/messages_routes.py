@@ -43,7 +43,7 @@ def add_messages_routes(
         body = await read_body(request, MessagesBody)
         check_model(body.model, model_names)
         body = await with_known_effort(request, body)
-        context = await edited(request, body)
+        context = await _edited(llm, request, body)
         chat, left_out = await in_turn(request, lambda: as_chat(body, context.turns))
         note_ignored(request, [*left_out, *context.left_out])
         size = await num_bytes(request)
@@ -59,10 +59,10 @@ def add_messages_routes(
         body = await read_body(request, TokenCountBody)
         check_model(body.model, model_names)
         body = await with_known_effort(request, body)
-        context = await edited(request, body)
+        context = await _edited(llm, request, body)
         chat, left_out = await in_turn(request, lambda: as_chat(body, context.turns))
         note_ignored(request, [*left_out, *context.left_out])
-        counted: dict[str, Any] = {"input_tokens": await num_tokens(request, chat)}
+        counted: dict[str, Any] = {"input_tokens": await _num_tokens(llm, request, chat)}
         if body.context_management is not None:
             original = context.original_tokens or counted["input_tokens"]
             counted["context_management"] = {"original_input_tokens": original}
@@ -87,17 +87,19 @@ def add_messages_routes(
         note_ignored(request, ["output_config.effort"])
         return without_effort(body)
 
-    async def edited(request: Request, body: TokenCountBody) -> EditedContext:
-        async def count(turns: Sequence[Turn]) -> int:
-            chat, _ = await in_turn(request, lambda: as_chat(body, turns))
-            return await num_tokens(request, chat)
 
-        async def clear(edit: Edit, turns: Sequence[Turn]) -> Cleared:
-            return await in_turn(request, lambda: edit(turns))
+async def _edited(llm: AsyncLLM, request: Request, body: TokenCountBody) -> EditedContext:
+    async def count(turns: Sequence[Turn]) -> int:
+        chat, _ = await in_turn(request, lambda: as_chat(body, turns))
+        return await _num_tokens(llm, request, chat)
 
-        turns = await in_turn(request, lambda: turns_of(body))
-        return await edited_context(body.context_management, turns, count, clear)
+    async def clear(edit: Edit, turns: Sequence[Turn]) -> Cleared:
+        return await in_turn(request, lambda: edit(turns))
 
-    async def num_tokens(request: Request, chat: ChatBody) -> int:
-        size = chat_size(chat, await num_bytes(request))
-        return len((await chat_prompt(llm, chat, size, tenant_in(request)))[1])
+    turns = await in_turn(request, lambda: turns_of(body))
+    return await edited_context(body.context_management, turns, count, clear)
+
+
+async def _num_tokens(llm: AsyncLLM, request: Request, chat: ChatBody) -> int:
+    size = chat_size(chat, await num_bytes(request))
+    return len((await chat_prompt(llm, chat, size, tenant_in(request)))[1])

@@ -190,8 +190,8 @@ class RelayRequest:
         return max(1, int(len(self.prompt) / bytes_per_token))
 
     def hashes(self, block_size: int, bytes_per_token: float) -> tuple[bytes, ...]:
-        """The chained hashes of the full blocks of its prompt, of MOST_BLOCKS at most. By text, a block is as many bytes as ``block_size``
-        tokens have by that ratio, which must stay the same for the life of an index."""
+        """The chained hashes of the full blocks of its prompt, MOST_BLOCKS at most. By text, a block is as many bytes
+        as ``block_size`` tokens have by that ratio, which must stay the same for the life of an index."""
         if self.token_ids is not None:
             assert self.tokenized is not None
             num_hashed = min(self.tokenized.num_plain, MOST_BLOCKS * block_size)
