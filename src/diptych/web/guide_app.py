@@ -63,7 +63,7 @@ def run_guide(
     page. guarded: put around the application."""
     panels = PanelHost()
     app = guide_app(panels) if guarded is None else guarded(guide_app(panels))
-    config = uvicorn.Config(app, host=host, port=port, log_level="warning", lifespan="off")
+    config = uvicorn.Config(app, host=host, port=port, log_level="warning", lifespan="off", use_colors=False)
     try:
         _Server(config, panels, on_ready, opens).run()
     finally:
