@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from diptych.control.errors import InvalidRequestError
@@ -38,6 +39,7 @@ from diptych.serving.long_work import LONG
 
 PREDICTED_CHARACTERS = 16  # of a prediction, for each token that an answer can have: the rest is of no use
 FEW_MESSAGES = 16  # and tools; a template that refuses renders them ten times: some milliseconds
+PARSER_SIZE = 1024  # characters that take as long to encode as a parser takes to read the end of the prompt
 _PROMPT_END_TOKENS = 64  # of the prompt, in which the template may have begun the answer
 
 
@@ -70,7 +72,11 @@ async def start_chat(
     template = llm.tokenizer.response_template if begins_answer else None
     may_call = tools is not None and tools.may_call
     is_read = template is not None and (may_call or template.has_more_than_content)
-    parsers = _parsers(llm.tokenizer, template, prompt, tools, body.n or 1) if is_read and template is not None else []
+    parsers: list[ResponseParser] = []
+    if is_read and template is not None:
+        count = body.n or 1
+        made = partial(_parsers, llm.tokenizer, template, prompt, tools, count)
+        parsers = await llm.long_work.run(made, max(size, count * PARSER_SIZE), tenant)
     wants_form = tools is not None or wants_structure(body)  # large schemas take long to write
     parser = parsers[0] if parsers else None
     grammar = await asyncio.to_thread(_grammar, body, llm.tokenizer, tools, parser) if wants_form else None
