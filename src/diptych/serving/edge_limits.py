@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from diptych.control.admission.admission_config import AdmissionConfig
 from diptych.control.config import SchedulerConfig
+from diptych.web.panel_wire import MOST_QUERY_BYTES
 
 Number = TypeVar("Number", int, float)
 
@@ -276,6 +277,10 @@ TIMELINE_PAGE_RECORDS = _limit(  # about 2 us of the event loop each
 )
 TRACE_S = _limit("TRACE_S", 86_400, "s", "span of `/timeline/perfetto` that may be asked for", beyond="400")
 SHOWN_MISSES = _limit("SHOWN_MISSES", 256, "misses", "misses that `/cache/misses` shows", beyond="400")
+
+GUIDE_QUERY_BYTES = _limit(
+    "GUIDE_QUERY_BYTES", MOST_QUERY_BYTES, "bytes", "query of a panel of the guide", beyond="400"
+)
 
 # The port of the workers.
 
