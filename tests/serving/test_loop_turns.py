@@ -17,10 +17,15 @@ import pytest
 from tests.serving.fake_llm import FakeLLM
 from tests.serving.tool_model import tool_model
 
+from diptych.control.errors import OverloadedError
+from diptych.serving import edge_limits, long_work, sliced_json
+from diptych.serving.answers import template_messages
+from diptych.serving.answers.generic_tools import with_generic_tools
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.app import build_app
+from diptych.serving.api.protocol import ChatBody
 from diptych.serving.front.relay_request import read_request
-from diptych.serving.long_work import LONG
+from diptych.serving.long_work import LONG, LongWork, UnwantedWorkError, check_wanted
 
 pytestmark = pytest.mark.anyio
 MORE_CALLS = 6000  # in one turn than for a short request: a millisecond or two
@@ -274,3 +279,140 @@ async def test_a_tenant_waits_for_one_of_anothers_and_not_for_all(path: str, tok
     await gate.open()
     await asyncio.gather(*many, one)
     assert order.index("one") < 11
+
+
+async def test_a_full_queue_takes_from_the_tenant_that_has_most_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge_limits, "LONG_WORK_WAITING", 4)
+    llm = FakeLLM()
+    gate, queue = Gate(llm), llm.long_work
+    await asyncio.sleep(0)
+    many = [asyncio.ensure_future(queue.run(list, LONG, "many")) for _ in range(4)]
+    await until(lambda: queue.num_waiting == 4)
+    few = [asyncio.ensure_future(queue.run(list, LONG, "few")) for _ in range(2)]
+    await until(lambda: many[2].done() and many[3].done())
+    for refused in (many[2], many[3], asyncio.ensure_future(queue.run(list, LONG, "few"))):
+        with pytest.raises(OverloadedError):
+            await refused
+    with pytest.raises(OverloadedError):
+        await queue.run(list, LONG, "many")
+    reply = asyncio.ensure_future(queue.run(list, LONG, "many", is_reply=True))  # what was served is written
+    await gate.open()
+    assert await asyncio.gather(*many[:2], *few, reply) == [[]] * 5
+    assert (queue.num_waiting, queue.num_bytes) == (0, 0)
+
+
+async def test_long_work_ends_at_its_next_step_when_its_caller_is_gone() -> None:
+    queue, begun, gone, ended = LongWork(), threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        gone.wait()
+        try:
+            check_wanted()
+        except UnwantedWorkError:
+            ended.set()
+            raise
+
+    caller = asyncio.ensure_future(queue.run(work, LONG))
+    await until(begun.is_set)
+    caller.cancel()
+    await asyncio.wait([caller])
+    gone.set()
+    await until(lambda: not queue.num_bytes)
+    assert ended.is_set()
+    check_wanted()  # elsewhere, nobody is gone
+    assert await queue.run(lambda: check_wanted() or 1, LONG) == 1  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize("work", ["decode", "encode", "render", "validate"])
+async def test_reading_writing_and_rendering_go_in_steps(work: str, tokenizer: Tokenizer) -> None:
+    """Each asks more than once whether it is still wanted, and ends there."""
+    messages = [TURN] * COUNT
+    data = msgspec.json.encode({"messages": messages})
+    works: dict[str, Callable[[], Any]] = {
+        "decode": lambda: sliced_json.decode(data),
+        "encode": lambda: sliced_json.encode({"tokens": list(range(1 << 16))}),
+        "render": lambda: tokenizer.render_chat(messages),
+        "validate": lambda: ChatBody.model_validate({"messages": messages}),
+    }
+    for most in (0, 1, 2):
+        asked = Countdown(most)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(long_work, "_current", asked)
+            if work == "decode":
+                patch.setattr(sliced_json, "DIRECT_BYTES", 0)
+                patch.setattr(sliced_json, "SMALL_BYTES", 0)
+            with pytest.raises(UnwantedWorkError):
+                works[work]()
+
+
+class Countdown:
+    """What a thread knows of its caller: it is gone after so many questions."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    @property
+    def is_unwanted(self) -> threading.Event:
+        """Set when the questions are over."""
+        event = threading.Event()
+        if self._left <= 0:
+            event.set()
+        self._left -= 1
+        return event
+
+
+async def posted(path: str, body: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, dict[str, Any]]:
+    """The status and the error of a reply."""
+    client = Client(build_app(FakeLLM(tokenizer=tokenizer), "m"), path, body)  # type: ignore[arg-type]
+    status = await client.run()
+    return status, msgspec.json.decode(client.text).get("error") or {}
+
+
+async def test_the_limits_of_what_takes_long(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
+    monkeypatch.setattr(edge_limits, "BIASES", 4)
+    for count, status in ((2, 200), (3, 400)):
+        biases = {str(number): 1 for number in range(count)}
+        found, error = await posted("/v1/completions", {"prompt": "a", "n": 2, "logit_bias": biases}, tokenizer)
+        assert found == status and (status == 200 or "at most 4 in all" in error["message"])
+    monkeypatch.setattr(edge_limits, "CONTEXT_EDITS", 2)
+    for count, status in ((2, 200), (3, 400)):
+        body = {"messages": [TURN], "context_management": {"edits": EDITS["edits"] * count}}
+        found, error = await posted("/v1/messages/count_tokens", body, tokenizer)
+        assert found == status and (status == 200 or "at most 2" in error["message"])
+    num_tokens = len(tokenizer.encode("a b c d e f"))
+    for limit, status in ((num_tokens + 1, 200), (num_tokens, 400)):
+        monkeypatch.setattr(edge_limits, "TOKEN_IDS", limit)
+        found, error = await posted("/tokenize", {"prompt": "a b c d e f"}, tokenizer)
+        assert found == status and (status == 200 or error["param"] == "prompt")
+    assert (await posted("/v1/chat/completions", SHORT["/v1/chat/completions"], tokenizer))[0] == 200
+    monkeypatch.setattr(edge_limits, "CHAT_PROCESSOR_S", -1.0)  # over before it begins
+    found, error = await posted("/v1/chat/completions", SHORT["/v1/chat/completions"], tokenizer)
+    assert (found, error["code"], error["param"]) == (400, "conversation_too_long", "messages")
+
+
+def steps_of(work: Callable[[], Any]) -> int:
+    """How often a function that joins texts is called."""
+    joins = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal joins
+        joins += event == "call" and "join" in frame.f_code.co_name
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return joins
+
+
+def test_what_belongs_together_is_joined_once() -> None:
+    """A text to which others are added one by one would be copied as often."""
+    users = [{"role": "user", "content": f"{number}"} for number in range(500)]
+    results = [{"role": "tool", "tool_call_id": "c", "content": "r"}, *users]
+    assert steps_of(lambda: list(template_messages.relaxed(users))) < 50
+    assert steps_of(lambda: list(template_messages.relaxed([TURN, *results]))) < 50
+    assert steps_of(lambda: with_generic_tools(results, [], takes_system=True)) < 5
+    [joined] = template_messages._neighbours_joined(users)
+    assert joined["content"] == "\n\n".join(str(number) for number in range(500))
