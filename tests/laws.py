@@ -15,9 +15,11 @@ test case share its fixtures.
 import os
 import random
 import shlex
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import hypothesis
@@ -183,6 +185,15 @@ def _weight(item: pytest.Function) -> float:
     return HYPOTHESIS_WEIGHT if marker is None else float(marker.args[0])
 
 
+def commit_root(folder: Path) -> int | None:
+    """A number of the commit, so that each has seeds of its own and what was seen of one can be seen again."""
+    try:
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return int(asked.stdout[:8], 16)
+
+
 # -- hooks that tests/conftest.py takes over --------------------------------------------------------------------------
 
 
@@ -196,9 +207,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin with a new root, or with that of the process that divides the work among others."""
+    """Begin with a root, or with that of the process that divides the work among others."""
     root = config.getoption("law_root")
     if root is None:
-        root = getattr(config, "workerinput", {}).get("law_root", random.SystemRandom().getrandbits(32))
+        root = getattr(config, "workerinput", {}).get("law_root")
+    if root is None:
+        is_by_hand = config.getoption("law_s") is not None
+        root = (None if is_by_hand else commit_root(config.rootpath)) or random.SystemRandom().getrandbits(32)
     config.pluginmanager.register(LawRunner(root, config.getoption("law_s"), config.getoption("law_seed")), "laws")
     hypothesis.settings.load_profile("laws")

@@ -23,7 +23,7 @@ from diptych.cli.serve_options import ModelOptions, ServeOptions
 from diptych.diagnosis.adapters.http_get import Site
 
 WRITTEN = {"record", "access_log", "batch_dir", "responses", "survive_restart", "kv_disk"}
-READ = {"key_file", "fleet", "engines"}
+READ = {"key_file", "api_keys", "admin_key_file", "fleet", "engines"}
 LOCKED = ("batch_dir", "responses", "survive_restart")
 
 

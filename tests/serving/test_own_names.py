@@ -47,6 +47,7 @@ class Setting:
         given = {
             "host": self.host,
             "api_key": [self.api_key] if self.api_key else None,
+            "api_keys": None,
             "cors_origin": self.cors_origin,
             "allowed_host": self.allowed_host,
             "access_log": None,

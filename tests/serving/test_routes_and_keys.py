@@ -13,10 +13,12 @@ from fastapi import FastAPI
 from diptych.control.cluster.cluster_config import cluster_config
 from diptych.serving.api.app import build_app
 from diptych.serving.api.front_app import build_front_app
-from diptych.serving.api.middleware import ApiKey, tenant_of
+from diptych.serving.api.middleware import ApiKey
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.external_fleet import ExternalFleet, FrontOptions
 from diptych.serving.front.served_engines import EngineFront
+from diptych.serving.keys.key_record import tenant_of
+from diptych.serving.keys.keyring import Keyring
 
 KEY, SECOND, ADMIN = "a key", "a second key", "an admin key"
 OPEN = {"/", "/health", "/ready", "/ui", "/ui/", "/docs", "/guide", "/compare", "/compare/", "/static/x"}
@@ -25,7 +27,6 @@ WRONG: tuple[dict[str, str], ...] = (
     {},
     {"authorization": "Bearer"},
     {"authorization": KEY},
-    {"authorization": f"bearer {KEY}"},
     {"authorization": f"Bearer {KEY}x"},
     {"authorization": f"Bearer {KEY[:-1]}"},
     {"authorization": "Bearer wrong", "x-api-key": KEY},
@@ -35,6 +36,7 @@ WRONG: tuple[dict[str, str], ...] = (
 )
 RIGHT: tuple[tuple[dict[str, str], str], ...] = (
     ({"authorization": f"Bearer {KEY}"}, KEY),
+    ({"authorization": f"bearer {KEY}"}, KEY),
     ({"x-api-key": SECOND}, SECOND),
     ({"authorization": f"Bearer {SECOND}", "x-api-key": "wrong"}, SECOND),
 )
@@ -128,7 +130,7 @@ def test_whoever_has_a_key_gets_through_as_the_tenant_of_that_key(headers: dict[
 
     async def ask() -> None:
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        layer = ApiKey(app, (KEY, SECOND))
+        layer = ApiKey(app, Keyring((KEY, SECOND)))
         for path in ("/v1/completions", "/metrics", "/health"):
             await layer({"type": "http", "path": path, "headers": raw}, None, None)  # type: ignore[arg-type]
         await layer({"type": "lifespan"}, None, None)  # type: ignore[arg-type]

@@ -107,6 +107,7 @@ def in_one_order(rows: list[Row]) -> list[Row]:
 def plain(row: Row, names: Mapping[bytes, bytes], *, has_losses: bool = False) -> tuple[Any, ...]:
     """A row as data: when, what, its contents, and the commands. Left out is what the drivers know differently:
 
+    why a worker is down: in words, of the process that has seen it
     the host of a worker: in the simulator each is on one of its own, where they share no memory
     of a handoff, how much travelled and for how long: measured by the receiver, or by the sender
     of the progress at a loss or a change, all requests but those that lose their attempt
@@ -125,6 +126,7 @@ def plain(row: Row, names: Mapping[bytes, bytes], *, has_losses: bool = False) -
         del fields["info"]["host"]
     elif isinstance(event, WorkerDown | RoleChanged | DrainStarted):
         lost = {command.request_id for command in commands if isinstance(command, Restarted | End)}
+        fields.pop("why", None)
         fields["progress"] = {name: count for name, count in event.progress.items() if count and name in lost}
     elif isinstance(event, Cancelled) and has_losses:
         del fields["num_tokens"]

@@ -295,7 +295,8 @@ def random_schema(rnd: random.Random, depth: int = 0) -> Any:
     return {keyword: makers[keyword]() for keyword in rnd.sample(list(makers), rnd.randrange(1, 5))}
 
 
-@law(weight=1.0)
+# a complement cut down; names of a constant; patterns of names that overlap; numbers that are no integers
+@law(weight=1.0, seeds=(2368384351, 1141906037, 1340089333, 235039095))
 def test_no_grammar_of_a_random_schema_allows_what_is_not_valid(seed: int) -> None:
     schema = random_schema(random.Random(seed))
     try:

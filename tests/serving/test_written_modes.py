@@ -15,7 +15,7 @@ from diptych.serving.answers.stream_journal import StreamJournal
 from diptych.serving.api import access_log
 from diptych.serving.fleet.private_directory import locked_directory
 from diptych.serving.link.heartbeat import Heartbeat
-from diptych.serving.link.recorder import cluster_core
+from diptych.serving.link.recorder import record_cluster
 
 OTHERS, GROUP = stat.S_IRWXO, stat.S_IRWXG
 
@@ -33,9 +33,7 @@ def heartbeat(folder: Path) -> None:
 
 
 def recording(folder: Path) -> None:
-    _, recorder = cluster_core(ClusterConfig(), folder / "recording.jsonl")
-    assert recorder is not None
-    recorder.close()
+    record_cluster(folder / "recording.jsonl", ClusterConfig()).close()
 
 
 def batches(folder: Path) -> None:

@@ -13,10 +13,10 @@ from diptych.serving import edge_limits
 from diptych.serving.keys.key_record import OTHER
 
 _COUNTS = (
-    ("requests", "requests", "Requests that were taken"),
-    ("prompt_tokens", "prompt", "Prompt tokens of requests that ended"),
-    ("cached_tokens", "cached", "Of these, found in the prefix cache"),
-    ("completion_tokens", "completion", "Tokens of answers of requests that ended"),
+    ("diptych:key_requests", "requests", "Requests that were taken"),
+    ("diptych:key_prompt_tokens", "prompt", "Prompt tokens of requests that ended"),
+    ("diptych:key_cached_tokens", "cached", "Of these, found in the prefix cache"),
+    ("diptych:key_completion_tokens", "completion", "Tokens of answers of requests that ended"),
 )
 
 
@@ -63,7 +63,7 @@ class UsageBook:
             if only is None or name == only
         ]
         for metric, field, text in _COUNTS:
-            family = CounterMetricFamily(f"diptych:key_{metric}", text, labels=["model_name", "key"])
+            family = CounterMetricFamily(metric, text, labels=["model_name", "key"])
             for name, usage in shown:
                 family.add_metric([model, name], getattr(usage, field))
             yield family

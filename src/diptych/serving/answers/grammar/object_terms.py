@@ -98,8 +98,8 @@ def common_objects(sets: "SchemaSets", left: Objects, other: Objects) -> Objects
     for pattern in theirs.values():
         patterns.append(PropertyPattern(pattern.text, pattern.blame, conjunction(left.others, pattern.value)))
     others = conjunction(left.others, other.others)
-    if is_false(others) and not (left.patterns and other.patterns):
-        patterns = [pattern for pattern in patterns if not is_false(pattern.value)]
+    if is_false(others) and all(is_false(pattern.value) for pattern in patterns):
+        patterns = []  # beside one that may match, each counts: a name can match both
     seen = None if left.seen is None or other.seen is None else left.seen | other.seen
     return Objects(
         properties,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from diptych.serving.answers.grammar.schema_sets import SchemaSets
 
 Piece = tuple[list[Term], type[Term] | None]  # values, and the type of those that could not be written
+CANNOT_BE_WRITTEN = "what it does not allow cannot be written"
 _SCALARS = (Nulls, Booleans, Numbers, Texts)
 
 
@@ -57,8 +58,10 @@ def missing(sets: "SchemaSets", node: Node, terms: Sequence[Term]) -> list[Term]
             if kind is not None:
                 cut.append((keyword, kind))
     for keyword, kind in cut:
+        error = keywords.error(keyword, CANNOT_BE_WRITTEN)
         if not any(isinstance(term, kind) for term in found):
-            raise keywords.error(keyword, "what it does not allow cannot be written")
+            raise error
+        sets.cut.append(error)
     if len(found) > sets.max_terms:
         raise keywords.error("anyOf", "it has too many combinations")
     return found
@@ -83,6 +86,7 @@ def _type(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piec
         for term in terms:
             if isinstance(term, Numbers) and not term.is_integer:
                 if term.values is None:
+                    sets.cut.append(keywords.error("type", CANNOT_BE_WRITTEN))
                     return others, (None if others else Numbers)
                 values = tuple(value for value in term.values if exactly(value).denominator != 1)
                 others += [replace(term, values=values)] if values else []
@@ -202,6 +206,7 @@ def _other_arrays(
         ]
         found += sets.meet([term], pieces, node, "not")
     if cut is not None and found:  # a wrong item is among the first ones
+        sets.cut.append(SchemaError(*sets.blame(node, "items"), CANNOT_BE_WRITTEN))
         cut = None
     return found, cut
 
@@ -216,7 +221,7 @@ def _negated(sets: "SchemaSets", part: Conjunction, node: Node) -> Conjunction:
         return holds(part[0].node)
     schemas = [literal.node for literal in part]
     if not all(literal.holds and not isinstance(literal.node.keywords, bool) for literal in part):
-        raise SchemaError(*sets.blame(node, "not"), "what it does not allow cannot be written")
+        raise SchemaError(*sets.blame(node, "not"), CANNOT_BE_WRITTEN)
     pieces = [sets.document.kept(schema) for schema in schemas]
     return not_of(sets, sets.document.made({"allOf": pieces}, node))
 
@@ -225,7 +230,7 @@ def _contains(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> 
     low, high = keywords.range("minContains", "maxContains", 1)
     wanted = keywords.part("contains")
     if high is not None or low > 1:
-        raise keywords.error("contains", "what it does not allow cannot be written")
+        raise keywords.error("contains", CANNOT_BE_WRITTEN)
     pieces = [Arrays(rest=not_of(sets, wanted, "contains"))] if low else []
     return _complete(sets.meet(terms, pieces, keywords.node, "not"))
 

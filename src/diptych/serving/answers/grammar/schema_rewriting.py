@@ -78,7 +78,7 @@ def rewrite(schema: Any, *, is_strict: bool = True, check: Check | None = None, 
             sets = SchemaSets(document, frozenset(skipped))
             writer = _SchemaWriter(sets, check, form)
             written = writer.whole(document.root, stops=is_strict)
-            errors = writer.errors
+            errors = writer.errors or (sets.cut if written is False else [])
         except SchemaError as error:
             errors = [error]
         except RecursionError:

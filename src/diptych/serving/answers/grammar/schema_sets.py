@@ -60,6 +60,7 @@ class SchemaSets:
         self._skipped = skipped
         self._terms: dict[Conjunction, list[Term]] = {}
         self._is_empty: dict[Conjunction, bool] = {}
+        self.cut: list[SchemaError] = []  # where some of the values that a part does not allow were left out
         self._blame: Blame | None = None
         self._overlaps: dict[int, list[list[int]]] = {}  # by the number of the part with oneOf
         self._depth = 0
@@ -242,7 +243,7 @@ class SchemaSets:
                 found.append(Arrays(items, false, len(items), len(items)))
             elif isinstance(value, Mapping):
                 parts = {name: holds(self.document.made({"const": item}, node)) for name, item in value.items()}
-                found.append(Objects(parts, (), false, tuple(parts), seen=frozenset(parts)))
+                found.append(Objects(parts, (), false, tuple(parts)))
         return found
 
     def _numbers(self, keywords: Keywords, terms: list[Term]) -> list[Term]:
