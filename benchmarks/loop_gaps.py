@@ -29,6 +29,7 @@ from tests.serving.tool_model import tool_model  # noqa: E402
 from diptych.runtime.garbage import leave_alone_what_is_loaded  # noqa: E402
 from diptych.serving.answers.tokenizer import Tokenizer  # noqa: E402
 from diptych.serving.api.app import build_app  # noqa: E402
+from diptych.serving.edge_limits import MESSAGES  # noqa: E402
 from diptych.serving.front.engine_spec import EngineSpec  # noqa: E402
 
 CASE_S = 60.0  # a reply that has not begun by then counts as none
@@ -98,8 +99,8 @@ async def post(app: Any, path: str, data: bytes) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def conversations(count: int) -> dict[str, dict[str, Any]]:
-    """The largest lists of messages, each heavy in another way."""
+def conversations(count: int, most: int) -> dict[str, dict[str, Any]]:
+    """The largest lists of messages (most of them), each heavy in another way."""
     turn = {"role": "user", "content": "a"}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     asked = [
@@ -107,12 +108,12 @@ def conversations(count: int) -> dict[str, dict[str, Any]]:
         {"role": "tool", "tool_call_id": "c", "content": "r"},
     ]
     return {
-        "messages": {"messages": [turn] * count},
-        "refused roles": {"messages": [turn, {"role": "odd", "content": "a"}] * (count // 2)},
+        "messages": {"messages": [turn] * most},
+        "refused roles": {"messages": [turn, {"role": "odd", "content": "a"}] * (most // 2)},
         "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * count}]},
         "long text": {"messages": [{"role": "user", "content": "word " * (MOST_BYTES // 5)}]},
-        "calls": {"messages": asked * (count // 8), "tools": [TOOL]},
-        "one role after the other": {"messages": [{"role": "user", "content": "a" * 200}] * count},
+        "calls": {"messages": asked * (most // 2), "tools": [TOOL]},
+        "one role after the other": {"messages": [{"role": "user", "content": "a" * 900}] * most},
         "one message, many calls": {"messages": [turn, {**asked[0], "tool_calls": [call] * (count // 4)}]},
         "100 messages": {"messages": [turn] * 100},
     }
@@ -122,16 +123,16 @@ def serve_cases(count: int) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> path and body."""
     cases: dict[str, tuple[str, dict[str, Any]]] = {}
     few = {"max_tokens": 2}
-    for name, body in conversations(count).items():
+    for name, body in conversations(count, MESSAGES).items():
         cases[f"chat, {name}"] = "/v1/chat/completions", {**body, **few}
         cases[f"tokenize, {name}"] = "/tokenize", body
     turn = {"role": "user", "content": "a"}
     use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
     anthropic = {
-        "messages": [turn] * count,
+        "messages": [turn] * MESSAGES,
         "blocks": [{"role": "user", "content": [{"type": "text", "text": "a"}] * count}],
-        "calls": [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}] * (count // 8),
+        "calls": [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}] * (MESSAGES // 2),
         "answer in parts": [
             turn,
             {"role": "assistant", "content": [{"type": "text", "text": "a" * 200}] * count},
@@ -151,10 +152,10 @@ def serve_cases(count: int) -> dict[str, tuple[str, dict[str, Any]]]:
     item = {"type": "message", "role": "user", "content": "a"}
     made = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "c", "output": "r"}
-    cases["responses, items"] = "/v1/responses", {"input": [item] * count}
-    cases["responses, calls"] = "/v1/responses", {"input": [made, output] * (count // 4)}
-    spoken = {"type": "message", "role": "assistant", "content": "a" * 150}
-    cases["responses, answers in a row"] = "/v1/responses", {"input": [item, *([spoken] * (count - 2)), item]}
+    cases["responses, items"] = "/v1/responses", {"input": [item] * MESSAGES}
+    cases["responses, calls"] = "/v1/responses", {"input": [made, output] * (MESSAGES // 2)}
+    spoken = {"type": "message", "role": "assistant", "content": "a" * 900}
+    cases["responses, answers in a row"] = "/v1/responses", {"input": [item, *([spoken] * (MESSAGES - 2)), item]}
     cases["responses, long text"] = "/v1/responses", {"input": "word " * (MOST_BYTES // 5)}
     cases["completions, text"] = "/v1/completions", {"prompt": "word " * (MOST_BYTES // 5), **few}
     cases["completions, truncated text"] = (
@@ -207,7 +208,7 @@ def serve_cases(count: int) -> dict[str, tuple[str, dict[str, Any]]]:
 def front_cases(count: int) -> dict[str, tuple[str, dict[str, Any]]]:
     """The same for the front."""
     cases: dict[str, tuple[str, dict[str, Any]]] = {}
-    for name, body in conversations(count).items():
+    for name, body in conversations(count, count).items():
         cases[f"front chat, {name}"] = "/v1/chat/completions", {**body, "max_tokens": 2}
     few = {"max_tokens": 2}
     cases["front completions, text"] = "/v1/completions", {"prompt": "word " * (MOST_BYTES // 5), **few}

@@ -380,6 +380,11 @@ async def test_the_limits_of_what_takes_long(monkeypatch: pytest.MonkeyPatch, to
         body = {"messages": [TURN], "context_management": {"edits": EDITS["edits"] * count}}
         found, error = await posted("/v1/messages/count_tokens", body, tokenizer)
         assert found == status and (status == 200 or "at most 2" in error["message"])
+    most = edge_limits.MESSAGES
+    for path, name in (("/v1/chat/completions", "messages"), ("/v1/messages", "messages"), ("/v1/responses", "input")):
+        found, error = await posted(path, {**SHORT[path], name: [TURN] * (most + 1)}, tokenizer)
+        assert found == 400 and error["param"] == name and str(most) in error["message"]
+    assert len(ChatBody.model_validate({"messages": [TURN] * most}).messages) == most
     num_tokens = len(tokenizer.encode("a b c d e f"))
     for limit, status in ((num_tokens + 1, 200), (num_tokens, 400)):
         monkeypatch.setattr(edge_limits, "TOKEN_IDS", limit)

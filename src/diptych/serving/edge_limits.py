@@ -112,8 +112,9 @@ BODY_FIELDS = _limit(
     "BODY_FIELDS", 1024, "fields", "fields of a body, a message or a tool, known or not", beyond="400 `too_many_fields`"
 )
 LIST_ITEMS = _limit(
-    "LIST_ITEMS", 65_536, "items", "list of prompts, messages, parts of a message, or biased tokens", beyond="400"
+    "LIST_ITEMS", 65_536, "items", "list of prompts, parts of a message, or biased tokens", beyond="400"
 )
+MESSAGES = _limit("MESSAGES", 16_384, "messages", "messages, or items of `/v1/responses`, of a request", beyond="400")
 CHAT_PROCESSOR_S = _limit(
     "CHAT_PROCESSOR_S",
     5.0,

@@ -41,6 +41,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # 
 
 Element = TypeVar("Element")
 Items: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=edge_limits.LIST_ITEMS)]
+Turns: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=edge_limits.MESSAGES)]
 IDS_AT_ONCE = 8192  # are looked at in one call, which others wait for
 
 
@@ -234,7 +235,7 @@ class PredictionBody(Fields):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[Items[Message], Field(min_length=1)]
+    messages: Annotated[Turns[Message], Field(min_length=1)]
     tools: Annotated[list[ToolBody], Field(max_length=edge_limits.TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = Field(None, description="auto, none, required, or a function.")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer.")
@@ -260,7 +261,7 @@ class TokenizeBody(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Items[Message] | None = None
+    messages: Turns[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
