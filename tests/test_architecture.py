@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "limited_log": set(),
     "private_files": {"control"},
     "stop_signals": set(),
+    "terminal_text": set(),
     "tls": {"control"},
     "runtime": {"byte_size", "control", "limited_log", "private_files", "processor", "tls"},
     "workload": {"control"},
@@ -39,16 +40,16 @@ MAY_IMPORT = {
     "diagnosis": {"control", "report", "simulation", "timeline", "workload"},
     "serving": {
         "byte_size", "cgroups", "compiled_modules", "control", "engine_steps", "length_prefix", "limited_log",
-        "private_files", "processor", "runtime", "stop_signals", "timeline", "tls", "web",
+        "private_files", "processor", "runtime", "stop_signals", "terminal_text", "timeline", "tls", "web",
     },
     "vllm_plugin": {"engine_steps"},
-    "bench": {"control", "processor", "report", "search", "stop_signals", "workload"},
+    "bench": {"control", "processor", "report", "search", "stop_signals", "terminal_text", "workload"},
     "web": {"control", "diagnosis", "length_prefix", "report", "simulation", "stop_signals", "timeline", "workload"},
     "bundled": set(),
     "cli": {
         "byte_size", "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload", "report",
         "search", "timeline", "calibration", "child_process", "compiled_modules", "private_files", "processor",
-        "stop_signals", "tls", "__version__",
+        "stop_signals", "terminal_text", "tls", "__version__",
     },
     "__init__": {"compiled_modules", "control", "serving"},
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 import unicodedata
 
-from diptych.cli.terminal_text import shown
+from diptych.terminal_text import shown
 
 
 def test_no_control_character_and_no_turn_of_direction_is_printed() -> None:

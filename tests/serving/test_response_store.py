@@ -255,7 +255,7 @@ async def test_a_response_that_takes_too_long_is_said_not_to_be_stored_and_is_no
     monkeypatch.setattr(store, "_make_room", slow)
     future = store.put({"id": "first"}, "", None, [])
     entered.wait()
-    monkeypatch.setattr(store, "put", lambda *_: future)
+    monkeypatch.setattr(store, "_put_row", lambda *_: future)
     assert "does not answer" in await store.put_in_time({"id": "first"}, "", None, [])
     gate.set()
     assert not await is_there(store, "first", "")

@@ -2,11 +2,11 @@
 
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from diptych.bench.load import LoadProgress
 from diptych.report.text import milliseconds
+from diptych.terminal_text import console
 
 LINE_S = 10.0
 
@@ -15,10 +15,10 @@ class LiveLine:
     """A bar with the figures so far, on standard error; where that is no terminal, a line each LINE_S seconds."""
 
     def __init__(self, words: str, *, quiet: bool) -> None:
-        self._console = Console(stderr=True, highlight=False)
+        self._console = console(is_error=True)
         self._words = words
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(12),
             TextColumn("{task.fields[figures]}"),
             TimeElapsedColumn(),
@@ -71,7 +71,7 @@ class LiveLine:
             self._said_s = min(self._said_s, now.elapsed_s)  # a new run begins at 0
             if now.elapsed_s >= self._said_s + LINE_S:
                 self._said_s = now.elapsed_s
-                self._console.print(f"{now.elapsed_s:.0f} s:  {'  '.join(figures)}", soft_wrap=True)
+                self._console.print(f"{now.elapsed_s:.0f} s:  {'  '.join(figures)}", markup=True, soft_wrap=True)
         share = (now.completed + now.failed) / max(1, now.total)
         self._progress.update(self._task, description="", completed=share, figures="  ".join(figures))
         self._progress.refresh()
@@ -85,4 +85,4 @@ class LiveLine:
         """A line that stays."""
         self._say_plan()
         if not self._is_quiet:
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._console.print(line, soft_wrap=True)

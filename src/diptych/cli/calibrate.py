@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from diptych import __version__
 from diptych.cli.calibrate_engine import calibrate_engine, refuse_others
@@ -28,6 +27,7 @@ from diptych.serving.link.engine_options import (
     parse_bytes,
 )
 from diptych.serving.start_checks import check_start
+from diptych.terminal_text import ShownConsole, console
 
 if TYPE_CHECKING:
     from diptych.simulation.cluster_replay import ClusterReplayReport
@@ -129,7 +129,7 @@ def _show_calibration(calibration: "Calibration", out: Path) -> None:
     from diptych.report.text import Table
     from diptych.simulation.costs.fitted import MeasuredPoint
 
-    console = Console(highlight=False)
+    screen = console()
     kinds = [("1 decode", 1, 0), ("8 decodes", 8, 0), ("32 decodes", 32, 0), ("prompt of 256", 0, 256)]
     rows = []
     most = calibration.scheduler.max_num_seqs if calibration.scheduler else 32
@@ -138,12 +138,12 @@ def _show_calibration(calibration: "Calibration", out: Path) -> None:
         features = MeasuredPoint.of(num_seqs, 256, prompt)
         rows.append((text, f"{calibration.cost.features_ns(features) / 1e6:.2f}"))
     title = f"{calibration.model}: {calibration.settings['engine']}"
-    console.print(drawn(Table(title, ("step", "ms"), tuple(rows))))
+    screen.print(drawn(Table(title, ("step", "ms"), tuple(rows))))
     for law, error in calibration.errors.items():
         mark = " (chosen)" if law == calibration.cost.name else ""
-        console.print(f"held-out error, {law}{mark}: median {error['median']:.1%}, p95 {error['p95']:.1%}")
-    console.print(f"front end: {calibration.front_end.request_ns / 1e6:.2f} ms a request")
-    console.print(f"written to {out}")
+        screen.print(f"held-out error, {law}{mark}: median {error['median']:.1%}, p95 {error['p95']:.1%}")
+    screen.print(f"front end: {calibration.front_end.request_ns / 1e6:.2f} ms a request")
+    screen.print(f"written to {out}")
 
 
 def replay(
@@ -173,20 +173,22 @@ def replay(
 
 
 def _show_front_end(report: "ClusterReplayReport | PlannerReplayReport", whose: str) -> bool:
-    console = Console(highlight=False)
+    screen = console()
     ending = "" if report.is_complete else " (it was cut off: the end is missing)"
-    console.print(f"{report.path}, of {whose}, written by diptych {report.diptych}{ending}")
-    console.print(f"{report.num_events} events")
-    return _show_verdict(console, report.num_decisions, report.difference)
+    screen.print(f"{report.path}, of {whose}, written by diptych {report.diptych}{ending}")
+    screen.print(f"{report.num_events} events")
+    return _show_verdict(screen, report.num_decisions, report.difference)
 
 
-def _show_verdict(console: Console, num_decisions: int, difference: "Difference | None") -> bool:
+def _show_verdict(screen: ShownConsole, num_decisions: int, difference: "Difference | None") -> bool:
     if difference is None:
-        console.print(f"[bold]identical[/bold]: all {num_decisions} decisions are the same")
+        screen.print("identical", style="bold", end="")
+        screen.print(f": all {num_decisions} decisions are the same")
         return True
-    console.print(f"[bold red]different[/bold red] at line {difference.line}: {difference.explanation}")
-    console.print(f"  recorded: {difference.expected}", soft_wrap=True)
-    console.print(f"  replayed: {difference.actual}", soft_wrap=True)
+    screen.print("different", style="bold red", end="")
+    screen.print(f" at line {difference.line}: {difference.explanation}")
+    screen.print(f"  recorded: {difference.expected}", soft_wrap=True)
+    screen.print(f"  replayed: {difference.actual}", soft_wrap=True)
     return False
 
 
@@ -194,13 +196,13 @@ def _show_worker(report: "ReplayReport") -> bool:
     from diptych.report.text import latency_table
     from diptych.simulation.results import summarize
 
-    console = Console(highlight=False)
+    screen = console()
     summary = summarize(report.result)
     ending = "" if report.is_complete else " (it was cut off: the end is missing)"
-    console.print(f"{report.path}, written by diptych {report.diptych}{ending}")
-    console.print(
+    screen.print(f"{report.path}, written by diptych {report.diptych}{ending}")
+    screen.print(
         f"{summary['num_requests']} requests ended ({report.num_aborted} aborted, {report.num_refused} refused), "
         f"{report.num_steps} steps in {summary['duration_s']:.1f} s, {summary['preemptions']} preemptions"
     )
-    console.print(drawn(latency_table(summary)))
-    return _show_verdict(console, report.num_steps, report.difference)
+    screen.print(drawn(latency_table(summary)))
+    return _show_verdict(screen, report.num_steps, report.difference)

@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from diptych import __version__
 from diptych.cli.output import check_folders, progress_bar
 from diptych.control.errors import ConfigError
 from diptych.serving.front.engine_spec import parse_engine
 from diptych.serving.front.kv_events import require_zmq
+from diptych.terminal_text import console
 
 if TYPE_CHECKING:
     from diptych.calibration.engine_calibration import ReportedSteps
@@ -36,7 +35,7 @@ def calibrate_engine(where: str, output: Path, seconds: float, steps_output: Pat
     write_calibration(output, calibration)
     if found.about is not None:
         for rule in not_modelled(found.about):
-            Console(stderr=True, highlight=False).print(f"note: the simulator does not have this: {rule}")
+            console(is_error=True).print(f"note: the simulator does not have this: {rule}")
     return calibration
 
 

@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from diptych.cli.error_messages import OPTION_NAMES
 from diptych.cli.other_names import translate
+from diptych.terminal_text import guarded, shown
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer has click inside, or beside it, by its version
 MOST_GUESSES = 3
@@ -44,12 +45,13 @@ class Command(TyperCommand):
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; its errors name settings as its options."""
+        """Run the command; its errors name settings as its options, what it prints does not control the terminal."""
         if ctx.info_name in SERVERS:
             _warn_of_secrets(ctx)
         token = OPTION_NAMES.set(_option_names(self, ctx))
         try:
-            return super().invoke(ctx)
+            with guarded():
+                return super().invoke(ctx)
         finally:
             OPTION_NAMES.reset(token)
 
@@ -97,7 +99,7 @@ def _end(error: Any) -> NoReturn:
     """Report a usage error."""
     text = " ".join(error.format_message().split()).rstrip(".")
     command = error.ctx.command_path if error.ctx else "diptych"
-    print(f"error: {text[:1].lower()}{text[1:]} (see {command} -h)", file=sys.stderr)
+    print(shown(f"error: {text[:1].lower()}{text[1:]} (see {command} -h)"), file=sys.stderr)
     sys.exit(error.exit_code)
 
 

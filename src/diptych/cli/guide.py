@@ -20,13 +20,14 @@ def guide(
     opens: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
     """Prefill and decode, explained: an interactive guide and a comparison of runs. Needs no model."""
+    from diptych.serving.api.connection import Connection
     from diptych.serving.api.manners import is_loopback
     from diptych.web.guide_app import run_guide
 
     with errors_in_words():
         if not 0 <= port <= 65535:
             raise ConfigError(f"port is {port}; it must be from 0 to 65535", param="port")
-        run_guide(host, port, _say, opens=opens, guarded=_guarded if is_loopback(host) else None)
+        run_guide(host, port, _say, opens=opens, guarded=_guarded if is_loopback(host) else None, http=Connection)
 
 
 def _guarded(app: "ASGIApp") -> "ASGIApp":

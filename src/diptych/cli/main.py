@@ -75,6 +75,7 @@ from diptych.serving.link.engine_options import (
 )
 from diptych.serving.ray.ray_options import RayOptions
 from diptych.serving.start_checks import GPU, check_start
+from diptych.terminal_text import own
 from diptych.tls.shared_key import read_key_file
 
 app = typer.Typer(
@@ -283,11 +284,12 @@ def generate(
         llm = LLM(path, dtype=dtype, threads=threads, instruction_set=instruction_set, quantize=quantize)
         print(llm.ready.description, file=sys.stderr)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        sys.stdout.write(text)
+        out = sys.stdout if sys.stdout.isatty() else own(sys.stdout)  # a file or a program gets the text as it is
+        out.write(text)
         for piece in llm.stream(text, sampling):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+            out.write(piece)
+            out.flush()
+        out.write("\n")
 
 
 @app.command(cls=Command, epilog=examples("version"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diptych.control.errors import ConfigError
+from diptych.terminal_text import console
 
 LINE_S = 10.0  # between two lines of progress where there is no terminal
 
@@ -63,30 +64,28 @@ def print_tables(
     """Sentences and tables on standard output: first ``lead``, what was found; then what speaks against it. num_narrow:
     how many of the last tables stand side by side."""
     from rich.columns import Columns
-    from rich.console import Console
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    screen = console(width=None if sys.stdout.isatty() else 120)
     for line in lead:
-        console.print(line, style="bold", soft_wrap=True, markup=False)
+        screen.print(line, style="bold", soft_wrap=True)
     for warning in warnings:
-        console.print(f"NOT RELIABLE: {warning}", style="bold red", soft_wrap=True, markup=False)
+        screen.print(f"NOT RELIABLE: {warning}", style="bold red", soft_wrap=True)
     for line in failures:
-        console.print(line, style="red", soft_wrap=True, markup=False)
+        screen.print(line, style="red", soft_wrap=True)
     grids = [drawn(table) for table in tables]
     num_wide = len(grids) - num_narrow
     for grid in grids[:num_wide]:
-        console.print(grid)
+        screen.print(grid)
     if num_narrow:
-        console.print(Columns(grids[num_wide:], padding=(0, 2)))
+        screen.print(Columns(grids[num_wide:], padding=(0, 2)))
     for note in notes:
-        console.print(note, style="dim", soft_wrap=True, markup=False)
+        screen.print(note, style="dim", soft_wrap=True)
 
 
 @contextmanager
 def progress_bar(*, quiet: bool = False, announcement: str = "") -> Iterator[Callable[[str, float], None]]:
     """A bar on standard error, set by (what is being done, the share that is done); where that is no terminal, a line
     each LINE_S seconds. announcement: a line before the first."""
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         Progress,
@@ -96,16 +95,16 @@ def progress_bar(*, quiet: bool = False, announcement: str = "") -> Iterator[Cal
         TimeRemainingColumn,
     )
 
-    console = Console(stderr=True)
+    screen = console(is_error=True)
     bar = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=console,
+        console=screen,
         transient=True,
-        disable=quiet or not console.is_terminal,
+        disable=quiet or not screen.is_terminal,
     )
     with bar:
         task = bar.add_task("starting", total=1.0)
@@ -114,10 +113,10 @@ def progress_bar(*, quiet: bool = False, announcement: str = "") -> Iterator[Cal
         def show(stage: str, share: float) -> None:
             nonlocal said, announcement
             if announcement and not quiet:
-                console.print(announcement, markup=False, highlight=False, soft_wrap=True)
+                screen.print(announcement, soft_wrap=True)
             announcement = ""
             bar.update(task, description=stage, completed=share)
-            if not quiet and not console.is_terminal and (now := time.monotonic()) >= said + LINE_S:
+            if not quiet and not screen.is_terminal and (now := time.monotonic()) >= said + LINE_S:
                 said = now
                 print(f"{stage}: {share:.0%}", file=sys.stderr, flush=True)
 

@@ -13,8 +13,8 @@ import typer
 
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import LOCAL_URL, Number, Text, Whole
-from diptych.cli.terminal_text import shown
 from diptych.control.errors import RequestError
+from diptych.terminal_text import own
 
 if TYPE_CHECKING:
     from diptych.cli.chat_client import ChatClient, Piece
@@ -51,10 +51,10 @@ def chat(
         if is_terminal:
             import readline  # noqa: F401  (input() edits lines with it)
 
-            print(shown(client.words))
+            print(client.words)
             print(f"Ctrl-C stops an answer, a second one ends. A line that ends in {CONTINUES} goes on in the next.")
         else:
-            print(shown(client.words), file=sys.stderr)
+            print(client.words, file=sys.stderr)
         num_failed = sum(not _answer(client, text, is_terminal) for text in _messages(is_terminal))
         if num_failed and not is_terminal:
             raise typer.Exit(1)
@@ -73,16 +73,16 @@ class AnswerWriter:
         """What has come."""
         if piece.reasoning:
             self._begin_reasoning()
-            print(shown(piece.reasoning), end="", file=self._reasoning_file, flush=True)
+            print(piece.reasoning, end="", file=self._reasoning_file, flush=True)
         if piece.content:
             self.close()
             self.has_answered = True
-            print(shown(piece.content), end="", flush=True)
+            print(piece.content, end="", flush=True)
 
     def close(self) -> None:
         """Reasoning has ended, if there was any."""
         if self._is_reasoning:
-            print(PLAIN if self._is_terminal else "", file=self._reasoning_file, flush=True)
+            print(PLAIN if self._is_terminal else "", file=own(self._reasoning_file), flush=True)
         self._is_reasoning = False
 
     @property
@@ -91,7 +91,7 @@ class AnswerWriter:
 
     def _begin_reasoning(self) -> None:
         if self._is_terminal and not self._is_reasoning:
-            print(DIM, end="")
+            print(DIM, end="", file=own(sys.stdout))
         self._is_reasoning = self.has_reasoned = True
 
 
@@ -131,7 +131,7 @@ def _answer(client: "ChatClient", text: str, is_terminal: bool) -> bool:
         if not is_terminal:
             raise
     except RequestError as error:  # of this request; the conversation can go on
-        print(shown(f"error: {error.message}"), file=sys.stderr)
+        print(f"error: {error.message}", file=sys.stderr)
         return False
     print("\n" if is_terminal else "")
     return True

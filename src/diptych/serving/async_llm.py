@@ -25,7 +25,7 @@ from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
 from diptych.serving.link.messages import Ready
-from diptych.serving.long_work import LONG
+from diptych.serving.long_work import LONG, check_wanted
 from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
 from diptych.serving.served_fleet import ServedFleet
@@ -140,7 +140,15 @@ class AsyncLLM(ServedFleet):
         turn it takes. Raises ContextLengthError for the first that is too long, and OverloadedError."""
         encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens, param=param, limit=limit)
         size = sum(map(len, texts))
-        return await self.long_work.run(lambda: [encode(text) for text in texts], size, tenant)
+
+        def work() -> list[list[int]]:
+            encoded = []
+            for text in texts:
+                check_wanted()
+                encoded.append(encode(text))
+            return encoded
+
+        return await self.long_work.run(work, size, tenant)
 
     async def encode_chat(
         self,

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from diptych.control.admission.admission_config import AdmissionConfig
 from diptych.control.config import SchedulerConfig
+from diptych.web.panel_wire import MOST_QUERY_BYTES
 
 Number = TypeVar("Number", int, float)
 
@@ -126,9 +127,21 @@ BODY_FIELDS = _limit(
     "BODY_FIELDS", 1024, "fields", "fields of a body, a message or a tool, known or not", beyond="400 `too_many_fields`"
 )
 LIST_ITEMS = _limit(
-    "LIST_ITEMS", 65_536, "items", "list of prompts, messages, parts of a message, or biased tokens", beyond="400"
+    "LIST_ITEMS", 65_536, "items", "list of prompts, parts of a message, or biased tokens", beyond="400"
 )
-TOKEN_IDS = _limit("TOKEN_IDS", 1 << 22, "tokens", "list of token ids", beyond="400")
+MESSAGES = _limit("MESSAGES", 16_384, "messages", "messages, or items of `/v1/responses`, of a request", beyond="400")
+CHAT_PROCESSOR_S = _limit(
+    "CHAT_PROCESSOR_S",
+    5.0,
+    "s",
+    "processor time to make a prompt of a conversation with the chat template",
+    beyond="400 `conversation_too_long`",
+)
+BIASES = _limit(
+    "BIASES", 65_536, "numbers", "entries of `logit_bias`, times the answers that a request asks for", beyond="400"
+)
+TOKEN_IDS = _limit("TOKEN_IDS", 1 << 21, "tokens", "list of token ids, in a request or in a reply", beyond="400")
+CONTEXT_EDITS = _limit("CONTEXT_EDITS", 16, "edits", "edits of `context_management`", beyond="400")
 TOOLS = _limit("TOOLS", 1024, "tools", "tools of a request", beyond="400")
 LABELS = _limit("LABELS", 16, "labels", "labels in `metadata`", beyond="400")
 LABEL_NAME = _limit("LABEL_NAME", 64, "characters", "name of a label", beyond="400")
@@ -280,6 +293,10 @@ TIMELINE_PAGE_RECORDS = _limit(  # about 2 us of the event loop each
 )
 TRACE_S = _limit("TRACE_S", 86_400, "s", "span of `/timeline/perfetto` that may be asked for", beyond="400")
 SHOWN_MISSES = _limit("SHOWN_MISSES", 256, "misses", "misses that `/cache/misses` shows", beyond="400")
+
+GUIDE_QUERY_BYTES = _limit(
+    "GUIDE_QUERY_BYTES", MOST_QUERY_BYTES, "bytes", "query of a panel of the guide", beyond="400"
+)
 
 # The port of the workers.
 

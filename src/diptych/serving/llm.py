@@ -43,6 +43,7 @@ from diptych.serving.link.engine_options import (
 from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
 from diptych.serving.worker.load_engine import load_engine
+from diptych.terminal_text import own
 
 if TYPE_CHECKING:
     from diptych.runtime.local_engine import StepOutcome
@@ -243,7 +244,7 @@ class LLM:
     def _run(self, progress: bool) -> None:
         total = len(self._open)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        console = Console(file=sys.stderr)
+        console = Console(file=own(sys.stderr))
         with Progress(*columns, console=console) if progress and console.is_terminal else nullcontext() as bar:
             task = bar.add_task("generating", total=total) if bar else None
             for _ in self._steps():

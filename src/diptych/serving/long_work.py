@@ -2,15 +2,17 @@
 
 Tenants take turns, and within a tenant the first comes first. Of NUM_THREADS threads at most one does work on a very
 long input, so that a prompt of a page never waits behind one of a library. Work whose caller was cancelled before its
-turn is dropped; what is running runs to its end, and keeps its thread until then.
+turn is dropped; what is running ends where it asks next whether it is still wanted (``check_wanted``), or else at its
+end, and keeps its thread until then.
 """
 
 import asyncio
 import ctypes
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,15 +24,29 @@ NUM_THREADS = 2
 LONG = 4096  # characters, bytes or token ids: shorter work is done at once
 VERY_LONG = 2**18  # some tenths of a second of encoding
 Result = TypeVar("Result")
+_current = threading.local()  # is_unwanted: of the work that this thread does
+
+
+class UnwantedWorkError(BaseException):
+    """The caller of the work is gone. No handler of ``Exception`` in a template or a parser sees it."""
+
+
+def check_wanted() -> None:
+    """Raise UnwantedWorkError where the caller of the work that this thread does is gone. Work that goes in steps asks
+    between two of them."""
+    is_unwanted: threading.Event | None = getattr(_current, "is_unwanted", None)
+    if is_unwanted is not None and is_unwanted.is_set():
+        raise UnwantedWorkError
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """work, whose result future gets. size: of its input."""
+    """work, whose result future gets. size: of its input. is_unwanted: set when its caller is gone."""
 
     work: Callable[[], Any]
     size: int
     future: "asyncio.Future[Any]"
+    is_unwanted: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_very_long(self) -> bool:
@@ -48,16 +64,13 @@ class LongWork:
         self.num_waiting = 0
         self.num_bytes = 0  # of those, and of what runs
 
-    async def run(self, work: Callable[[], Result], size: int, tenant: str = "") -> Result:
+    async def run(self, work: Callable[[], Result], size: int, tenant: str = "", *, is_reply: bool = False) -> Result:
         """The result of ``work``. size: of its input, in bytes, characters or token ids. Raises OverloadedError while
-        too much waits."""
+        too much waits, unless it is the reply to a request that was served."""
         if size < LONG:
             return work()
-        if self.num_waiting >= edge_limits.LONG_WORK_WAITING or (
-            self.num_bytes and self.num_bytes + size > edge_limits.LONG_WORK_BYTES
-        ):
-            message = f"{self.num_waiting} long inputs ({size_words(self.num_bytes)}) are waiting to be read"
-            raise OverloadedError(message, code="too_much_to_read")
+        if not is_reply and not self._makes_room(tenant, size):
+            raise self._refusal()
         item = _Waiting(work, size, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(tenant, deque()).append(item)
         self.num_waiting += 1
@@ -66,6 +79,7 @@ class LongWork:
         try:
             result: Result = await item.future
         except asyncio.CancelledError:
+            item.is_unwanted.set()
             self._drop(tenant, item)
             raise
         return result
@@ -73,6 +87,30 @@ class LongWork:
     def close(self) -> None:
         """Start nothing more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _makes_room(self, tenant: str, size: int) -> bool:
+        """Whether so much more may wait for this tenant. Where too much does, the last of a tenant that has more than
+        this one gives way: nobody fills the queue for others."""
+        while True:
+            is_full = self.num_waiting >= edge_limits.LONG_WORK_WAITING
+            if not is_full and not (self.num_bytes and self.num_bytes + size > edge_limits.LONG_WORK_BYTES):
+                return True
+
+            def held(items: Iterable[_Waiting], counts: bool = is_full) -> int:
+                return sum(1 if counts else item.size for item in items)
+
+            most = max(self._waiting, key=lambda name: held(self._waiting[name]), default=tenant)
+            own = held(self._waiting.get(tenant, ())) + (1 if is_full else size)
+            if most == tenant or held(self._waiting[most]) <= own:
+                return False
+            item = self._waiting[most][-1]
+            if not item.future.done():
+                item.future.set_exception(self._refusal())
+            self._drop(most, item)
+
+    def _refusal(self) -> OverloadedError:
+        message = f"{self.num_waiting} long inputs ({size_words(self.num_bytes)}) are waiting to be read"
+        return OverloadedError(message, code="too_much_to_read")
 
     def _drop(self, tenant: str, item: _Waiting) -> None:
         if (items := self._waiting.get(tenant)) is not None and item in items:
@@ -90,7 +128,7 @@ class LongWork:
         loop = asyncio.get_running_loop()
         while len(self._running) < NUM_THREADS and (item := self._next()) is not None:
             self._num_very_long += item.is_very_long
-            running = loop.run_in_executor(self._threads, partial(_computed, item.work, item.size))
+            running = loop.run_in_executor(self._threads, partial(_computed, item))
             self._running.add(running)
             running.add_done_callback(partial(self._on_done, item))
 
@@ -121,11 +159,14 @@ class LongWork:
         self._start()
 
 
-def _computed(work: Callable[[], Result], size: int) -> Result:
+def _computed(item: _Waiting) -> Any:
+    _current.is_unwanted = item.is_unwanted
     try:
-        return work()
+        check_wanted()  # it was handed over before its caller was gone
+        return item.work()
     finally:
-        if size >= VERY_LONG:
+        del _current.is_unwanted
+        if item.size >= VERY_LONG:
             give_memory_back()
 
 

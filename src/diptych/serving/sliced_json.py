@@ -2,7 +2,8 @@
 
 msgspec does the work, on one slice of about SLICE_BYTES at a time: a call that takes all of a long body would hold the
 interpreter's lock, and with it every other request, until it is done. In a thread, these functions let others go on
-between two slices. What is a slice is found by the brackets, commas and quotes; whether it is JSON, by msgspec.
+between two slices, and end there when their client is gone. What is a slice is found by the brackets, commas and
+quotes; whether it is JSON, by msgspec.
 """
 
 import re
@@ -15,6 +16,7 @@ import msgspec
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving import edge_limits
+from diptych.serving.long_work import check_wanted
 
 SLICE_BYTES = 2**15
 SMALL_BYTES = 2**13  # of a text that is decoded in one call
@@ -105,6 +107,7 @@ class _Reader:
         """The value. Raises InvalidRequestError."""
         data, position, end = self._data, 0, len(self._data)
         while position < end:
+            check_wanted()
             pattern = _PASSED if 0 < len(self._open) < edge_limits.BODY_DEPTH - _LEVELS else _PASSED_FLAT
             found = pattern.match(data, position, min(position + SLICE_BYTES, end))
             assert found is not None  # it may be empty
@@ -249,6 +252,7 @@ class _Reader:
         data, position, end = self._data, quote + 1, len(self._data)
         pieces = []
         while True:
+            check_wanted()
             window = min(position + SLICE_BYTES, end)
             if data.find(b"\\", position, window) < 0:
                 stop = data.find(b'"', position, window)
@@ -354,6 +358,7 @@ def _list_pieces(values: Sequence[Any]) -> Iterator[bytes]:
     mark = b"["
     count = _TEXTS_AT_ONCE if isinstance(values[0], str | msgspec.Raw) else _NUMBERS_AT_ONCE
     for begin in range(0, len(values), count):
+        check_wanted()
         part = values[begin : begin + count]
         if all(isinstance(each, dict | list | tuple) or not _is_short(each) for each in part[:1]):
             for each in part:

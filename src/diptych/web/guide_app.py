@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from diptych.stop_signals import stop_signals
 from diptych.web.assets import Asset, packed, send, static_routes, without_slash
 from diptych.web.panel_host import PanelHost
-from diptych.web.panel_wire import Call, Reply
+from diptych.web.panel_wire import MOST_QUERY_BYTES, Call, Reply, refusal
 
 NAMES = ("phases", "interference", "chunked", "disaggregated", "transfer", "choose")  # of the chapters; see chapters.py
 STREAMED = "choose"
@@ -58,12 +58,16 @@ def run_guide(
     *,
     opens: bool = False,
     guarded: Callable[[ASGIApp], ASGIApp] | None = None,
+    http: type[asyncio.Protocol] | None = None,
 ) -> None:
     """Serve the guide until a stop signal. port 0: a free one. on_ready: called with the address of the first
-    page. guarded: put around the application."""
+    page. guarded: put around the application. http: the protocol of a connection, with limits of its own (None:
+    uvicorn's)."""
     panels = PanelHost()
     app = guide_app(panels) if guarded is None else guarded(guide_app(panels))
-    config = uvicorn.Config(app, host=host, port=port, log_level="warning", lifespan="off")
+    config = uvicorn.Config(
+        app, host=host, port=port, http=http or "auto", ws="none", log_level="warning", lifespan="off", use_colors=False
+    )
     try:
         _Server(config, panels, on_ready, opens).run()
     finally:
@@ -118,11 +122,20 @@ def _page(path: str, name: str, host: PanelHost, pages: dict[str, Asset], live: 
 
 def _answering(name: str, host: PanelHost) -> Callable[[Request], Any]:
     async def answer(request: Request) -> Response:
+        if refused := _long_query(request):
+            return _passed_on(refused)
         packs = "gzip" in request.headers.get("accept-encoding", "")
         call = Call(kind="panel", name=name, query=dict(request.query_params), packs=packs)
         return _passed_on(await host.ask(call, request.is_disconnected))
 
     return answer
+
+
+def _long_query(request: Request) -> Reply | None:
+    """The refusal of a query that is longer than any of the pages sends: it is not even taken apart."""
+    if (length := len(request.scope["query_string"])) <= MOST_QUERY_BYTES:
+        return None
+    return refusal(400, f"the query has {length} bytes; at most {MOST_QUERY_BYTES}")
 
 
 def _passed_on(reply: Reply) -> Response:
@@ -134,6 +147,8 @@ def _streaming(host: PanelHost) -> Callable[[Request], Any]:
     """Chapter 6 takes seconds: one JSON line after each simulation, the result at the end."""
 
     async def answer(request: Request) -> Response:
+        if refused := _long_query(request):
+            return _passed_on(refused)
         call = Call(kind="begin", name=STREAMED, query=dict(request.query_params))
         first = await host.ask(call, request.is_disconnected)
         if first.status != 200:

@@ -9,6 +9,7 @@ import msgspec
 
 from diptych.length_prefix import pack, read_message
 
+MOST_QUERY_BYTES = 4096  # of an address of a panel
 Message = TypeVar("Message", bound=msgspec.Struct)
 
 
@@ -34,6 +35,11 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     body: bytes = b""
     stream: int = 0
     is_packed: bool = False
+
+
+def refusal(status: int, message: str, param: str | None = None) -> Reply:
+    """An error as the pages read it."""
+    return Reply(status=status, body=msgspec.json.encode({"error": {"message": message, "param": param}}))
 
 
 def send(pipe: IO[bytes], message: Call | Reply) -> None:

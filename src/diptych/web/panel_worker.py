@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from diptych.control.errors import ConfigError, DiptychError
-from diptych.web.panel_wire import Call, Reply, receive, send
+from diptych.web.panel_wire import Call, Reply, receive, refusal, send
 
 MAX_STREAMS = 8  # that are being read; the oldest makes room
 GZIP_LEVEL, GZIP_LEAST = 5, 1000
@@ -76,11 +76,6 @@ class PanelWorker:
                 return Reply(body=msgspec.json.encode(event))
         self._streams.pop(call.stream, None)
         return Reply()
-
-
-def refusal(status: int, message: str, param: str | None = None) -> Reply:
-    """An error as the pages read it."""
-    return Reply(status=status, body=msgspec.json.encode({"error": {"message": message, "param": param}}))
 
 
 def give_way() -> None:

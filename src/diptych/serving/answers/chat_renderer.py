@@ -11,7 +11,8 @@ from typing import Any
 import jinja2
 
 from diptych.control.errors import ChatTemplateError, InvalidRequestError
-from diptych.serving.answers.chat_template import ChatTemplate, OutOfTimeError, said, within
+from diptych.serving import edge_limits
+from diptych.serving.answers.chat_template import ChatTemplate, OutOfTimeError, check_time, limited, said, within
 from diptych.serving.answers.template_messages import Message, Messages, fitted, is_whole, readable, relaxed
 from diptych.serving.answers.template_profile import TemplateProfile, probe
 
@@ -85,11 +86,19 @@ class ChatRenderer:
             )
         variables = {**self.special_tokens, **arguments}
         variables.pop("messages", None)
-        known = readable(messages)
-        if not continues:
-            return _rendered(loaded, known, variables)
-        text = _rendered(loaded, _marked(known), {**variables, "add_generation_prompt": False})
-        return _cut(text)
+        try:
+            with limited(edge_limits.CHAT_PROCESSOR_S):
+                known = readable(messages)
+                if not continues:
+                    return _rendered(loaded, known, variables)
+                return _cut(_rendered(loaded, _marked(known), {**variables, "add_generation_prompt": False}))
+        except OutOfTimeError:
+            limit_s = edge_limits.CHAT_PROCESSOR_S
+            raise InvalidRequestError(
+                f"the chat template needs more than {limit_s:g} s of processor time for these {len(messages)} messages",
+                param="messages",
+                code="conversation_too_long",
+            ) from None
 
     def _name(self, arguments: Mapping[str, Any]) -> str:
         if arguments.get("tools") is not None and "tool_use" in self._loaded:
@@ -122,6 +131,7 @@ def _rendered(loaded: _Loaded, messages: Messages, variables: Mapping[str, Any])
         first = error
     incomplete: list[str] = []  # renderings that lack a text of the conversation
     for form in relaxed(messages):
+        check_time()
         try:
             text = template.render(fitted(form, profile), **variables)
         except Exception:

@@ -1,13 +1,14 @@
 """One chat template of a model: compiled in a sandbox, and rendered as the renderer of transformers does.
 
-Knows nothing of what messages mean. A template comes with the model's files and may be anything, so that what runs at
-the start of a server (``within``) has a limit of processor time.
+Knows nothing of what messages mean. A template comes with the model's files and may be anything, so that what it does
+has a limit of processor time: at the start of a server (``within``), and for a request (``limited``).
 """
 
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -20,11 +21,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from diptych.serving.long_work import check_wanted
+
 Result = TypeVar("Result")
 LONGEST_REPEATED = 2**20  # items of a sequence times a number, in a template
 _POLL_S = 0.05
 _GRACE_S = 0.25  # of processor time that a template has beyond its limit until it comes by where it is stopped
-_limit = threading.local()  # seconds: of processor time that a template has in this thread
+_limit = threading.local()  # seconds: of processor time of this thread, at which a template has to end
 
 
 class OutOfTimeError(BaseException):
@@ -96,18 +99,33 @@ def within(limit_s: float, function: Callable[[], Result]) -> Result:
     return outcome[0]
 
 
+@contextmanager
+def limited(limit_s: float) -> Iterator[None]:
+    """Give what this thread renders so much processor time. OutOfTimeError is raised at the next loop or call of a
+    template beyond it, or where ``check_time`` is called."""
+    earlier = getattr(_limit, "seconds", None)
+    _limit.seconds = time.thread_time() + limit_s
+    try:
+        yield
+    finally:
+        _limit.seconds = earlier
+
+
+def check_time() -> None:
+    """Raise OutOfTimeError where the processor time of this thread is over, and UnwantedWorkError where the text is not
+    wanted any more."""
+    check_wanted()
+    limit_s = getattr(_limit, "seconds", None)
+    if limit_s is not None and time.thread_time() > limit_s:
+        raise OutOfTimeError
+
+
 def _seconds_used(clocks: Sequence[int], started: float) -> float:
     """Processor time of the thread that named its clock; where there is none, the time since it was started."""
     try:
         return time.clock_gettime(clocks[0])
     except (IndexError, OSError):  # not named yet, or the thread has ended
         return time.monotonic() - started
-
-
-def _check_time() -> None:
-    limit_s = getattr(_limit, "seconds", None)
-    if limit_s is not None and time.thread_time() > limit_s:
-        raise OutOfTimeError
 
 
 def _check_time_in_loops(tree: nodes.Template) -> None:
@@ -152,7 +170,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     """What a template may use."""
 
     intercepted_binops = frozenset(("*", "**"))
-    check_time = staticmethod(_check_time)
+    check_time = staticmethod(check_time)
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
@@ -163,8 +181,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(*args: Any, **kwargs: Any) -> Any:
         """A call of a template, where it has time left: a macro may call itself."""
-        _check_time()
-        return None if args[2] is _check_time else ImmutableSandboxedEnvironment.call(*args, **kwargs)
+        check_time()
+        return None if args[2] is check_time else ImmutableSandboxedEnvironment.call(*args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Products and powers, but for those whose size is beyond reason."""

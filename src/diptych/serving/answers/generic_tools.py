@@ -36,6 +36,7 @@ def with_generic_tools(
     whether the first one may be a system message; else it is the first of the user."""
     made: list[_Message] = []
     names: dict[str, str] = {}
+    behind: list[Any] = []  # contents that follow the last result, which are one message with it
     is_behind_result = False
     for message in messages:
         for call in message.get("tool_calls") or ():
@@ -49,11 +50,20 @@ def with_generic_tools(
         else:
             added = dict(message)
         if is_behind_result and added["role"] == "user" and made:
-            made[-1] = {**made[-1], "content": _joined(made[-1]["content"], added["content"])}
+            behind.append(added["content"])
         else:
+            _close(made, behind)
+            behind = []
             made.append(added)
         is_behind_result = is_result or (is_behind_result and added["role"] == "user")
+    _close(made, behind)
     return _described(made, tools, takes_system) if tools else made
+
+
+def _close(messages: list[_Message], behind: Sequence[Any]) -> None:
+    """Put contents behind that of the last message, in one go."""
+    if behind:
+        messages[-1] = {**messages[-1], "content": _joined(messages[-1]["content"], *behind)}
 
 
 def _is_result(message: Mapping[str, Any]) -> bool:
@@ -82,23 +92,26 @@ def _spoken(message: Mapping[str, Any]) -> _Message:
         name = json.dumps(function["name"], ensure_ascii=False)
         calls.append(f'<tool_call>\n{{"name": {name}, "arguments": {written or "{}"}}}\n</tool_call>')
     others = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**others, "content": _joined(message.get("content"), "\n".join(calls), "\n")}
+    return {**others, "content": _joined(message.get("content"), "\n".join(calls), mark="\n")}
 
 
 def _result(name: str, content: Any) -> Any:
     mark = f"<tool_response>\n{f'{name}: ' if name else ''}"
     if isinstance(content, list):
-        return _joined(_joined(mark, content, ""), "\n</tool_response>", "")
+        return _joined(mark, content, "\n</tool_response>", mark="")
     return f"{mark}{'' if content is None else content}\n</tool_response>"
 
 
-def _joined(first: Any, second: Any, mark: str = "\n\n") -> Any:
-    """Two contents as one: texts, lists of parts, or nothing."""
-    if not first or not second:
-        return first or second
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}{mark}{second}"
-    parts = [
-        content if isinstance(content, list) else [{"type": "text", "text": content}] for content in (first, second)
-    ]
-    return [*parts[0], *([{"type": "text", "text": mark}] if mark else []), *parts[1]]
+def _joined(*contents: Any, mark: str = "\n\n") -> Any:
+    """Contents as one: texts, lists of parts, or nothing."""
+    given = [content for content in contents if content]
+    if len(given) < 2:
+        return given[0] if given else contents[-1]
+    if all(isinstance(content, str) for content in given):
+        return mark.join(given)
+    parts: list[Any] = []
+    for content in given:
+        if parts and mark:
+            parts.append({"type": "text", "text": mark})
+        parts += content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return parts

@@ -8,9 +8,11 @@ in which they are tried; what they have in common is that no text is lost. docs/
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from diptych.control.errors import InvalidRequestError
+from diptych.serving.answers.chat_template import check_time
 from diptych.serving.answers.template_profile import TemplateProfile, reads_only_parts
 
 Message = Mapping[str, Any]
@@ -49,11 +51,20 @@ def relaxed(messages: Messages) -> Iterator[Messages]:
 
 def is_whole(text: str, messages: Messages) -> bool:
     """Whether a prompt has the texts of all messages but the assistant's, of which templates leave parts out."""
+    found: set[str] = set()
+    behind = 0  # most follow one another: a search goes on behind the last text that was found
     for message in messages:
         content = message.get("content")
         texts = [part["text"] for part in content] if isinstance(content, list) else [content or ""]
-        if message.get("role") != "assistant" and any(piece.strip() not in text for piece in texts):
-            return False
+        for piece in map(str.strip, texts):
+            if message.get("role") == "assistant" or piece in found:
+                continue
+            check_time()
+            at = text.find(piece, behind)
+            if at < 0 and (at := text.find(piece, 0, behind + len(piece))) < 0:
+                return False
+            found.add(piece)
+            behind = at
     return True
 
 
@@ -175,21 +186,26 @@ def _systems_first(messages: Messages) -> Messages:
 def _neighbours_joined(messages: Messages) -> Messages:
     """Neighbours of one role are one message. Results of tools stay apart: each belongs to its call."""
     joined: Messages = []
-    for message in messages:
-        if joined and message.get("role") in ("user", "assistant") and joined[-1].get("role") == message["role"]:
-            joined[-1] = _joined(joined[-1], message)
-        else:
-            joined.append(message)
+    for role, group in groupby(messages, lambda message: message.get("role")):
+        check_time()
+        neighbours = list(group)
+        joined += [_joined(neighbours)] if role in ("user", "assistant") else neighbours
     return joined
 
 
-def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    joined = {**first, **second, "content": _joined_text([first["content"], second["content"]])}
+def _joined(messages: Messages) -> dict[str, Any]:
+    """One message of several, all at once: to add one after the other would copy the first so often."""
+    if len(messages) == 1:
+        return messages[0]
+    joined: dict[str, Any] = {}
+    for message in messages:
+        joined |= message
+    joined["content"] = _joined_text([message["content"] for message in messages])
     for name in REASONING_NAMES:
-        texts = [text for text in (first.get(name), second.get(name)) if isinstance(text, str)]
+        texts = [message[name] for message in messages if isinstance(message.get(name), str)]
         if texts:
             joined[name] = _joined_text(texts)
-    calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
     return {**joined, "tool_calls": calls} if calls else joined
 
 
@@ -200,13 +216,22 @@ def _joined_text(texts: Sequence[str]) -> str:
 def _behind_results(messages: Messages) -> Messages:
     """What a user says right behind the results of tools belongs to the last of them."""
     joined: Messages = []
+    said: list[str] = []  # behind the last result
     for message in messages:
         if joined and message.get("role") == "user" and joined[-1].get("role") == "tool":
-            text = _joined_text([joined[-1]["content"], message["content"]])
-            joined[-1] = {**joined[-1], "content": text}
-        else:
-            joined.append(message)
+            said.append(message["content"])
+            continue
+        _add_text(joined, said)
+        said = []
+        joined.append(message)
+    _add_text(joined, said)
     return joined
+
+
+def _add_text(messages: Messages, texts: Sequence[str]) -> None:
+    """Put texts behind that of the last message."""
+    if texts:
+        messages[-1] = {**messages[-1], "content": _joined_text([messages[-1]["content"], *texts])}
 
 
 def _system_in_user(messages: Messages) -> Messages:

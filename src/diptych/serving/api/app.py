@@ -16,8 +16,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 
 from diptych import __version__, compiled_modules
-from diptych.control.errors import InvalidRequestError
-from diptych.serving import edge_limits
+from diptych.control.errors import ContextLengthError, InvalidRequestError
+from diptych.serving import edge_limits, sliced_json
 from diptych.serving.answers.grammar.grammar_checker import NO_GRAMMAR
 from diptych.serving.answers.grammar.grammar_text import GrammarWriter
 from diptych.serving.answers.stream_journal import StreamHead, StreamRecord
@@ -25,10 +25,20 @@ from diptych.serving.api import error_responses as errors
 from diptych.serving.api import protocol
 from diptych.serving.api.access_log import AccessLog, open_log
 from diptych.serving.api.admin_routes import AdminAccess, add_admin_routes, asks_admin_key
-from diptych.serving.api.bodies import REF, check_key, read_body, takes, tenant_in, usable
+from diptych.serving.api.bodies import (
+    REF,
+    check_key,
+    in_turn,
+    num_bytes,
+    read_body,
+    takes,
+    tenant_in,
+    usable,
+    while_client_waits,
+)
 from diptych.serving.api.chat import ChatWriter
 from diptych.serving.api.completions import CompletionWriter
-from diptych.serving.api.conversation import chat_prompt, start_chat
+from diptych.serving.api.conversation import chat_prompt, chat_size, start_chat
 from diptych.serving.api.cross_origin import CrossOrigin
 from diptych.serving.api.embeddings import EmbeddingsBody, add_embeddings_routes
 from diptych.serving.api.head_requests import HeadRequests
@@ -59,7 +69,6 @@ from diptych.serving.api.resumable import Body, is_resumable, recorded, resumabl
 from diptych.serving.api.settings_routes import add_settings_routes
 from diptych.serving.api.structured import wanted_grammar, wants_structure
 from diptych.serving.api.timeline_routes import add_timeline_routes
-from diptych.serving.api.tools import requested_tools
 from diptych.serving.api.ui_routes import add_ui_routes
 from diptych.serving.async_llm import AsyncLLM, check_count, check_prompt
 from diptych.serving.batches.batch_routes import BatchBody, add_batch_routes, upload_limits
@@ -107,9 +116,9 @@ class Service:
         llm.metrics.model_name = model_name
 
     async def completions(
-        self, body: protocol.CompletionBody, tenant: str = "", resumed: StreamRecord | None = None
+        self, body: protocol.CompletionBody, tenant: str = "", resumed: StreamRecord | None = None, size: int = 0
     ) -> GenerationResponse:
-        """Submit a completion request. resumed: its stream goes on."""
+        """Submit a completion request. resumed: its stream goes on. size: of its body in bytes."""
         llm, body = self.llm, self._recordable(body)
         self._check(body)
         ready = llm.require_ready()
@@ -129,7 +138,12 @@ class Service:
             grammar = await asyncio.to_thread(wanted_grammar, body, grammars)
         tried = NO_GRAMMAR if grammar is None else await llm.try_grammar(grammar)
         scored = body.logprobs if body.echo and body.logprobs is not None else None
-        sampling = sampling_of(body, max_tokens, body.logprobs, scored, tried.text)
+        sampling = await llm.long_work.run(
+            lambda: sampling_of(body, max_tokens, body.logprobs, scored, tried.text),
+            size if body.logit_bias else 0,
+            tenant,
+        )
+        recordable = await self._recordable_json(body, size, tenant)
         if body.echo and not texts:
             for prompt in prompts:
                 check_prompt(prompt, sampling, ready)
@@ -145,66 +159,85 @@ class Service:
         generation.not_enforced = tried.left_out
         created = int(time.time()) if resumed is None else resumed.head.created
         context = ReplyContext(generation, body, llm.tokenizer, self.model_name, created)
-        writer = self._recorded(CompletionWriter(context, body, texts), context, body, ("cmpl", tenant), resumed)
+        completion_writer = CompletionWriter(context, body, texts)
+        writer = self._recorded(completion_writer, context, recordable, ("cmpl", tenant), resumed)
         return GenerationResponse(llm, generation, writer, stream=bool(body.stream))
 
     def _recordable(self, body: Body) -> Body:
         return with_seed(body) if self.llm.journal is not None and is_resumable(body) else body
 
+    async def _recordable_json(self, body: protocol.GenerationBody, size: int, tenant: str) -> bytes:
+        """The body as it is recorded; empty where it is not."""
+        if self.llm.journal is None or not is_resumable(body):
+            return b""
+        return await self.llm.long_work.run(lambda: body.model_dump_json(exclude_unset=True).encode(), size, tenant)
+
     def _recorded(
         self,
         writer: Writer,
         context: ReplyContext,
-        body: protocol.CompletionBody | protocol.ChatBody,
+        body: bytes,
         owner: tuple[str, str],
         resumed: StreamRecord | None,
     ) -> Writer:
-        """The writer of a stream, which is recorded where that is wanted and can be. owner: kind of reply, tenant."""
+        """The writer of a stream, which is recorded where that is wanted and can be. body: see _recordable_json. owner:
+        kind of reply, tenant."""
         journal = self.llm.journal
-        if journal is None or not is_resumable(body):
+        if journal is None or not body:
             return writer
         prompt = context.generation.streams[0].prompt_token_ids
-        head = StreamHead(*owner, body.model_dump_json(exclude_unset=True).encode(), context.created, prompt)
+        head = StreamHead(*owner, body, context.created, prompt)
         return recorded(journal, context.generation, writer, head, resumed)
 
     async def chat(
-        self, body: protocol.ChatBody, tenant: str = "", resumed: StreamRecord | None = None
+        self, body: protocol.ChatBody, tenant: str = "", resumed: StreamRecord | None = None, size: int = 0
     ) -> GenerationResponse:
-        """Submit a chat request. resumed: its stream goes on."""
+        """Submit a chat request. resumed: its stream goes on. size: of its body in bytes."""
         llm, body = self.llm, self._recordable(body)
         self._check(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-        started = await start_chat(llm, body, self.model_name, tenant, "chatcmpl-", resumed=resumed)
+        recordable = await self._recordable_json(body, size, tenant)
+        started = await start_chat(llm, body, self.model_name, tenant, "chatcmpl-", size, resumed=resumed)
         chat_writer = ChatWriter(started.context, body, started.reader, started.id_length)
-        writer = self._recorded(chat_writer, started.context, body, ("chatcmpl", tenant), resumed)
+        writer = self._recorded(chat_writer, started.context, recordable, ("chatcmpl", tenant), resumed)
         return GenerationResponse(llm, started.generation, writer, stream=bool(body.stream))
 
-    async def tokenize(self, body: protocol.TokenizeBody) -> Response:
+    async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a conversation."""
+        body, tenant = await read_body(request, protocol.TokenizeBody), tenant_in(request)
         check_model(body.model, self.names)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
-        if body.messages is not None:
-            fields = set(protocol.TokenizeBody.model_fields) & set(protocol.ChatBody.model_fields)
-            try:
-                chat = protocol.ChatBody.model_validate(body.model_dump(include=fields, exclude_unset=True))
-            except ValidationError as error:  # of what a chat request must have besides
-                raise errors.invalid_body(error) from None
-            tokens = await chat_prompt(self.llm, chat, requested_tools(chat, self.llm.tokenizer))
-        else:
-            tokens = await self.llm.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
-        length = self.llm.require_ready().max_model_len
-        return _json({"count": len(tokens), "max_model_len": length, "tokens": tokens})
+        most, param = edge_limits.TOKEN_IDS, "prompt" if body.messages is None else "messages"
+        try:
+            if body.messages is not None:
+                chat = await in_turn(request, lambda: _as_chat(body))
+                size = chat_size(chat, await num_bytes(request))
+                _, tokens = await chat_prompt(self.llm, chat, size, tenant, most)
+            else:
+                is_special, text = body.add_special_tokens is not False, body.prompt or ""
+                tokens = await self.llm.encode(text, add_special_tokens=is_special, limit=most, tenant=tenant)
+        except ContextLengthError:
+            message = f"{param} has {most} tokens or more, and a reply has fewer"
+            raise InvalidRequestError(message, param=param) from None
+        reply = {"count": len(tokens), "max_model_len": self.llm.require_ready().max_model_len, "tokens": tokens}
+        return await self._long_json(reply, len(tokens), tenant)
 
-    async def detokenize(self, body: protocol.DetokenizeBody) -> Response:
+    async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
+        body, tenant = await read_body(request, protocol.DetokenizeBody), tenant_in(request)
         check_model(body.model, self.names)
         known = self.llm.require_ready().vocab_size
-        if max(body.tokens, default=0) >= known:
+        if await in_turn(request, lambda: any(max(part) >= known for part in protocol.parts_of(body.tokens))):
             raise InvalidRequestError(f"a token id is outside the vocabulary of {known} tokens", param="tokens")
-        [text] = await self.llm.decode_all([body.tokens], skip_special_tokens=False, param="tokens")
-        return _json({"prompt": text})
+        [text] = await self.llm.decode_all([body.tokens], skip_special_tokens=False, param="tokens", tenant=tenant)
+        return await self._long_json({"prompt": text}, len(text), tenant)
+
+    async def _long_json(self, content: Any, size: int, tenant: str) -> Response:
+        """A reply that may be long. size: of its content, in characters or numbers."""
+        pieces = await self.llm.long_work.run(lambda: sliced_json.encode(content), size, tenant, is_reply=True)
+        return Response(b"".join(pieces), media_type="application/json")
 
     def card(self, name: str) -> dict[str, Any]:
         """The served model by one of its names."""
@@ -291,38 +324,42 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
         responses={**ERRORS, 200: {"model": protocol.CompletionReply, **stream}},
         openapi_extra=takes(protocol.CompletionBody),
     )
+    @while_client_waits
     async def completions(request: Request) -> Response:
         """Continue a text."""
         body, resumed = await resumable_body(request, service.llm, protocol.CompletionBody, "cmpl")
-        return await service.completions(body, tenant_in(request), resumed)
+        return await service.completions(body, tenant_in(request), resumed, await num_bytes(request))
 
     @app.post(
         "/v1/chat/completions",
         responses={**ERRORS, 200: {"model": protocol.ChatReply, **stream}},
         openapi_extra=takes(protocol.ChatBody),
     )
+    @while_client_waits
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
         body, resumed = await resumable_body(request, service.llm, protocol.ChatBody, "chatcmpl")
-        return await service.chat(body, tenant_in(request), resumed)
+        return await service.chat(body, tenant_in(request), resumed, await num_bytes(request))
 
     @app.post(
         "/tokenize",
         responses={**ERRORS, 200: {"model": protocol.TokenizeReply}},
         openapi_extra=takes(protocol.TokenizeBody),
     )
+    @while_client_waits
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or of a conversation."""
-        return await service.tokenize(await read_body(request, protocol.TokenizeBody))
+        return await service.tokenize(request)
 
     @app.post(
         "/detokenize",
         responses={**ERRORS, 200: {"model": protocol.DetokenizeReply}},
         openapi_extra=takes(protocol.DetokenizeBody),
     )
+    @while_client_waits
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        return await service.detokenize(await read_body(request, protocol.DetokenizeBody))
+        return await service.detokenize(request)
 
 
 def _add_information_routes(app: FastAPI, service: Service) -> None:
@@ -371,6 +408,15 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
         """What Prometheus reads."""
         text = llm.metrics.text() + key_metrics(request, service.model_name)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _as_chat(body: protocol.TokenizeBody) -> protocol.ChatBody:
+    fields = set(protocol.TokenizeBody.model_fields) & set(protocol.ChatBody.model_fields)
+    given = {name: getattr(body, name) for name in fields & body.model_fields_set}
+    try:
+        return protocol.ChatBody.model_validate(given)
+    except ValidationError as error:  # of what a chat request must have besides
+        raise errors.invalid_body(error) from None
 
 
 def _json(content: Any, status: int = 200) -> Response:

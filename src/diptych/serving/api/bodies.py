@@ -1,19 +1,25 @@
 """What routes have in common: the body of a request as a checked model, its OpenAPI, and the owner of its key."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import wraps
 from typing import Any, TypeVar
 
 from fastapi import Request
+from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from diptych.control.errors import InvalidRequestError, PermissionDeniedError
 from diptych.serving import edge_limits, sliced_json
 from diptych.serving.api.error_responses import invalid_body
 from diptych.serving.api.ignored_fields import ignored_fields, refuse_ignored
 from diptych.serving.keys.key_record import KeyRecord
-from diptych.serving.long_work import LongWork
+from diptych.serving.long_work import LONG, LongWork
 
 Model = TypeVar("Model", bound=BaseModel)
+Result = TypeVar("Result")
+Handler = Callable[[Request], Awaitable[Response]]
 REF = "#/components/schemas/{model}"
 
 
@@ -31,8 +37,47 @@ async def read_body(request: Request, model: type[Model]) -> Model:
 async def read_checked(request: Request, model: type[Model]) -> Model:
     """The same without a word about what is ignored."""
     data = await request.body()
+    return await in_turn(request, lambda: checked(data, model))
+
+
+async def in_turn(request: Request, work: Callable[[], Result], more: int = 0) -> Result:
+    """What ``work`` makes of the body of this request: at once when it is short, else in its tenant's turn and in a
+    thread. more: bytes that it reads besides. Raises OverloadedError while too much waits."""
     long_work: LongWork = request.app.state.long_work
-    return await long_work.run(lambda: checked(data, model), len(data), tenant_in(request))
+    return await long_work.run(work, await num_bytes(request) + more, tenant_in(request))
+
+
+async def num_bytes(request: Request) -> int:
+    """The length of its body."""
+    return len(await request.body())
+
+
+def while_client_waits(handler: Handler) -> Handler:
+    """A route that ends when the client of a long body leaves before the reply begins: what waits for its turn is
+    dropped, what is under way ends."""
+
+    @wraps(handler)
+    async def watched(request: Request) -> Response:
+        if await num_bytes(request) < LONG:
+            return await handler(request)
+        answer = asyncio.ensure_future(handler(request))
+        leaving = asyncio.ensure_future(_disconnect(request))
+        try:
+            await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise ClientDisconnect
+            return answer.result()
+        finally:
+            answer.cancel()
+            leaving.cancel()
+            await asyncio.wait((answer, leaving))
+
+    return watched
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def checked(data: bytes, model: type[Model]) -> Model:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych.control.errors import InvalidRequestError
+from diptych.serving import edge_limits
 from diptych.serving.api.messages_blocks import Block, is_result
 
 CLEAR_TOOL_USES, CLEAR_THINKING = "clear_tool_uses_20250919", "clear_thinking_20251015"
@@ -15,7 +16,15 @@ CLEARED = "[tool result cleared]"
 DEFAULT_TRIGGER_TOKENS, DEFAULT_KEPT_USES, DEFAULT_KEPT_TURNS = 100_000, 3, 1
 
 Turn = dict[str, Any]  # role and content
+Cleared = tuple[Sequence[Turn], int]  # a conversation, and how much was cleared in it
+Edit = Callable[[Sequence[Turn]], Cleared]
 Count = Callable[[Sequence[Turn]], Awaitable[int]]  # the tokens of a conversation
+Clear = Callable[[Edit, Sequence[Turn]], Awaitable[Cleared]]  # does an edit, which may take long
+
+
+async def at_once(edit: Edit, turns: Sequence[Turn]) -> Cleared:
+    """A Clear for short conversations."""
+    return edit(turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +49,16 @@ def after_compaction(turns: Sequence[Turn]) -> Sequence[Turn]:
     return turns
 
 
-async def edited_context(management: dict[str, Any] | None, turns: Sequence[Turn], count: Count) -> EditedContext:
+async def edited_context(
+    management: dict[str, Any] | None, turns: Sequence[Turn], count: Count, apply: Clear = at_once
+) -> EditedContext:
     """Apply the edits in their order. Raises InvalidRequestError that names the field."""
     where, edits = "context_management.edits", (management or {}).get("edits") or []
     if not isinstance(edits, list):
         raise InvalidRequestError(f"{where} is no list", param=where)
+    if len(edits) > edge_limits.CONTEXT_EDITS:
+        text = f"{where} has {len(edits)} entries; at most {edge_limits.CONTEXT_EDITS}"
+        raise InvalidRequestError(text, param=where)
     applied, left_out = [], []
     original: int | None = None
     for number, edit in enumerate(edits):
@@ -61,7 +75,7 @@ async def edited_context(management: dict[str, Any] | None, turns: Sequence[Turn
             continue
         else:
             raise InvalidRequestError(f"{place}.type is missing", param=f"{place}.type")
-        cleared, num_cleared = clear(turns)
+        cleared, num_cleared = await apply(clear, turns)
         if not num_cleared:
             continue
         before = await count(turns)

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from diptych.control.errors import InvalidRequestError
@@ -34,8 +35,11 @@ from diptych.serving.api.reply import ReplyContext
 from diptych.serving.api.structured import wanted_grammar, wants_structure
 from diptych.serving.api.tools import ToolRequest, requested_tools
 from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.long_work import LONG
 
 PREDICTED_CHARACTERS = 16  # of a prediction, for each token that an answer can have: the rest is of no use
+FEW_MESSAGES = 16  # and tools; a template that refuses renders them ten times: some milliseconds
+PARSER_SIZE = 1024  # characters that take as long to encode as a parser takes to read the end of the prompt
 _PROMPT_END_TOKENS = 64  # of the prompt, in which the template may have begun the answer
 
 
@@ -50,15 +54,17 @@ class StartedChat:
 
 
 async def start_chat(
-    llm: AsyncLLM, body: ChatBody, model_name: str, tenant: str, id_prefix: str, *, clamps: bool = False,
-    resumed: StreamRecord | None = None,
+    llm: AsyncLLM, body: ChatBody, model_name: str, tenant: str, id_prefix: str, size: int = 0, *,
+    clamps: bool = False, resumed: StreamRecord | None = None,
 ) -> StartedChat:  # fmt: skip
-    """Submit a chat request. clamps: more tokens than the context has room for means: as many as it has. resumed: its
-    stream goes on."""
+    """Submit a chat request. size: of its body in bytes. clamps: more tokens than the context has room for means: as
+    many as it has. resumed: its stream goes on."""
     ready = llm.require_ready()
-    tools = requested_tools(body, llm.tokenizer)
-    limit = context_limit(body, ready)
-    prompt = await chat_prompt(llm, body, tools, limit, tenant) if resumed is None else resumed.head.prompt
+    size = chat_size(body, size)
+    if resumed is None:
+        tools, prompt = await chat_prompt(llm, body, size, tenant, context_limit(body, ready))
+    else:
+        tools, prompt = requested_tools(body, llm.tokenizer), resumed.head.prompt
     [prompt] = truncated(body, [prompt], ready, body.max_completion_tokens or body.max_tokens)
     if clamps and len(prompt) + (body.max_tokens or 0) > ready.max_model_len:
         body = body.model_copy(update={"max_tokens": None})
@@ -66,13 +72,20 @@ async def start_chat(
     template = llm.tokenizer.response_template if begins_answer else None
     may_call = tools is not None and tools.may_call
     is_read = template is not None and (may_call or template.has_more_than_content)
-    parsers = _parsers(llm.tokenizer, template, prompt, tools, body.n or 1) if is_read and template is not None else []
+    parsers: list[ResponseParser] = []
+    if is_read and template is not None:
+        count = body.n or 1
+        made = partial(_parsers, llm.tokenizer, template, prompt, tools, count)
+        parsers = await llm.long_work.run(made, max(size, count * PARSER_SIZE), tenant)
     wants_form = tools is not None or wants_structure(body)  # large schemas take long to write
     parser = parsers[0] if parsers else None
     grammar = await asyncio.to_thread(_grammar, body, llm.tokenizer, tools, parser) if wants_form else None
     tried = NO_GRAMMAR if grammar is None else await llm.try_grammar(grammar)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = sampling_of(body, max_tokens_of(body, len(prompt), ready), logprobs, grammar=tried.text)
+    max_tokens = max_tokens_of(body, len(prompt), ready)
+    sampling = await llm.long_work.run(
+        lambda: sampling_of(body, max_tokens, logprobs, grammar=tried.text), size if body.logit_bias else 0, tenant
+    )
     if body.thinking_token_budget is not None:
         sampling = replace(sampling, **_budget(body.thinking_token_budget, llm.tokenizer, parser))
     if body.prediction is not None:
@@ -88,8 +101,13 @@ async def start_chat(
 
 async def _predicted(llm: AsyncLLM, prediction: PredictionBody, limit: int, tenant: str) -> tuple[int, ...]:
     """The tokens of a prediction, as many as an answer can have at most."""
-    text = flatten_content(prediction.content, "prediction.content")[: limit * PREDICTED_CHARACTERS]
-    return tuple((await llm.encode(text, add_special_tokens=False, tenant=tenant))[:limit])
+
+    def predicted() -> tuple[int, ...]:
+        text = flatten_content(prediction.content, "prediction.content")[: limit * PREDICTED_CHARACTERS]
+        return tuple(llm.tokenizer.encode(text, add_special_tokens=False)[:limit])
+
+    size = LONG if isinstance(prediction.content, list) else len(prediction.content)
+    return await llm.long_work.run(predicted, size, tenant)
 
 
 def _budget(budget: int, tokenizer: Tokenizer, parser: ResponseParser | None) -> dict[str, Any]:
@@ -136,28 +154,42 @@ def _grammar(
     return writer.text_with_calls(template.calls, tools.enforced_schemas, tools.positions)
 
 
+def chat_size(body: ChatBody, num_bytes: int) -> int:
+    """What a chat request counts as in the queue of long work. num_bytes: of its body."""
+    is_long = len(body.messages) > FEW_MESSAGES or len(body.tools or ()) > FEW_MESSAGES
+    return max(num_bytes, LONG) if is_long else num_bytes
+
+
 async def chat_prompt(
-    llm: AsyncLLM, body: ChatBody, tools: ToolRequest | None, limit: int | None = None, tenant: str = ""
-) -> list[int]:
-    """The token ids of the conversation. Raises InvalidRequestError for documents that the chat template does not
-    read."""
-    if body.documents and not llm.tokenizer.template_mentions("documents"):
+    llm: AsyncLLM, body: ChatBody, size: int, tenant: str, limit: int | None = None
+) -> tuple[ToolRequest | None, list[int]]:
+    """The tools and the token ids of the conversation. size: of the request, see chat_size. limit: of tokens. Raises
+    InvalidRequestError for documents that the chat template does not read."""
+
+    def prompt() -> tuple[ToolRequest | None, list[int]]:
+        tools = requested_tools(body, llm.tokenizer)
+        return tools, _prompt(llm.tokenizer, body, tools, limit)
+
+    return await llm.long_work.run(prompt, size, tenant)
+
+
+def _prompt(tokenizer: Tokenizer, body: ChatBody, tools: ToolRequest | None, limit: int | None) -> list[int]:
+    if body.documents and not tokenizer.template_mentions("documents"):
         message = "documents are given, and the chat template of this model reads none"
         raise InvalidRequestError(message, param="documents", code="unsupported")
     arguments = template_arguments(body)
     messages = conversation(body.messages)
     rendered = list(tools.rendered) if tools is not None else []
-    if llm.tokenizer.answer_format.is_generic and (rendered or has_tool_messages(messages)):
-        messages = with_generic_tools(messages, rendered, takes_system=llm.tokenizer.takes_system)
+    if tokenizer.answer_format.is_generic and (rendered or has_tool_messages(messages)):
+        messages = with_generic_tools(messages, rendered, takes_system=tokenizer.takes_system)
     elif tools is not None:
         arguments.setdefault("tools", rendered)
-    return await llm.encode_chat(
+    return tokenizer.encode_chat(
         messages,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=continues(body),
         template_arguments=arguments,
         limit=limit,
-        tenant=tenant,
     )
 
 

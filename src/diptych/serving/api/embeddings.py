@@ -21,7 +21,7 @@ from diptych.control.errors import InvalidRequestError
 from diptych.control.request import Pooling, SamplingParams
 from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import Delta, Generation
-from diptych.serving.api.bodies import read_body, takes, tenant_in
+from diptych.serving.api.bodies import read_body, takes, tenant_in, while_client_waits
 from diptych.serving.api.parameters import check_model, context_limit, options_of, truncated
 from diptych.serving.api.protocol import Count, Ids, Items, OptionsBody, PromptTokensDetails
 from diptych.serving.api.reply import encode_json
@@ -136,6 +136,7 @@ def add_embeddings_routes(
         responses={**errors, 200: {"model": EmbeddingsReply}},
         openapi_extra=takes(EmbeddingsBody),
     )
+    @while_client_waits
     async def embeddings(request: Request) -> Response:
         """Prompts as vectors of length 1."""
         body = await read_body(request, EmbeddingsBody)

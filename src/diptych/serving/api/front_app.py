@@ -17,7 +17,7 @@ from diptych.serving.api import error_responses as errors
 from diptych.serving.api import protocol
 from diptych.serving.api.admin_routes import AdminAccess, add_admin_routes, asks_admin_key
 from diptych.serving.api.app import ERRORS, add_manners
-from diptych.serving.api.bodies import check_key, tenant_in, usable
+from diptych.serving.api.bodies import check_key, in_turn, tenant_in, usable, while_client_waits
 from diptych.serving.api.key_routes import key_metrics, serve_keys
 from diptych.serving.api.manners import Manners
 from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
@@ -62,7 +62,8 @@ class FrontService:
 
     async def relay(self, path: RelayPath, request: Request) -> Response:
         """Pass a request on."""
-        asked = read_request(path, await request.body())
+        data = await request.body()
+        asked = await in_turn(request, lambda: read_request(path, data))
         self.front.require_ready()
         name = asked.body.model
         if name is not None and name not in self.names():
@@ -155,6 +156,7 @@ def build_front_app(
 
 def _add_relay(app: FastAPI, service: FrontService, path: RelayPath) -> None:
     @app.post(path, responses={**ERRORS, 200: OBJECT}, openapi_extra=BODY, operation_id=path.strip("/"))
+    @while_client_waits
     async def relay(request: Request) -> Response:
         """Passed on to an engine."""
         return await service.relay(path, request)

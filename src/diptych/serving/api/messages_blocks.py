@@ -41,16 +41,14 @@ def is_result(block: Mapping[str, Any]) -> bool:
 
 def _assistant(blocks: list[Block], where: str) -> Iterator[dict[str, Any]]:
     """Messages of the assistant; a result among its blocks ends one."""
-    message: dict[str, Any] = {}
+    message: dict[str, Any] = {}  # with lists of texts, which _ended joins
     has_results = False
     for number, block in enumerate(blocks):
         kind, place = block.get("type"), f"{where}.{number}"
         if kind == "text":
-            message["content"] = message.get("content", "") + _field(block, "text", place)
+            message.setdefault("content", []).append(_field(block, "text", place))
         elif kind == "thinking":
-            thought = _field(block, "thinking", place)
-            earlier = message.get("reasoning_content")
-            message["reasoning_content"] = thought if earlier is None else f"{earlier}\n{thought}"
+            message.setdefault("reasoning_content", []).append(_field(block, "thinking", place))
         elif kind in _CALLS:
             message.setdefault("tool_calls", []).append(_call(block, place))
         elif is_result(block):
@@ -67,7 +65,10 @@ def _assistant(blocks: list[Block], where: str) -> Iterator[dict[str, Any]]:
 
 def _ended(message: dict[str, Any]) -> dict[str, Any]:
     silence = None if "tool_calls" in message else ""
-    fields = {"role": "assistant", "content": message.pop("content", silence), **message}
+    content = "".join(message.pop("content")) if "content" in message else silence
+    if "reasoning_content" in message:
+        message["reasoning_content"] = "\n".join(message["reasoning_content"])
+    fields = {"role": "assistant", "content": content, **message}
     return {name: value for name, value in fields.items() if name != "reasoning_content" or value}
 
 

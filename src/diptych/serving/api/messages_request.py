@@ -17,7 +17,7 @@ from diptych.serving.api.error_responses import invalid_body
 from diptych.serving.api.function_tool import function_tool
 from diptych.serving.api.ignored_fields import OWN_FIELDS
 from diptych.serving.api.messages_blocks import messages_of, texts_of
-from diptych.serving.api.protocol import ChatBody, Count, Fields, Items, ToolBody
+from diptych.serving.api.protocol import ChatBody, Count, Fields, Items, ToolBody, Turns
 
 VOLATILE = re.compile(r"\A\s*x-anthropic-[a-z-]+:[^\n]*\n?")
 Blocks = str | Items[dict[str, Any]]
@@ -53,7 +53,7 @@ class TokenCountBody(Fields):
     without_effect: ClassVar = frozenset((*LEFT_OUT, *WITHOUT_EFFECT, *_OF_ANSWERS, *OWN_FIELDS))
 
     model: str | None = None
-    messages: Annotated[Items[InputMessage], Field(min_length=1)]
+    messages: Annotated[Turns[InputMessage], Field(min_length=1)]
     system: Blocks | None = None
     tools: Annotated[list[InputTool], Field(max_length=edge_limits.TOOLS)] | None = None
     tool_choice: dict[str, Any] | None = Field(None, description="auto, any, none, or a tool by its name.")

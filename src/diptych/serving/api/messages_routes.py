@@ -7,9 +7,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from diptych.control.errors import InvalidRequestError
-from diptych.serving.api.bodies import note_ignored, read_body, takes, tenant_in
-from diptych.serving.api.context_edits import EditedContext, Turn, edited_context
-from diptych.serving.api.conversation import chat_prompt, start_chat
+from diptych.serving.api.bodies import in_turn, note_ignored, num_bytes, read_body, takes, tenant_in, while_client_waits
+from diptych.serving.api.context_edits import Cleared, Edit, EditedContext, Turn, edited_context
+from diptych.serving.api.conversation import chat_prompt, chat_size, start_chat
 from diptych.serving.api.dialect import MESSAGES
 from diptych.serving.api.messages_request import (
     Body,
@@ -22,9 +22,9 @@ from diptych.serving.api.messages_request import (
 )
 from diptych.serving.api.messages_writer import MessagesWriter
 from diptych.serving.api.parameters import check_model
+from diptych.serving.api.protocol import ChatBody
 from diptych.serving.api.reply import encode_json
 from diptych.serving.api.responses import GenerationResponse
-from diptych.serving.api.tools import requested_tools
 from diptych.serving.async_llm import AsyncLLM
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -37,28 +37,32 @@ def add_messages_routes(
     """/v1/messages and /v1/messages/count_tokens. Every name of a model that the server does not have is refused."""
 
     @app.post("/v1/messages", responses=errors, openapi_extra=takes(MessagesBody))
+    @while_client_waits
     async def messages(request: Request) -> Response:
         """Answer a conversation, in Anthropic's format."""
         body = await read_body(request, MessagesBody)
         check_model(body.model, model_names)
         body = await with_known_effort(request, body)
-        context = await edited(body)
-        chat, left_out = as_chat(body, context.turns)
+        context = await _edited(llm, request, body)
+        chat, left_out = await in_turn(request, lambda: as_chat(body, context.turns))
         note_ignored(request, [*left_out, *context.left_out])
-        started = await start_chat(llm, chat, model_names[0], tenant_in(request), "msg_", clamps=True)
+        size = await num_bytes(request)
+        started = await start_chat(llm, chat, model_names[0], tenant_in(request), "msg_", size, clamps=True)
         applied = None if body.context_management is None else context.applied
         writer = MessagesWriter(started.context, started.reader, applied)
         return GenerationResponse(llm, started.generation, writer, stream=bool(body.stream), dialect=MESSAGES)
 
     @app.post("/v1/messages/count_tokens", responses=errors, openapi_extra=takes(TokenCountBody))
+    @while_client_waits
     async def count_tokens(request: Request) -> Response:
         """How many tokens the prompt of such a request has."""
         body = await read_body(request, TokenCountBody)
         check_model(body.model, model_names)
         body = await with_known_effort(request, body)
-        context = await edited(body)
-        note_ignored(request, [*as_chat(body, context.turns)[1], *context.left_out])
-        counted: dict[str, Any] = {"input_tokens": await num_tokens(body, context.turns)}
+        context = await _edited(llm, request, body)
+        chat, left_out = await in_turn(request, lambda: as_chat(body, context.turns))
+        note_ignored(request, [*left_out, *context.left_out])
+        counted: dict[str, Any] = {"input_tokens": await _num_tokens(llm, request, chat)}
         if body.context_management is not None:
             original = context.original_tokens or counted["input_tokens"]
             counted["context_management"] = {"original_input_tokens": original}
@@ -83,9 +87,19 @@ def add_messages_routes(
         note_ignored(request, ["output_config.effort"])
         return without_effort(body)
 
-    async def edited(body: TokenCountBody) -> EditedContext:
-        return await edited_context(body.context_management, turns_of(body), lambda turns: num_tokens(body, turns))
 
-    async def num_tokens(body: TokenCountBody, turns: Sequence[Turn]) -> int:
-        chat, _ = as_chat(body, turns)
-        return len(await chat_prompt(llm, chat, requested_tools(chat, llm.tokenizer)))
+async def _edited(llm: AsyncLLM, request: Request, body: TokenCountBody) -> EditedContext:
+    async def count(turns: Sequence[Turn]) -> int:
+        chat, _ = await in_turn(request, lambda: as_chat(body, turns))
+        return await _num_tokens(llm, request, chat)
+
+    async def clear(edit: Edit, turns: Sequence[Turn]) -> Cleared:
+        return await in_turn(request, lambda: edit(turns))
+
+    turns = await in_turn(request, lambda: turns_of(body))
+    return await edited_context(body.context_management, turns, count, clear)
+
+
+async def _num_tokens(llm: AsyncLLM, request: Request, chat: ChatBody) -> int:
+    size = chat_size(chat, await num_bytes(request))
+    return len((await chat_prompt(llm, chat, size, tenant_in(request)))[1])

@@ -10,6 +10,7 @@ from typing import Any
 from diptych.control.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from diptych.control.request import RequestOptions, SamplingParams
 from diptych.control.slo import NS_PER_MS, Slo
+from diptych.serving import edge_limits
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.protocol import ChatBody, CompletionBody, GenerationBody, OptionsBody
 from diptych.serving.link.messages import Ready
@@ -93,6 +94,9 @@ def sampling_of(
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     if prompt_logprobs is not None:
         given["prompt_logprobs"] = prompt_logprobs
+    if len(body.logit_bias or ()) * (body.n or 1) > edge_limits.BIASES:
+        message = f"logit_bias has {len(body.logit_bias or ())} entries, for {body.n or 1} answers: at most "
+        raise InvalidRequestError(f"{message}{edge_limits.BIASES} in all", param="logit_bias")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return SamplingParams(
         max_tokens=max_tokens,

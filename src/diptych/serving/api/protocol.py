@@ -4,6 +4,7 @@ Owns field names, types and ranges; parameters.py interprets them. Lists have a 
 element: describing each of millions of wrong elements would block the event loop for minutes.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import (
@@ -19,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from diptych.serving import edge_limits
 from diptych.serving.api.miss_views import PrefixMissReply
+from diptych.serving.long_work import check_wanted
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -39,6 +41,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # 
 
 Element = TypeVar("Element")
 Items: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=edge_limits.LIST_ITEMS)]
+Turns: TypeAlias = Annotated[list[Element], Field(fail_fast=True, max_length=edge_limits.MESSAGES)]
 IDS_AT_ONCE = 8192  # are looked at in one call, which others wait for
 
 
@@ -53,14 +56,20 @@ def _limited(value: Any, limit: int) -> Any:
     return value
 
 
+def parts_of(ids: list[int]) -> Iterator[list[int]]:
+    """A list in parts of IDS_AT_ONCE, of which none is looked at when its client is gone."""
+    for begin in range(0, len(ids), IDS_AT_ONCE):
+        check_wanted()
+        yield ids[begin : begin + IDS_AT_ONCE]
+
+
 def _are_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     """A list of whole numbers, looked at in parts: pydantic would hold all others up until it has seen the last one."""
     if not isinstance(value, list):
         return handler(value)
     if len(value) > edge_limits.TOKEN_IDS:
         raise PydanticCustomError("too_long", f"at most {edge_limits.TOKEN_IDS} items, not {len(value)}")
-    for begin in range(0, len(value), IDS_AT_ONCE):
-        part = value[begin : begin + IDS_AT_ONCE]
+    for begin, part in zip(range(0, len(value), IDS_AT_ONCE), parts_of(value), strict=True):
         if set(map(type, part)) != {int}:
             wrong = next(number for number, element in enumerate(part) if type(element) is not int)
             return handler([0] * min(begin, 1) + part[wrong : wrong + 1]) if begin else handler(part[: wrong + 1])
@@ -70,8 +79,7 @@ def _are_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 def _are_small_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     """The same, of numbers that a tokenizer may have."""
     ids = _are_ids(value, handler)
-    for begin in range(0, len(ids), IDS_AT_ONCE):
-        part = ids[begin : begin + IDS_AT_ONCE]
+    for part in parts_of(ids):
         if min(part) < 0 or max(part) > MAX_TOKEN_ID:
             wrong = next(element for element in part if not 0 <= element <= MAX_TOKEN_ID)
             raise PydanticCustomError("token_id", f"{wrong} is no token id; they are in [0, {MAX_TOKEN_ID}]")
@@ -84,13 +92,14 @@ SmallIds: TypeAlias = Annotated[list[int], Field(fail_fast=True), WrapValidator(
 
 class Fields(BaseModel):
     """An object in a request: what it has is counted before it is looked at. The check is in Python, so that others get
-    their turn between two elements of a list of these."""
+    their turn between two elements of a list of these, and the work ends there when its client is gone."""
 
     model_config = Finite
 
     @model_validator(mode="before")
     @classmethod
     def _has_few(cls, value: Any) -> Any:
+        check_wanted()
         return _limited(value, edge_limits.BODY_FIELDS)
 
 
@@ -226,7 +235,7 @@ class PredictionBody(Fields):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[Items[Message], Field(min_length=1)]
+    messages: Annotated[Turns[Message], Field(min_length=1)]
     tools: Annotated[list[ToolBody], Field(max_length=edge_limits.TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = Field(None, description="auto, none, required, or a function.")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer.")
@@ -252,7 +261,7 @@ class TokenizeBody(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Items[Message] | None = None
+    messages: Turns[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

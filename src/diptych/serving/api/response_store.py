@@ -109,9 +109,17 @@ class ResponseStore:
     ) -> "Future[str]":
         """A response: the items that it has added to its conversation (those of its request first), and its reply.
         Returns before it is stored; the future says why it was not ("": it was)."""
-        now = self._clock()
+        return self._put_row(*self._row(reply, tenant, previous, items))
+
+    def _row(
+        self, reply: dict[str, Any], tenant: str, previous: str | None, items: list[dict[str, Any]]
+    ) -> tuple["_Row", list[str]]:
+        """What is stored, and the ids of the items: takes long where these are many."""
         encoded = msgspec.json.encode(items), msgspec.json.encode(reply)
-        row = _Row(reply["id"], tenant, previous, *encoded, now + self._expiry_s)
+        ids = [item["id"] for item in items if has_id(item)]
+        return _Row(reply["id"], tenant, previous, *encoded, self._clock() + self._expiry_s), ids
+
+    def _put_row(self, row: "_Row", item_ids: list[str]) -> "Future[str]":
         with self._counting:
             has_room = self._unwritten_bytes + row.num_bytes <= edge_limits.RESPONSES_UNWRITTEN_BYTES
             self._unwritten_bytes += row.num_bytes if has_room else 0
@@ -119,7 +127,7 @@ class ResponseStore:
             refused: Future[str] = Future()
             refused.set_result(self._not_stored("too many others are being written"))
             return refused
-        found = self._pool.submit(self._put, row, now, [(item["id"], reply["id"]) for item in items if has_id(item)])
+        found = self._pool.submit(self._put, row, self._clock(), item_ids)
         found.add_done_callback(lambda _: self._written(row.num_bytes))
         return found
 
@@ -127,7 +135,7 @@ class ResponseStore:
         self, reply: dict[str, Any], tenant: str, previous: str | None, items: list[dict[str, Any]]
     ) -> str:
         """As ``put``, but waits for it: why the response was not stored, or "". One that takes too long is not."""
-        stored = self.put(reply, tenant, previous, items)
+        stored = self._put_row(*await asyncio.to_thread(self._row, reply, tenant, previous, items))
         done, _ = await asyncio.wait((asyncio.wrap_future(stored),), timeout=edge_limits.RESPONSE_WRITE_S)
         if done:
             return stored.result()
@@ -238,8 +246,8 @@ class ResponseStore:
         [[free]] = self._database.execute("PRAGMA freelist_count")
         return int(size * (count - free))
 
-    def _put(self, row: _Row, now: float, items: list[tuple[str, str]]) -> str:
-        num_bytes = row.num_bytes + ROW_BYTES + ITEM_BYTES * len(items)
+    def _put(self, row: _Row, now: float, item_ids: list[str]) -> str:
+        num_bytes = row.num_bytes + ROW_BYTES + ITEM_BYTES * len(item_ids)
         try:
             if num_bytes > self.max_bytes:
                 return self._not_stored(f"it is larger than all that is kept, {self.max_bytes} bytes")
@@ -248,7 +256,9 @@ class ResponseStore:
                 self._delete_rows("id = ?", row.id)
                 self._make_room(num_bytes)
                 self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
-                self._database.executemany("INSERT OR IGNORE INTO items VALUES (?, ?)", items)
+                self._database.executemany(
+                    "INSERT OR IGNORE INTO items VALUES (?, ?)", ((item_id, row.id) for item_id in item_ids)
+                )
                 self._texts[row.tenant] = self._texts.get(row.tenant, 0) + row.num_bytes
                 self.num_responses += 1
         except sqlite3.Error as error:  # the answer is not lost with it

@@ -10,18 +10,19 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.control.errors import DiptychError
 from diptych.limited_log import LimitedLog, kind_of
-from diptych.serving.answers.answer_stream import Delta, Generation
+from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 from diptych.serving.answers.native_panic import is_failure
 from diptych.serving.api.dialect import CHAT, Dialect
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_responses import error_response
+from diptych.serving.long_work import LONG
 from diptych.serving.served_fleet import ServedFleet
 
 failures = LimitedLog(logging.getLogger(__name__))
@@ -29,6 +30,8 @@ failures = LimitedLog(logging.getLogger(__name__))
 OPEN_AFTER_S = 1.0  # clients wait for the head of a reply; what fails sooner has a status
 SILENCE_S = 12.0  # proxies, and clients, give up a connection on which nothing comes for long: some after 15 s
 HEAD_ALONE_S = 0.4  # without an event behind it: some measuring programs read no comments, and few streams need one
+LOGPROB_SIZE = 8  # characters that take as long to encode as a token with its log-probability to write
+Result = TypeVar("Result")
 MoreHeaders = Callable[[], Iterable[tuple[bytes, bytes]]]
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -39,6 +42,24 @@ _STREAM_HEADERS = (
 
 class ClientGoneError(Exception):
     """The client closed the connection."""
+
+
+def reply_size(stream: AnswerStream) -> int:
+    """What one answer counts as, in the queue of long work, when it is written at once."""
+    return stream.num_tokens * (1 + _logprobs_size(stream.sampling.logprobs)) + _prompt_size(stream)
+
+
+def event_size(stream: AnswerStream) -> int:
+    """The same of the longest event of its stream. The first one has what was asked of the prompt."""
+    return _logprobs_size(stream.sampling.logprobs) + _prompt_size(stream)
+
+
+def _prompt_size(stream: AnswerStream) -> int:
+    return stream.num_prompt_tokens * _logprobs_size(stream.sampling.prompt_logprobs)
+
+
+def _logprobs_size(count: int | None) -> int:
+    return 0 if count is None else LOGPROB_SIZE * (1 + count)
 
 
 class Writer(Protocol):
@@ -80,6 +101,13 @@ class WholeResponse(Response, ABC):
         self._llm = llm
         self._generation = generation
         self._more_headers = more_headers  # asked when the reply begins
+
+    async def written(self, work: Callable[[], Result]) -> Result:
+        """What ``work`` makes of the answers, off the event loop where they are long."""
+        streams = self._generation.streams
+        tenant = streams[0].options.tenant if streams else ""
+        size = sum(map(reply_size, streams))
+        return await self._llm.long_work.run(work, size, tenant, is_reply=True)
 
     @abstractmethod
     async def content(self, deltas: Sequence[Delta]) -> bytes:
@@ -143,10 +171,11 @@ class GenerationResponse(WholeResponse):
         self._writer = writer
         self._stream = stream
         self._due_s = 0.0
+        self._has_long_events = sum(map(event_size, generation.streams)) >= LONG
 
     async def content(self, deltas: Sequence[Delta]) -> bytes:
         """See WholeResponse."""
-        return self._writer.body(deltas)
+        return await self.written(lambda: self._writer.body(deltas))
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._stream:
@@ -157,6 +186,8 @@ class GenerationResponse(WholeResponse):
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, writer = self._generation, self._writer
         on_new = self._direct_writes(scope)
+        if self._has_long_events:
+            on_new = None
         try:
             await generation.begin(OPEN_AFTER_S)
         except DiptychError as error:
@@ -183,14 +214,19 @@ class GenerationResponse(WholeResponse):
         generation, writer = self._generation, self._writer
         events = writer.opening()
         if deltas := generation.take():
-            events += writer.events(deltas)
+            events += await self._events(deltas)
         while not generation.is_exhausted:
             if events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 self._on_sent(SILENCE_S)
             deltas = await self._read(on_new)
-            events = writer.events(deltas) if deltas else writer.pause()
+            events = await self._events(deltas) if deltas else writer.pause()
         return events + await self._last_events()
+
+    async def _events(self, deltas: Sequence[Delta]) -> bytes:
+        if not self._has_long_events:
+            return self._writer.events(deltas)
+        return await self.written(lambda: self._writer.events(deltas))
 
     async def _last_events(self) -> bytes:
         return self._writer.last_events()

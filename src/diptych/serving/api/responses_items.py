@@ -83,7 +83,7 @@ class ItemReader:
     def __init__(self, tools: ClientTools) -> None:
         self._tools = tools
         self._messages: list[Item] = []
-        self._assistant: Item = {}  # content, reasoning and calls of the message that is being made
+        self._assistant: dict[str, list[Any]] = {}  # content, reasoning, calls of the message that is being made
         self._readers: dict[str, Callable[[Item, str], None]] = {
             "message": self._message,
             "agent_message": self._message,
@@ -122,9 +122,9 @@ class ItemReader:
         if not parts:
             return
         silence = None if "calls" in parts else ""
-        message = {"role": "assistant", "content": parts.get("content", silence)}
+        message: Item = {"role": "assistant", "content": "".join(parts["content"]) if "content" in parts else silence}
         if "reasoning" in parts:
-            message["reasoning_content"] = parts["reasoning"]
+            message["reasoning_content"] = "\n".join(parts["reasoning"])
         if "calls" in parts:
             message["tool_calls"] = parts["calls"]
         self._messages.append(message)
@@ -132,8 +132,7 @@ class ItemReader:
     def _message(self, item: Item, where: str) -> None:
         role, content = item.get("role") or "user", item.get("content")
         if role == "assistant":
-            text = "\n".join(_texts(content, f"{where}.content"))
-            self._assistant["content"] = self._assistant.get("content", "") + text
+            self._assistant.setdefault("content", []).append("\n".join(_texts(content, f"{where}.content")))
             return
         self._end_assistant()
         texts = _texts(content, f"{where}.content")
@@ -149,8 +148,7 @@ class ItemReader:
         text = text or _unsealed(item.get("encrypted_content"))
         text = text or "\n".join(_texts(item.get("summary") or [], f"{where}.summary"))
         if text:
-            earlier = self._assistant.get("reasoning")
-            self._assistant["reasoning"] = text if earlier is None else f"{earlier}\n{text}"
+            self._assistant.setdefault("reasoning", []).append(text)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -213,7 +211,7 @@ class ItemReader:
         self._result(item, f"Found tools: {', '.join(found)}" if found else "No tools were found.")
 
     def _image(self, item: Item, where: str) -> None:
-        self._assistant["content"] = self._assistant.get("content", "") + stand_in("image")
+        self._assistant.setdefault("content", []).append(stand_in("image"))
 
     def _leave_out(self, item: Item, where: str) -> None:
         self._tools.note(f"input.{kind_of(item)}")

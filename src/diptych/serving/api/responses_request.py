@@ -14,7 +14,7 @@ from diptych.control.errors import InvalidRequestError
 from diptych.serving import edge_limits
 from diptych.serving.api.error_responses import invalid_body
 from diptych.serving.api.ignored_fields import OWN_FIELDS
-from diptych.serving.api.protocol import ChatBody, Count, Fields, Items, Metadata
+from diptych.serving.api.protocol import ChatBody, Count, Fields, Items, Metadata, Turns
 from diptych.serving.api.responses_items import ItemReader, take_found_tools
 from diptych.serving.api.responses_tools import ClientTools
 
@@ -34,7 +34,7 @@ class ResponsesBody(Fields):
     without_effect: ClassVar = frozenset((*_UNSUPPORTED, *OWN_FIELDS, "max_tool_calls", "truncation"))
 
     model: str | None = None
-    input: str | Items[Item]
+    input: str | Turns[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = Field(None, description="false: the response cannot be continued by its id.")

@@ -16,11 +16,12 @@ from starlette.requests import Request
 from diptych.control.errors import DiptychError, InvalidRequestError, NotFoundError, UnavailableError
 from diptych.serving.answers.answer_stream import Delta, Generation
 from diptych.serving.answers.stream_journal import StreamHead, StreamJournal, StreamRecord
-from diptych.serving.api.bodies import read_body, tenant_in
+from diptych.serving.api.bodies import checked, in_turn, read_body, tenant_in
 from diptych.serving.api.dialect import COMMENT
 from diptych.serving.api.protocol import CompletionBody, GenerationBody
 from diptych.serving.api.responses import Writer
 from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.long_work import LONG
 
 Body = TypeVar("Body", bound=GenerationBody)
 HEADER = "last-event-id"
@@ -90,14 +91,18 @@ async def resumable_body(
     """The body of a request, and the record of the stream that it wants to go on with: then the body is the recorded
     one, and what still runs of that stream here is ended. Raises as ``read_body`` and ``wanted_record`` do."""
     body = await read_body(request, model)
-    record = wanted_record(llm.journal, request, kind, tenant_in(request))
+    if HEADER not in request.headers:
+        return body, None
+    tenant = tenant_in(request)  # what is recorded may be long
+    record = await in_turn(request, lambda: wanted_record(llm.journal, request, kind, tenant), LONG)
     if record is None or llm.journal is None:
         return body, None
     live = llm.journal.live(record.stream_id)
     if live is not None:
         llm.abort(live)
         live.fail(UnavailableError("the stream goes on in another connection", code="resumed"))
-    return model.model_validate_json(record.head.body), record
+    recorded_body = record.head.body
+    return await in_turn(request, lambda: checked(recorded_body, model), len(recorded_body)), record
 
 
 def is_resumable(body: GenerationBody) -> bool:

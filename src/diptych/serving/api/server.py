@@ -224,6 +224,7 @@ def _make_server(app: "FastAPI", options: ServerOptions, listener: Listener) -> 
         lifespan="off",
         access_log=False,
         log_level=options.log_level,
+        use_colors=False,  # what is logged may hold texts of clients, and is shown as it is (see terminal_text.py)
         timeout_graceful_shutdown=5,
         server_header=False,
     )

@@ -10,12 +10,13 @@ import sys
 from types import TracebackType
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.link.messages import Loading, Ready
+from diptych.terminal_text import console
 
 ADDRESSES = {"API": "/v1", "Live page": "/ui", "Guide": "/guide", "Reference": "/docs"}
 PromptKind = Literal["chat", "code", "text", "ids"]  # what a first request is best made of
@@ -57,11 +58,11 @@ class StartScreen:
         self._has_key = has_key
         self._chat_command = chat_command
         self._is_verbose = is_verbose
-        self._console = Console(file=sys.stdout, highlight=False)
+        self._console = console()
         self._last_stage = ""
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TaskProgressColumn(),
             TimeElapsedColumn(),
@@ -99,8 +100,8 @@ class StartScreen:
         workers = f"{ready.summary}; context {ready.max_model_len:,} tokens"
         details = [line for line in (self.hint, ready.description if self._is_verbose else "") if line]
         if self._console.is_terminal:
-            text = "\n".join([*lines, f"[dim]{workers}[/dim]", *(f"[dim]{line}[/dim]" for line in details)])
-            self._console.print(Panel(text, title=f"{self._model_name} is served", expand=False))
+            text = Text("\n").join([*map(Text, lines), *(Text(line, "dim") for line in (workers, *details))])
+            self._console.print(Panel(text, title=Text(f"{self._model_name} is served"), expand=False))
         else:
             print("\n".join([f"{self._model_name} is served at {url}", *lines, workers, *details]))
         if self.kind == "ids":

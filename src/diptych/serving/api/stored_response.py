@@ -49,9 +49,9 @@ class StoredResponse(GenerationResponse):
 
     async def content(self, deltas: Sequence[Delta]) -> bytes:
         """The reply as JSON, given all deltas in order."""
-        self._whole.read(deltas)
+        await self.written(lambda: self._whole.read(deltas))
         await self._keep()
-        return encode_json(self._whole.ended)
+        return await self.written(lambda: encode_json(self._whole.ended))
 
     async def _last_events(self) -> bytes:
         await self._keep()

@@ -6,7 +6,7 @@ where they are known; never both in one fleet.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -17,7 +17,9 @@ from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import InvalidRequestError
 from diptych.control.request import SERVICE_CLASSES, RequestOptions
 from diptych.control.slo import NS_PER_MS, Slo
+from diptych.serving import edge_limits, sliced_json
 from diptych.serving.front.tokenized_prompt import TokenizedPrompt
+from diptych.serving.long_work import check_wanted
 
 RelayPath = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score"]
 CHAT_PATH: RelayPath = "/v1/chat/completions"
@@ -85,21 +87,23 @@ class RelayBody(msgspec.Struct):
 LARGE_FIELDS = ("messages", "prompt", "input", "tools", "chat_template_kwargs")  # of RelayBody: read as they are
 SMALL_FIELDS = tuple(name for name in RelayBody.__struct_fields__ if name not in LARGE_FIELDS)
 _body_decoder = msgspec.json.Decoder(RelayBody)
-_fields_decoder = msgspec.json.Decoder(dict[str, Raw])
-_ids_decoder = msgspec.json.Decoder(list[int])
-_prompts_decoder = msgspec.json.Decoder(list[Raw])
+MOST_BLOCKS = 1 << 14  # that are hashed: who has so much of a prompt is the right engine, whatever comes behind
+_LONGEST_NEUTRAL = 64  # of NEUTRAL, with some spaces
+_BLOCKS_AT_ONCE = 4096  # are hashed, or ids looked at, until it is asked whether the client is there
 encode_json = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class RelayRequest:
-    """One request. fields: of its body by name, as JSON. tokenized: the prompt as an engine said that it sees it."""
+    """One request. fields: of its body by name, as JSON. tokenized: the prompt as an engine said that it sees it, or as
+    the client gave it. num_prompts: of a completion, each with an answer of its own."""
 
     path: RelayPath
     body: RelayBody
     fields: Mapping[str, Raw]
     num_bytes: int
     tokenized: TokenizedPrompt | None = None
+    num_prompts: int = 1
 
     @property
     def token_ids(self) -> tuple[int, ...] | None:
@@ -150,17 +154,6 @@ class RelayRequest:
         return self.max_tokens if asked or self.path in WHOLE_PATHS else MOST_TOKENS
 
     @property
-    def num_prompts(self) -> int:
-        """Prompts of a completion, each with an answer of its own."""
-        head = self.prompt_head
-        if self.path != COMPLETION_PATH or not head.startswith(b"[") or head[1:].lstrip()[:1] not in (b"[", b'"'):
-            return 1
-        try:
-            return max(1, len(_prompts_decoder.decode(self.prompt)))
-        except msgspec.DecodeError:  # the engine refuses it
-            return 1
-
-    @property
     def is_greedy(self) -> bool:
         """Whether the same prompt gives the same answer on the same build."""
         return self.body.temperature == 0
@@ -174,7 +167,7 @@ class RelayRequest:
     def is_plain(self) -> bool:
         """Whether its answer is text that follows from the prompt and from sampling alone."""
         return all(
-            name in RESUMABLE_FIELDS or bytes(value).replace(b" ", b"") in _neutral(name)
+            name in RESUMABLE_FIELDS or bytes(memoryview(value)[:_LONGEST_NEUTRAL]).replace(b" ", b"") in _neutral(name)
             for name, value in self.fields.items()
         )
 
@@ -197,11 +190,12 @@ class RelayRequest:
         return max(1, int(len(self.prompt) / bytes_per_token))
 
     def hashes(self, block_size: int, bytes_per_token: float) -> tuple[bytes, ...]:
-        """The chained hashes of the full blocks of its prompt. By text, a block is as many bytes as ``block_size``
-        tokens have by that ratio, which must stay the same for the life of an index."""
+        """The chained hashes of the full blocks of its prompt, MOST_BLOCKS at most. By text, a block is as many bytes
+        as ``block_size`` tokens have by that ratio, which must stay the same for the life of an index."""
         if self.token_ids is not None:
             assert self.tokenized is not None
-            return () if self.body.cache_salt else hash_blocks(self.token_ids[: self.tokenized.num_plain], block_size)
+            num_hashed = min(self.tokenized.num_plain, MOST_BLOCKS * block_size)
+            return () if self.body.cache_salt else hash_blocks(self.token_ids[:num_hashed], block_size)
         if self.path in WHOLE_PATHS:
             return ()
         width, data = max(1, int(block_size * bytes_per_token)), self.prompt
@@ -210,8 +204,10 @@ class RelayRequest:
         seed = b"\0".join(("\0".join(before).encode(), *shapes))
         # Not cryptographic, for speed: two texts of one hash would cost hits, and no text is taken for another.
         chain = xxh3_128(blake2b(seed).digest())
-        found = []
-        for end in range(width, len(data) + 1, width):
+        found: list[bytes] = []
+        for end in range(width, min(len(data), width * MOST_BLOCKS) + 1, width):
+            if not len(found) % _BLOCKS_AT_ONCE:
+                check_wanted()
             chain.update(data[end - width : end])
             found.append(chain.digest())  # of all that came before
         return tuple(found)
@@ -248,9 +244,12 @@ def _neutral(name: str) -> tuple[bytes, ...]:
 
 
 def read_request(path: RelayPath, data: bytes) -> RelayRequest:
-    """The request of a body. Raises InvalidRequestError that names the field."""
+    """The request of a body. Others get their turn while it works. Raises InvalidRequestError that names the field."""
+    fields = sliced_json.decode_fields(data)
+    if len(fields) > edge_limits.BODY_FIELDS:
+        message = f"the body has {len(fields)} fields; at most {edge_limits.BODY_FIELDS}"
+        raise InvalidRequestError(message, code="too_many_fields")
     try:
-        fields = _fields_decoder.decode(data)
         body = _read_body(fields)
     except msgspec.ValidationError as error:
         words = str(error)
@@ -260,7 +259,25 @@ def read_request(path: RelayPath, data: bytes) -> RelayRequest:
         raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     request = RelayRequest(path, body, fields, len(data))
     _check(request)
+    if path == COMPLETION_PATH and request.prompt_head.startswith(b"["):
+        return _with_list(request)
     return request
+
+
+def _with_list(request: RelayRequest) -> RelayRequest:
+    """A completion whose prompt is a list: of token ids, of texts, or of lists. What it is else, the engine refuses."""
+    prompts = sliced_json.decode(bytes(request.prompt))
+    if not all(type(first) is int for first in prompts[:1]):
+        return replace(request, num_prompts=max(1, len(prompts)))
+    if len(prompts) > edge_limits.TOKEN_IDS:
+        message = f"prompt: at most {edge_limits.TOKEN_IDS} items, not {len(prompts)}"
+        raise InvalidRequestError(message, param="prompt")
+    for begin in range(0, len(prompts), _BLOCKS_AT_ONCE):
+        check_wanted()
+        part = prompts[begin : begin + _BLOCKS_AT_ONCE]
+        if set(map(type, part)) != {int} or min(part) < 0 or max(part) >= 1 << 32:
+            return request
+    return replace(request, tokenized=TokenizedPrompt.of_text(tuple(prompts)))
 
 
 def _read_body(fields: Mapping[str, Raw]) -> RelayBody:
@@ -275,7 +292,7 @@ def _read_body(fields: Mapping[str, Raw]) -> RelayBody:
 def _check(request: RelayRequest) -> None:
     body = request.body
     wanted = {CHAT_PATH: ("messages", body.messages), COMPLETION_PATH: ("prompt", body.prompt)}
-    if request.path in wanted and bytes(wanted[request.path][1]) in (b"", b"null"):
+    if request.path in wanted and bytes(memoryview(wanted[request.path][1])[:5]) in (b"", b"null"):
         name = wanted[request.path][0]
         raise InvalidRequestError(f"{name}: this field is required", param=name)
     limits = (("max_tokens", body.max_tokens), ("max_completion_tokens", body.max_completion_tokens), ("n", body.n))
@@ -305,18 +322,6 @@ def options_for(body: RelayBody, tenant: str) -> RequestOptions:
         cache_salt=body.cache_salt,
         metadata=body.metadata or {},
     )
-
-
-def prompt_token_ids(request: RelayRequest) -> TokenizedPrompt | None:
-    """Of a completion whose prompt is one list of token ids; None for all others."""
-    head = request.prompt_head
-    if request.path != COMPLETION_PATH or not head.startswith(b"[") or head.startswith((b"[[", b'["')):
-        return None
-    try:
-        ids = tuple(_ids_decoder.decode(request.prompt))
-    except msgspec.DecodeError:
-        return None
-    return TokenizedPrompt.of_text(ids) if all(0 <= token_id < 1 << 32 for token_id in ids) else None
 
 
 def _ns(milliseconds: float | None) -> int | None:

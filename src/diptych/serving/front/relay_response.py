@@ -1,9 +1,10 @@
 """The reply to a request that was passed on: bytes of an engine, straight to the connection as they come."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlette.types import Scope
 
+from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.api import responses
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.responses import GenerationResponse, MoreHeaders
@@ -19,6 +20,10 @@ class RelayResponse(GenerationResponse):
     ) -> None:
         super().__init__(front, generation, RelayWriter(), stream=stream, dialect=RELAY, more_headers=more_headers)
         self._relay = generation
+
+    async def content(self, deltas: Sequence[Delta]) -> bytes:
+        """See WholeResponse. It is there already."""
+        return self._writer.body(deltas)
 
     def _pause_due_s(self) -> float:
         last_s = self._relay.relay.last_token_s  # whose chunk may have been written without this reply

@@ -12,7 +12,7 @@ from diptych.serving.front.engine_metrics import engine_families
 from diptych.serving.front.engine_pages import DIAGNOSED_KINDS
 from diptych.serving.front.external_fleet import ExternalFleet
 from diptych.serving.front.external_worker import ExternalWorker
-from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest, options_for, prompt_token_ids
+from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest, options_for
 from diptych.serving.front.relay_stream import RelayGeneration, RelayStream
 from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 from diptych.serving.served_fleet import ServedFleet
@@ -63,7 +63,11 @@ class EngineFront(ServedFleet):
         front = self.front
         hashes: tuple[bytes, ...] = ()
         if len(front.engines) > 1 and (request.token_ids is not None or not front.reads_events):
-            hashes = self._cacheable(request, request.hashes(front.block_size, front.bytes_per_token))
+            found = await self.long_work.run(
+                lambda: request.hashes(front.block_size, front.bytes_per_token), request.num_bytes, tenant
+            )
+            self.require_ready()
+            hashes = self._cacheable(request, found)
         request_id = f"{ID_PREFIXES.get(request.path, 'req')}-{uuid.uuid4().hex}"
         stream = RelayStream(request_id, request, options, request.estimated_tokens(front.bytes_per_token), hashes)
         generation = RelayGeneration(stream)
@@ -146,7 +150,7 @@ class EngineFront(ServedFleet):
     async def _tokenized(self, request: RelayRequest, limit_ns: int | None) -> TokenizedPrompt | None:
         """Its prompt as an engine sees it, where prompts are to be known as tokens; None where none can say, or not in
         time: such a request is placed by load alone. Memory: at most MAX_TOKENISING requests wait for that."""
-        known = prompt_token_ids(request)
+        known = request.tokenized
         if known is not None or not self.front.reads_events or self._num_tokenising >= MAX_TOKENISING:
             return known
         self._num_tokenising += 1

@@ -1,5 +1,6 @@
 """What all kinds of engines have in common: OpenAI's API, and a page of Prometheus metrics."""
 
+import asyncio
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -146,7 +147,7 @@ async def post_text(pool: ConnectionPool, path: str, fields: Mapping[str, Any]) 
 async def post_rendered(pool: ConnectionPool, path: str, fields: Mapping[str, Any]) -> TokenizedPrompt | None:
     """A chat as the engine renders it; None where it refuses. Raises ConnectionError, TimeoutError."""
     body = await _body_of(pool, path, fields)
-    return None if body is None else read_rendered(body)
+    return None if body is None else await asyncio.to_thread(read_rendered, body)
 
 
 async def _body_of(pool: ConnectionPool, path: str, fields: Mapping[str, Any]) -> bytes | None:
@@ -162,6 +163,6 @@ async def _post(pool: ConnectionPool, path: str, fields: Mapping[str, Any], kind
     if body is None:
         return None
     try:
-        return msgspec.json.decode(body, type=kind)
+        return await asyncio.to_thread(msgspec.json.decode, body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
