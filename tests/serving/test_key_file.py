@@ -304,3 +304,23 @@ async def test_the_watch_ends_with_the_server(tmp_path: Path) -> None:
     keys.stop()
     await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == 1
+
+
+def test_a_secret_as_kubernetes_mounts_it_is_read_and_read_again_when_its_link_moves(tmp_path: Path) -> None:
+    def publish(version: str, name: str) -> None:
+        folder = tmp_path / f"..{version}"
+        folder.mkdir()
+        (folder / "keys.toml").write_text(f'[[key]]\nname = "{name}"\nkey = "{WEB}"\n')
+        (folder / "keys.toml").chmod(0o440)  # what fsGroup makes of a Secret
+        (tmp_path / "..data_tmp").symlink_to(folder.name)
+        (tmp_path / "..data_tmp").rename(tmp_path / "..data")
+
+    publish("one", "web")
+    keys = tmp_path / "keys.toml"
+    keys.symlink_to("..data/keys.toml")
+    assert [record.name for record in read_keys(keys)] == ["web"]
+    publish("two", "shop")
+    assert [record.name for record in read_keys(keys)] == ["shop"]
+    (tmp_path / "..two" / "keys.toml").chmod(0o444)  # the default of a Secret: every user of the host
+    with pytest.raises(ConfigError, match="0440"):
+        read_keys(keys)

@@ -8,8 +8,10 @@ import httpx
 import pytest
 from fake_llm import FakeLLM
 
+from diptych.control.admission.quota import Allowance
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.serving.api.app import build_app
+from diptych.serving.api.key_limits import _anthropic, _openai
 from diptych.serving.api.manners import Manners, is_loopback
 from diptych.serving.api.parameters import template_arguments
 from diptych.serving.api.protocol import ChatBody
@@ -78,7 +80,10 @@ async def test_pages_of_allowed_origins_may_use_the_api_and_read_replies() -> No
     for stream in (False, True):
         reply = await complete({"origin": PAGE}, manners, stream=stream)
         assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, PAGE)
-        assert "x-request-id" in reply.headers["access-control-expose-headers"]
+        exposed = set(reply.headers["access-control-expose-headers"].split(", "))
+        allowance = Allowance(2, 1, 10**9)
+        limits = [_openai(of, allowance) + _anthropic(of, allowance) for of in ("requests", "tokens")]
+        assert {"x-request-id", *(name.decode() for headers in limits for name, _ in headers)} <= exposed
     assert "access-control-allow-origin" not in (await complete(manners=manners)).headers
     anyone = await complete({"origin": "null"}, Manners(cors_origins=("*",)))
     assert anyone.headers["access-control-allow-origin"] == "null"

@@ -3,6 +3,7 @@
 import pytest
 
 from diptych.control.errors import InvalidRequestError
+from diptych.serving import edge_limits
 from diptych.serving.batches.multipart import MultipartParser, PartBegin
 
 BOUND = 'multipart/form-data; boundary="b"'
@@ -35,3 +36,16 @@ def test_the_head_of_a_part_does_not_grow_without_end(head: bytes) -> None:
     fresh = parser()
     for _ in range(20):  # each part has a head of its own
         list(fresh.feed(b"--b\r\ncontent-disposition: form-data; name=x\r\n" + b"x: " + b"y" * 3000 + b"\r\n\r\n\r\n"))
+
+
+def test_the_head_of_a_part_may_have_its_whole_limit_in_one_line_and_no_byte_more() -> None:
+    fields = b"content-disposition" + b"form-data; name=x" + b"x"  # separators are not counted
+    rest = edge_limits.PART_HEAD_BYTES - len(fields)
+
+    def form(length: int) -> bytes:
+        return b"--b\r\ncontent-disposition: form-data; name=x\r\nx: " + b"y" * length + b"\r\n\r\n\r\n"
+
+    assert list(parser().feed(form(rest))) == [PartBegin("x", None)]
+    with pytest.raises(InvalidRequestError, match=f"more than {edge_limits.PART_HEAD_BYTES} bytes") as caught:
+        list(parser().feed(form(rest + 1)))
+    assert caught.value.code == "invalid_multipart"

@@ -16,7 +16,11 @@ from diptych.serving.api.error_responses import error_response
 from diptych.serving.api.manners import ANY_ORIGIN, host_name, is_own_name
 
 ADMIN_PREFIX = "/admin/"
-_EXPOSED = "x-request-id, request-id, x-ignored-fields, retry-after"
+_RATE_LIMITS = (  # as the replies to a limited key name them, in OpenAI's dialect and in Anthropic's
+    *(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
+    *(f"anthropic-ratelimit-{of}-{what}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
+)
+_EXPOSED = ", ".join(("x-request-id", "request-id", "x-ignored-fields", "retry-after", *_RATE_LIMITS))
 _KEPT_S = 600  # that a browser remembers the reply to a preflight
 
 
@@ -36,7 +40,7 @@ class CrossOrigin:
             return
         headers = Headers(scope=scope)
         if self._hosts is not None and not is_own_name(headers.get("host", ""), self._hosts):
-            await error_response(unknown_host(headers["host"]))(scope, receive, send)
+            await error_response(unknown_host(headers.get("host", "")))(scope, receive, send)
             return
         origin = headers.get("origin")
         if origin is None or is_same_origin(headers) or scope["path"].startswith(ADMIN_PREFIX):
