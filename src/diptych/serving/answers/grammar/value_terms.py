@@ -78,15 +78,19 @@ class Numbers:
     values: tuple[int | float, ...] | None = None
 
     def contains(self, value: int | float) -> bool:
-        """Whether a number is one of them."""
+        """Whether a number is one of them, values aside."""
         exact = exactly(value)
         return not (
             (self.low is not None and (exact < self.low or (self.is_low_open and exact == self.low)))
             or (self.high is not None and (exact > self.high or (self.is_high_open and exact == self.high)))
             or (self.is_integer and exact.denominator != 1)
             or (self.multiple is not None and (exact / self.multiple).denominator != 1)
-            or (self.values is not None and exact not in map(exactly, self.values))
         )
+
+    def allowed(self, values: Iterable[int | float]) -> tuple[int | float, ...]:
+        """Those of some numbers that are among them, in the order given."""
+        own = None if self.values is None else set(map(exactly, self.values))
+        return tuple(v for v in values if self.contains(v) and (own is None or exactly(v) in own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +114,13 @@ class Texts:
     excluded: frozenset[str] = frozenset()
 
     def may_contain(self, value: str) -> bool:
-        """Whether a text is one of them, patterns and formats aside."""
-        return (
-            self.low <= len(value)
-            and (self.high is None or len(value) <= self.high)
-            and value not in self.excluded
-            and (self.values is None or value in self.values)
-        )
+        """Whether a text is one of them, patterns, formats and values aside."""
+        return self.low <= len(value) and (self.high is None or len(value) <= self.high) and value not in self.excluded
+
+    def allowed(self, values: Iterable[str]) -> tuple[str, ...]:
+        """Those of some texts that are among them, patterns and formats aside, in the order given."""
+        own = None if self.values is None else set(self.values)
+        return tuple(v for v in values if self.may_contain(v) and (own is None or v in own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +237,7 @@ def _common_numbers(left: Numbers, other: Numbers) -> Numbers | None:
     found = Numbers(low, high, is_low_open, is_high_open, left.is_integer or other.is_integer, multiple)
     given = left.values if left.values is not None else other.values
     if given is not None:
-        values = tuple(value for value in given if left.contains(value) and other.contains(value))
+        values = other.allowed(left.allowed(given))
         return replace(found, values=values) if values else None
     if low is not None and high is not None and (low > high or (low == high and (is_low_open or is_high_open))):
         return None
@@ -260,7 +264,7 @@ def _common_texts(left: Texts, other: Texts) -> Texts | None:
     given = left.values if left.values is not None else other.values
     if given is None:
         return Texts(low, high, patterns, formats, None, excluded)
-    values = tuple(value for value in given if left.may_contain(value) and other.may_contain(value))
+    values = other.allowed(left.allowed(given))
     return Texts(low, high, patterns, formats, values, frozenset()) if values else None
 
 
