@@ -137,6 +137,19 @@ def test_a_request_that_stops_fails_or_is_aborted_ends_once_with_the_reason() ->
     assert not core.has_work and core.kv.pool.num_used == 0
 
 
+def test_a_failure_by_the_own_grammar_is_told_from_others() -> None:
+    core = core_of()
+    for name in "ab":
+        core.add_request(Request(name, 10, 5), 0)
+    events = step(core, 0, failed=(("a", "no"), ("b", "no")), beyond_grammar=frozenset("a"))
+    errors = {
+        event.request_id: event.error.exception()
+        for event in events
+        if isinstance(event, RequestFinished) and event.error
+    }
+    assert {name: error.status for name, error in errors.items()} == {"a": 400, "b": 500}
+
+
 def test_a_step_is_measured_from_its_begin_to_its_end() -> None:
     core = core_of()
     core.add_request(Request("a", 100, 4), 0)

@@ -3,21 +3,20 @@
 import asyncio
 import json
 import random
-from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("llguidance")
 
-from diptych.control.errors import InvalidRequestError
+from servers import RunningServer
+
+from diptych.control.errors import ErrorRecord, GrammarLimitError, InvalidRequestError
 from diptych.runtime.grammar import Grammars
 from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
 from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter
-from diptych.serving.answers.grammar.schema_document import Node
-from diptych.serving.answers.grammar.schema_rewriting import rewrite
-from diptych.serving.answers.grammar.value_terms import Numbers, Texts, exactly
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.protocol import CompletionBody
 from diptych.serving.api.structured import wanted_grammar
@@ -107,3 +106,51 @@ def test_choices_are_these_texts_and_no_others() -> None:
         choices = chance.sample(texts, number)
         [text] = tried(wanted(guided_choice=choices))
         assert [allows(text, other) for other in texts] == [other in choices for other in texts]
+
+
+# Alternatives of a rule are items of the parser's row, of which there may be 2,000: at once, or after two choices.
+MANY = "many: " + " | ".join(f'"{number:04d}"' for number in range(2001)) + "\n"
+WIDE = f"start: many\n{MANY}"
+LATE = f'start: ("a" | "b") ("c" | "d") many\n{MANY}'
+
+
+def test_a_grammar_whose_answers_all_fail_at_their_first_choice_is_refused_with_the_limit() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^guided_grammar: .*max is 2000") as refused:
+        tried(wanted(guided_grammar=WIDE))
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, "guided_grammar", "invalid_grammar")
+
+
+def test_a_grammar_that_fails_in_an_answer_is_the_error_of_that_answer_alone() -> None:
+    [text] = tried(wanted(guided_grammar=LATE))
+    other = GRAMMARS.constraint(text)
+    with pytest.raises(GrammarLimitError, match="max is 2000") as failed:
+        allows(text, "ac0007")
+    assert (failed.value.status, failed.value.code) == (400, "grammar_too_complex")
+    again = ErrorRecord.of(failed.value).exception()
+    assert (again.status, again.code, again.message) == (400, "grammar_too_complex", failed.value.message)
+    assert other.allowed()
+    assert allows(tried(wanted(guided_regex="a+"))[0], "aaa")
+
+
+def test_a_server_answers_400_where_an_answer_meets_the_limit_and_its_other_answers_go_on(
+    server: RunningServer,
+) -> None:
+    fields = {"prompt": "x", "max_tokens": 24, "temperature": 0}
+
+    async def main() -> tuple[httpx.Response, httpx.Response, str, httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            late = {**fields, "guided_grammar": LATE}
+            plain, failed, streamed = await asyncio.gather(
+                client.post("/v1/completions", json=fields),
+                client.post("/v1/completions", json=late),
+                client.post("/v1/completions", json={**late, "stream": True}),
+            )
+            return plain, failed, streamed.text, await client.post("/v1/completions", json=fields)
+
+    plain, failed, streamed, after = asyncio.run(main())
+    error = failed.json()["error"]
+    assert (failed.status_code, error["code"], error["type"]) == (400, "grammar_too_complex", "invalid_request_error")
+    assert "max is 2000" in error["message"]
+    events = [json.loads(line[6:]) for line in streamed.split("\n\n") if line.startswith("data: {")]
+    assert [event["error"]["code"] for event in events if "error" in event] == ["grammar_too_complex"]
+    assert plain.json()["choices"] == after.json()["choices"] and plain.status_code == 200

@@ -4,6 +4,7 @@
     |-- ConfigError              a setting is wrong (also a ValueError)
     |   `-- UnsupportedModelError    a checkpoint asks for something we do not have
     |-- ConstraintError          an answer under a grammar cannot go on (also a ValueError)
+    |   `-- GrammarLimitError        400, code grammar_too_complex (also an InvalidRequestError)
     |-- RequestError             one request cannot be served; carries its HTTP status
     |   |-- InvalidRequestError      400
     |   |   `-- ContextLengthError       400, code context_length_exceeded
@@ -71,6 +72,13 @@ class InvalidRequestError(RequestError):
     """The request is malformed or a value is out of range; ``param`` names the field."""
 
     status = 400
+
+
+class GrammarLimitError(ConstraintError, InvalidRequestError):
+    """To follow a client's grammar takes more than a limit of the compiler, which the message names: the answer ends
+    where that shows, and others go on."""
+
+    code = "grammar_too_complex"
 
 
 class ContextLengthError(InvalidRequestError):
@@ -194,6 +202,7 @@ _CLASSES: dict[str, type[DiptychError]] = {
         ConfigError,
         UnsupportedModelError,
         InvalidRequestError,
+        GrammarLimitError,
         ContextLengthError,
         OverloadedError,
         UnavailableError,

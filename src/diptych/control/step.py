@@ -192,6 +192,7 @@ class StepResult:
     stopped: requests whose sampled token ends them (end-of-sequence, stop token id).
     full_blocks: (request_id, hash) of blocks of *output* that became full and computed in this step, in order.
     failed: requests that the executor could not compute, with the message for their client.
+    beyond_grammar: those of the failed whose own grammar was too much to follow.
     extra: one for each of the plan's extra_rows, but for those that failed.
     offers: what may come next. An offer stands for the next step in which its request decodes.
     payload: the tokens themselves, for the driver; the control code never looks at them.
@@ -204,6 +205,7 @@ class StepResult:
     payload: StepTokens | None = None
     extra: tuple[Extra, ...] = ()
     offers: tuple[Offer, ...] = ()
+    beyond_grammar: frozenset[str] = frozenset()
 
 
 class StepBrokenOff(Exception):

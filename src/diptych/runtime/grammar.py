@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import llguidance
 
-from diptych.control.errors import ConstraintError
+from diptych.control.errors import ConstraintError, GrammarLimitError
 from diptych.control.request import SamplingParams
 from diptych.runtime.thread_priority import give_way
 
@@ -74,7 +74,7 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=MASK_LIMITS)
         if matcher.is_error():
             raise ConstraintError(f"the grammar does not compile: {matcher.get_error()[:500]}")
-        matcher.compute_bitmask()  # the first mask takes the longest
+        matcher.compute_bitmask()  # the first mask takes the longest; where it fails, so does each answer
         return matcher
 
 
@@ -125,9 +125,10 @@ class GrammarConstraint:
         num_ends = min(num_tokens, self._num_ends)
         self._num_ends -= num_ends
         if num_tokens > num_ends and not self._matcher.rollback(num_tokens - num_ends):
+            self._check()
             raise ConstraintError("the grammar cannot go back")
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            said = self._matcher.get_error().split("<state>")[0].strip()
-            raise ConstraintError(f"the grammar cannot go on: {said[:300]}")
+            said = self._matcher.get_error().split("<state>")[0].removesuffix("<non-verbose/>").strip()
+            raise GrammarLimitError(f"the grammar cannot go on: {said[:300]}")

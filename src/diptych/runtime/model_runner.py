@@ -227,7 +227,14 @@ class ModelRunner:
         payload.embeddings = pooled.vectors
         offers = self._offers(layout, sampled, {request_id for request_id, _ in stopped})
         return StepResult(
-            output.step_id, stopped, full_blocks, tuple(sampled.failed), payload, extra=extra, offers=offers
+            output.step_id,
+            stopped,
+            full_blocks,
+            tuple(sampled.failed),
+            payload,
+            extra=extra,
+            offers=offers,
+            beyond_grammar=frozenset(sampled.beyond_grammar),
         )
 
     def _apply_membership(self, output: SchedulerOutput) -> None:
@@ -326,7 +333,7 @@ class ModelRunner:
             try:
                 offer = self._offered.after(state, tokens, most - len(tokens) - 1, len(newest))
             except ValueError as error:
-                sampled.failed.append((state.request_id, str(error)))
+                sampled.fail(state.request_id, error)
                 continue
             if offer is not None:
                 offers.append(offer)

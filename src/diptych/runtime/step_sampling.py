@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from diptych.control.errors import GrammarLimitError
 from diptych.control.step import TokenLogprobs
 from diptych.runtime.decode_rows import DecodeRows
 from diptych.runtime.request_state import RequestState
@@ -39,15 +40,22 @@ class Sampled:
     """What the sampling slots of a step got, by their place in the step.
 
     token_ids: the newest token of each. before: those before the newest, of slots that got several. is_silent: slots
-    that failed, now or in an earlier step, or whose requests want no token. logprobs: of all tokens of a slot, where
-    they are wanted.
+    that failed, now or in an earlier step, or whose requests want no token. beyond_grammar: of the failed requests,
+    those whose grammar was too much to follow. logprobs: of all tokens of a slot, where they are wanted.
     """
 
     token_ids: npt.NDArray[np.int64]
     is_silent: npt.NDArray[np.bool_]
     before: dict[int, list[int]] = field(default_factory=dict)
     failed: list[tuple[str, str]] = field(default_factory=list)
+    beyond_grammar: set[str] = field(default_factory=set)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def fail(self, request_id: str, error: ValueError) -> None:
+        """A request has failed, by what its constraint or its logits raised."""
+        self.failed.append((request_id, str(error)))
+        if isinstance(error, GrammarLimitError):
+            self.beyond_grammar.add(request_id)
 
     def silence(self, places: Sequence[int], failed: Sequence[tuple[str, str]]) -> None:
         """These slots get no token after all, and ``failed`` of their requests have failed."""
@@ -121,7 +129,7 @@ class StepSampling:
             try:
                 tokens = self._pick(state, first + place, _Rows(logits, best, is_finite, numbers, masks), rows)
             except ValueError as error:
-                sampled.failed.append((state.request_id, str(error)))
+                sampled.fail(state.request_id, error)
                 sampled.is_silent[place] = True
                 continue
             sampled.token_ids[place] = tokens[-1].token_id

@@ -20,6 +20,7 @@ from diptych.control.errors import (
     ConfigError,
     ContextLengthError,
     ErrorRecord,
+    GrammarLimitError,
     InvalidRequestError,
     OverloadedError,
     RequestError,
@@ -259,7 +260,8 @@ class EngineCore:
             self._remember_output_block(request_id, block_hash)
         for request_id, message in result.failed:
             if request := self.requests.get(request_id):
-                error = ErrorRecord(WorkerError.__name__, message)
+                kind = GrammarLimitError if request_id in result.beyond_grammar else WorkerError
+                error = ErrorRecord.of(kind(message))
                 events.append(self._finish(request, FinishReason.ERROR, now, error))
         for request_id, reason in result.stopped:
             if request := self.requests.get(request_id):

@@ -33,6 +33,7 @@ from diptych.stop_signals import leave_terminal_to_parent
 KEPT_BYTES = 128 << 20  # a fork that holds so much more after a grammar is not used again
 NICENESS = 5
 LOOK_S = 0.02  # so often is looked how long a grammar takes
+TRIED_TOKENS = 8  # of those that may come first where there is a choice
 SLOW_S = 0.05  # of a processor: what takes longer goes on when nobody else wants the processor
 TOO_LARGE = "it takes too much memory to compile"
 TOO_BUSY = "the machine is too busy to compile it"
@@ -176,7 +177,7 @@ def _used_bytes(process: str) -> int:
 
 
 def check(tokenizer: llguidance.LLTokenizer, request: CheckRequest) -> CheckReply:
-    """Compile a grammar and compute its first mask, as a worker will."""
+    """Compile a grammar, compute its first mask as a worker will, and see whether an answer can begin."""
     start = time.process_time()
     left_out: list[str] = []
     text = request.text
@@ -206,7 +207,30 @@ def _error_of(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=MASK_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return matcher.get_error() if matcher.is_error() else ""
+    return matcher.get_error() if matcher.is_error() else _error_of_every_answer(tokenizer, matcher)
+
+
+def _error_of_every_answer(tokenizer: llguidance.LLTokenizer, matcher: llguidance.LLMatcher) -> str:
+    """The error with which any answer ends at its first choice: some limits of the compiler are asked only when a
+    token has come. "" where an answer can go on, or as far as was tried."""
+    forced = matcher.compute_ff_tokens()
+    if forced:
+        matcher.consume_tokens(forced)
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        return matcher.get_error()
+    may_come = [8 * place + bit for place, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
+    chosen = [token for token in may_come if token not in tokenizer.eos_tokens]
+    error = ""
+    for token in chosen[:: max(1, -(-len(chosen) // TRIED_TOKENS))]:
+        branch = matcher.deep_copy()
+        branch.consume_token(token)
+        if not branch.is_error():
+            branch.compute_bitmask()
+        if not branch.is_error():
+            return ""
+        error = branch.get_error()
+    return error
 
 
 def _schema_error(tokenizer: llguidance.LLTokenizer, schema: Any) -> str:
@@ -215,7 +239,7 @@ def _schema_error(tokenizer: llguidance.LLTokenizer, schema: Any) -> str:
 
 def _first_line(error: str) -> str:
     """What the compiler says, without the place in the text that we wrote."""
-    said = " ".join(error.split("<state>")[0].split(" 1 | ")[0].split())
+    said = " ".join(error.split("<state>")[0].split(" 1 | ")[0].removesuffix("<non-verbose/>").split())
     return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", said)[:500]
 
 
