@@ -52,7 +52,11 @@ ELSEWHERE: dict[str, str] = {
     "BODY_DEPTH": "test_sliced_json.py::test_a_body_is_refused_beyond_its_limits_and_taken_at_them",
     "BODY_ELEMENTS": "test_sliced_json.py::test_a_body_is_refused_beyond_its_limits_and_taken_at_them",
     "BODY_VALUES": "test_sliced_json.py::test_a_body_is_refused_beyond_its_limits_and_taken_at_them",
+    "CHOICES": "test_structured_limits.py::test_as_many_choices_as_the_limit_are_followed_and_one_more_is_refused",
     "CONVERSATION_BYTES": "test_response_store.py::test_a_conversation_is_read_up_to_the_limit_and_refused_beyond",
+    "GRAMMAR_BYTES": (
+        "test_structured_limits.py::test_a_grammar_of_as_many_bytes_as_the_limit_is_followed_and_one_more_is_refused"
+    ),
     "KEYS_OF_NAME": "test_key_file.py::test_each_limit_of_the_file_and_one_more",
     "KEY_ENTRIES": "test_key_file.py::test_each_limit_of_the_file_and_one_more",
     "KEY_FILE_BYTES": "test_key_file.py::test_what_is_no_file_or_too_large_is_refused",
@@ -66,6 +70,10 @@ ELSEWHERE: dict[str, str] = {
     ),
     "RESPONSES": "test_response_store.py::test_their_number_is_bounded_too",
     "RESPONSES_UNWRITTEN_BYTES": "test_response_store.py::test_what_waits_to_be_written_is_bounded",
+    "SCHEMA_DEPTH": "test_structured_limits.py::test_a_schema_as_deep_as_the_limit_is_followed_and_one_deeper_refused",
+    "SCHEMA_PARTS": (
+        "test_structured_limits.py::test_a_schema_of_as_many_parts_as_the_limit_is_followed_and_one_more_is_refused"
+    ),
     "SECRET_BYTES": "test_key_file.py::test_each_limit_of_the_file_and_one_more",
 }
 
@@ -80,7 +88,6 @@ UNSENT = frozenset(
         "BATCH_WINDOW_S",
         "BODY_BYTES",
         "BODY_FIELDS",
-        "CHOICES",
         "CUSTOM_ID",
         "EMBEDDING_NUMBERS",
         "ENGINE_EVENT_BYTES",
@@ -93,7 +100,6 @@ UNSENT = frozenset(
         "FILE_LEAST_S",
         "FORM_BYTES",
         "FORM_FIELD_BYTES",
-        "GRAMMAR_BYTES",
         "GRAMMAR_CLOCK_S",
         "GRAMMAR_MEMORY_BYTES",
         "GRAMMAR_PROCESSOR_S",
@@ -117,8 +123,6 @@ UNSENT = frozenset(
         "RESPONSES_MEMORY_BYTES",
         "RESPONSE_LIFE_S",
         "RESPONSE_WRITE_S",
-        "SCHEMA_DEPTH",
-        "SCHEMA_PARTS",
         "SHOWN_MISSES",
         "TIMELINE_EVENT_RECORDS",
         "TIMELINE_PAGE_RECORDS",

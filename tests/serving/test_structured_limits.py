@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -17,6 +18,8 @@ from diptych.runtime.grammar import Grammars
 from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
 from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter
+from diptych.serving.answers.response.bundled_templates import TEMPLATES
+from diptych.serving.answers.response.response_template import load_response_template
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.protocol import CompletionBody
 from diptych.serving.api.structured import wanted_grammar
@@ -106,6 +109,85 @@ def test_choices_are_these_texts_and_no_others() -> None:
         choices = chance.sample(texts, number)
         [text] = tried(wanted(guided_choice=choices))
         assert [allows(text, other) for other in texts] == [other in choices for other in texts]
+
+
+@pytest.mark.parametrize("values", ["texts", "numbers", "both"])
+def test_a_schema_of_as_many_parts_as_the_limit_is_followed_and_one_more_is_refused(values: str) -> None:
+    number = edge_limits.SCHEMA_PARTS - 2  # besides the schema and the list
+    kinds: dict[str, list[str | int]] = {
+        "texts": [f"v{n}" for n in range(number)],
+        "numbers": list(range(number)),
+        "both": [n if n % 2 else f"v{n}" for n in range(number)],
+    }
+    [text] = tried(wanted(guided_json={"enum": kinds[values]}))
+    assert all(allows(text, json.dumps(value)) for value in kinds[values][:: number // 9])
+    assert not allows(text, json.dumps(number))
+    with pytest.raises(InvalidRequestError, match=f"guided_json has more than {edge_limits.SCHEMA_PARTS} parts"):
+        wanted(guided_json={"enum": [*kinds[values], -1]})
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "wrap"),
+    [
+        ("[", "]", lambda inner: {"type": "array", "items": inner}),
+        ("", "", lambda inner: {"allOf": [inner]}),
+        (
+            '{"a": ',
+            "}",
+            lambda inner: {
+                "type": "object",
+                "properties": {"a": inner},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        ),
+    ],
+)
+def test_a_schema_as_deep_as_the_limit_is_followed_and_one_deeper_refused(
+    begin: str, end: str, wrap: Callable[[Any], Any]
+) -> None:
+    schema, times = {"type": "integer"}, 0
+    levels = 1 if begin == "[" else 2
+    while (times + 1) * levels <= edge_limits.SCHEMA_DEPTH:
+        schema, times = wrap(schema), times + 1
+    [text] = tried(wanted(guided_json=schema))
+    assert allows(text, begin * times + "7" + end * times)
+    with pytest.raises(InvalidRequestError, match=f"is nested more than {edge_limits.SCHEMA_DEPTH} deep"):
+        wanted(guided_json=wrap(schema))
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "€", "😀"])
+def test_a_grammar_of_as_many_bytes_as_the_limit_is_followed_and_one_more_is_refused(letter: str) -> None:
+    text = "start: /x+/\n// "
+    text += letter * ((edge_limits.GRAMMAR_BYTES - len(text)) // len(letter.encode()))
+    text += "a" * (edge_limits.GRAMMAR_BYTES - len(text.encode()))
+    [compiled] = tried(wanted(guided_grammar=text))
+    assert allows(compiled, "xxx")
+    with pytest.raises(InvalidRequestError, match=f"of {edge_limits.GRAMMAR_BYTES + 1} bytes; the limit is"):
+        assert wanted(guided_grammar=text + "a").text
+
+
+@pytest.mark.parametrize("repeated", ["a", "[ab]", "(a|b)", "ab|"])
+def test_a_regular_expression_as_long_as_a_grammar_may_be_is_followed(repeated: str) -> None:
+    room = edge_limits.GRAMMAR_BYTES - len(wanted(guided_regex="a").text) + 1
+    pattern = repeated * (room // len(repeated))
+    [text] = tried(wanted(guided_regex=pattern[: -1 if pattern.endswith("|") else None]))
+    constraint = GRAMMARS.constraint(text, forces=False)
+    [token] = TOKENIZER.encode("a")
+    constraint.accept([token])
+    assert constraint.allowed()
+
+
+def test_calls_of_hundreds_of_tools_are_followed() -> None:
+    template = load_response_template("generic", TEMPLATES["generic"])
+    assert template.calls is not None
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    schemas = {f"tool_{number}": {**parameters, "additionalProperties": False} for number in range(300)}
+    [text] = tried(WRITER.calls(template.calls, schemas, None))
+    for name in ("tool_0", "tool_150", "tool_299"):
+        assert allows(text, f'<tool_call>\n{{"name": "{name}", "arguments": {{"x": 1}}}}\n</tool_call>')
+    with pytest.raises(InvalidRequestError, match=r"^tools makes a grammar of \d+ bytes; the limit is"):
+        assert WRITER.calls(template.calls, {**schemas, **{f"more_{n}": parameters for n in range(724)}}, None).text
 
 
 # Alternatives of a rule are items of the parser's row, of which there may be 2,000: at once, or after two choices.

@@ -50,9 +50,10 @@ class Grammar:
         """In Lark, with schemas as clients wrote them (see SCHEMA), or the client's own. Raises InvalidRequestError for
         one that is too long."""
         text = self.foreign or f"{self.start}answer: {self.rule}\n{self.rules}"
-        if len(text) > edge_limits.GRAMMAR_BYTES:
+        num_bytes = len(text.encode(errors="surrogatepass"))
+        if num_bytes > edge_limits.GRAMMAR_BYTES:
             raise InvalidRequestError(
-                f"{self.param} makes a grammar of {len(text)} bytes; the limit is {edge_limits.GRAMMAR_BYTES}",
+                f"{self.param} makes a grammar of {num_bytes} bytes; the limit is {edge_limits.GRAMMAR_BYTES}",
                 param=self.param,
             )
         return text
