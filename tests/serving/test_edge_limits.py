@@ -49,14 +49,20 @@ PROBES: dict[str, Send] = {
 
 # The test that sends the limit and one more. One entry a line, by name.
 ELSEWHERE: dict[str, str] = {
+    "BIASES": "test_loop_turns.py::test_the_limits_of_what_takes_long",
+    "BODY_BYTES_PER_S": "test_connection.py::test_a_body_has_a_least_pace",
     "BODY_DEPTH": "test_sliced_json.py::test_a_body_is_refused_beyond_its_limits_and_taken_at_them",
     "BODY_ELEMENTS": "test_sliced_json.py::test_a_body_is_refused_beyond_its_limits_and_taken_at_them",
     "BODY_VALUES": "test_sliced_json.py::test_a_body_is_refused_beyond_its_limits_and_taken_at_them",
+    "CHAT_PROCESSOR_S": "test_loop_turns.py::test_the_limits_of_what_takes_long",
     "CHOICES": "test_structured_limits.py::test_as_many_choices_as_the_limit_are_followed_and_one_more_is_refused",
+    "CONTEXT_EDITS": "test_loop_turns.py::test_the_limits_of_what_takes_long",
     "CONVERSATION_BYTES": "test_response_store.py::test_a_conversation_is_read_up_to_the_limit_and_refused_beyond",
     "GRAMMAR_BYTES": (
         "test_structured_limits.py::test_a_grammar_of_as_many_bytes_as_the_limit_is_followed_and_one_more_is_refused"
     ),
+    "GUIDE_QUERY_BYTES": "../web/test_guide_limits.py::test_a_query_that_is_too_long_is_refused_before_it_is_taken_apart",
+    "HEAD_S": "test_connection.py::test_a_head_has_its_time_however_often_a_byte_of_it_comes",
     "KEYS_OF_NAME": "test_key_file.py::test_each_limit_of_the_file_and_one_more",
     "KEY_ENTRIES": "test_key_file.py::test_each_limit_of_the_file_and_one_more",
     "KEY_FILE_BYTES": "test_key_file.py::test_what_is_no_file_or_too_large_is_refused",
@@ -64,6 +70,7 @@ ELSEWHERE: dict[str, str] = {
     "KEY_NAMES": "test_keys_api.py::test_names_beyond_the_limit_are_counted_together",
     "LONG_WORK_BYTES": "test_long_work.py::test_more_than_may_wait_is_refused",
     "LONG_WORK_WAITING": "test_long_work.py::test_more_than_may_wait_is_refused",
+    "MESSAGES": "test_loop_turns.py::test_the_limits_of_what_takes_long",
     "MODELS_OF_NAME": "test_key_file.py::test_each_limit_of_the_file_and_one_more",
     "PART_HEAD_BYTES": (
         "test_multipart_limits.py::test_the_head_of_a_part_may_have_its_whole_limit_in_one_line_and_no_byte_more"
@@ -75,6 +82,7 @@ ELSEWHERE: dict[str, str] = {
         "test_structured_limits.py::test_a_schema_of_as_many_parts_as_the_limit_is_followed_and_one_more_is_refused"
     ),
     "SECRET_BYTES": "test_key_file.py::test_each_limit_of_the_file_and_one_more",
+    "UNANSWERED_REQUESTS": "test_connection.py::test_a_client_is_not_read_while_so_many_of_its_requests_wait",
 }
 
 # Limits that no test sends exactly yet. Only ever taken from.

@@ -171,6 +171,8 @@ def _setups(draw: random.Random, law: str) -> tuple[Setup, Setup] | None:
         worse = replace(worse, kind="roofline")
     elif law == "more devices":
         better = replace(worse, parallelism=_more_devices(draw, split))
+        if kind == "operators" and better.parallelism.stage_devices > better.device().interconnect.max_devices:
+            return None  # sums were measured within a host; between hosts, a law of another source prices them
     try:
         cost_of(worse), cost_of(better)
     except ConfigError:
