@@ -44,6 +44,8 @@ PROBES: dict[str, Send] = {
     "LABELS": lambda number: _chat(metadata={str(label): "x" for label in range(number)}),
     "LABEL_NAME": lambda length: _chat(metadata={"x" * length: "x"}),
     "LABEL_VALUE": lambda length: _chat(metadata={"x": "x" * length}),
+    "STOP_TEXTS": lambda number: _chat(stop=[str(text) for text in range(number)]),
+    "STOP_TOKENS": lambda number: _chat(stop_token_ids=list(range(number))),
     "TOOLS": lambda number: _chat(tools=[{"type": "function", "function": {"name": "f"}}] * number),
 }
 
@@ -61,7 +63,9 @@ ELSEWHERE: dict[str, str] = {
     "GRAMMAR_BYTES": (
         "test_structured_limits.py::test_a_grammar_of_as_many_bytes_as_the_limit_is_followed_and_one_more_is_refused"
     ),
-    "GUIDE_QUERY_BYTES": "../web/test_guide_limits.py::test_a_query_that_is_too_long_is_refused_before_it_is_taken_apart",
+    "GUIDE_QUERY_BYTES": (
+        "../web/test_guide_limits.py::test_a_query_that_is_too_long_is_refused_before_it_is_taken_apart"
+    ),
     "HEAD_S": "test_connection.py::test_a_head_has_its_time_however_often_a_byte_of_it_comes",
     "KEYS_OF_NAME": "test_key_file.py::test_each_limit_of_the_file_and_one_more",
     "KEY_ENTRIES": "test_key_file.py::test_each_limit_of_the_file_and_one_more",

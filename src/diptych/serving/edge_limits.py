@@ -140,6 +140,8 @@ CHAT_PROCESSOR_S = _limit(
 BIASES = _limit(
     "BIASES", 65_536, "numbers", "entries of `logit_bias`, times the answers that a request asks for", beyond="400"
 )
+STOP_TEXTS = _limit("STOP_TEXTS", 16, "texts", "texts that end an answer (`stop`, `stop_sequences`)", beyond="400")
+STOP_TOKENS = _limit("STOP_TOKENS", 256, "tokens", "tokens that end an answer (`stop_token_ids`)", beyond="400")
 TOKEN_IDS = _limit("TOKEN_IDS", 1 << 21, "tokens", "list of token ids, in a request or in a reply", beyond="400")
 CONTEXT_EDITS = _limit("CONTEXT_EDITS", 16, "edits", "edits of `context_management`", beyond="400")
 TOOLS = _limit("TOOLS", 1024, "tools", "tools of a request", beyond="400")

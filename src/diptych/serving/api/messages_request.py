@@ -71,7 +71,7 @@ class MessagesBody(TokenCountBody):
 
     max_tokens: Count
     stream: bool | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=16)] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=edge_limits.STOP_TEXTS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None

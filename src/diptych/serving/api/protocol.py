@@ -161,10 +161,10 @@ class GenerationBody(OptionsBody):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: (
         Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=edge_limits.STOP_TEXTS)]
         | None
     ) = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=edge_limits.STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tpot_slo_ms: Milliseconds | None = Field(None, description="Objective for the mean time per later token.")
