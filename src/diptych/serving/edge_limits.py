@@ -86,6 +86,13 @@ REFUSED_CONNECTIONS = _limit(
 BODY_BYTES = _limit(
     "BODY_BYTES", 16 << 20, "bytes", "body of a request", beyond="413 `body_too_large`", option="--max-body"
 )
+UNREAD_BODIES_BYTES = _limit(
+    "UNREAD_BODIES_BYTES",
+    128 << 20,
+    "bytes",
+    "bodies that are half read, of all connections together (at least one of `--max-body`; files go to disk)",
+    beyond="503 `too_many_bodies` for the one that has been read longest",
+)
 FILE_BYTES = _limit(
     "FILE_BYTES",
     256 << 20,
