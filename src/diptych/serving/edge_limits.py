@@ -269,6 +269,13 @@ RECORDED_STREAMS = _limit(
 RECORDED_STREAM_S = _limit(
     "RECORDED_STREAM_S", 600.0, "s", "age of the record of a stream that has ended", beyond="it is forgotten"
 )
+RECORDER_ROWS = _limit(
+    "RECORDER_ROWS",
+    65_536,
+    "rows",
+    "rows of a recording (`--record`) that wait for the disk, of one core",
+    beyond="the recording ends, with a line in the log",
+)
 FILES = _limit("FILES", 10_000, "files", "files of batches that are kept", beyond="503")
 ALL_FILES_BYTES = _limit(
     "ALL_FILES_BYTES", 10 * 10**9, "bytes", "files of batches together", beyond="503", option="--batch-gb"
