@@ -1,7 +1,8 @@
 """Recordings on disk: one JSON line per input of a core, written by a thread of its own.
 
 The loop that serves only appends rows to a queue; encoding, hashing and writing happen here. Recording never stops or
-slows serving: when the file cannot be written any more (a full disk, the size limit), or does not keep up, it ends with one line in the log.
+slows serving: when the file cannot be written any more (a full disk, the size limit), or the disk does not keep up, it
+ends with one line in the log.
 Read by diptych.simulation.recordings.
 
     {"format": ..., "version": ..., "diptych": ..., "config": {...}}
