@@ -1,7 +1,10 @@
 """/v1/files and /v1/batches as OpenAI's client sees them, in front of an AsyncLLM without workers."""
 
 import asyncio
+import errno
 import json
+import os
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,8 +18,10 @@ from fake_llm import FakeLLM
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.api.app import build_app
+from diptych.serving.batches import batch_service, batch_store
 from diptych.serving.batches.batch_records import BatchLimits
 from diptych.serving.batches.batch_service import BatchOptions, BatchService
+from diptych.serving.batches.batch_tables import BatchTables
 from diptych.serving.batches.multipart import MultipartParser, PartBegin
 
 pytestmark = pytest.mark.asyncio
@@ -209,3 +214,33 @@ async def test_parts_of_a_body_are_found_however_it_is_cut() -> None:
     for wrong in (body[:-13], b"", b"--boundx", b"--bound\r\n\r\n\r\n", unnamed, b"--bound\r\n" + b"a" * 20_000):
         with pytest.raises(InvalidRequestError):
             parts_of(wrong, "bound", 10)
+
+
+@pytest.mark.parametrize("place", ["open", "write", "sync", "rename", "row"])
+async def test_an_upload_on_a_full_disk_is_refused_and_leaves_nothing(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise (
+            sqlite3.OperationalError("database or disk is full")
+            if place == "row"
+            else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        )
+
+    async with served(tmp_path / "batches") as client:
+        with monkeypatch.context() as patch:
+            targets = {
+                "open": (batch_service, "open_private"),
+                "write": (batch_service, "_write_all"),
+                "sync": (batch_store, "_sync_folder"),
+                "rename": (Path, "rename"),
+                "row": (BatchTables, "add_file"),
+            }
+            patch.setattr(*targets[place], full)
+            replies = [await upload(client, b"{}") for _ in range(3)]
+        for reply in replies:
+            assert reply.status_code == 503 and reply.json()["error"]["code"] == "disk_failed"
+            assert reply.headers["retry-after"] == "60"
+        assert caplog.text.count("cannot be written to") == 1
+        assert not list((tmp_path / "batches").rglob("file-*"))
+        assert (await upload(client, b"{}")).status_code == 200

@@ -13,6 +13,7 @@ from servers import CLI, RunningServer, running
 from diptych.control.config import CacheConfig, EngineConfig
 from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
+from diptych.serving import edge_limits
 from diptych.serving.link.recorder import record_engine
 from diptych.simulation.replay import replay
 
@@ -107,3 +108,31 @@ def test_a_recording_ends_at_its_limit(tmp_path: Path) -> None:
     assert "limit" in recorder.stopped_because
     assert recorder.path.stat().st_size <= 1000
     assert not replay(recorder.path).is_complete
+
+
+def test_a_recording_ends_when_too_many_rows_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(edge_limits, "RECORDER_ROWS", 100)
+    recorder = record_engine(tmp_path / "run.jsonl", CONFIG)
+    is_busy, is_free = threading.Event(), threading.Event()
+    encode = recorder._encode
+
+    def stalled(row: Any) -> Any:
+        is_busy.set()
+        is_free.wait()
+        return encode(row)
+
+    recorder._encode = stalled
+    recorder.write(("begin", 0, None))
+    assert is_busy.wait(20)  # the thread holds this one, and takes no more
+    for now in range(1, 101):
+        recorder.write(("begin", now, None))
+    assert not recorder.stopped_because
+    for now in range(101, 1000):
+        recorder.write(("begin", now, None))
+    assert len(recorder._rows) == 100 and "100 rows wait" in recorder.stopped_because
+    assert caplog.text.count("serving goes on") == 1
+    is_free.set()
+    recorder.close()
+    assert not recorder._rows and not replay(recorder.path).is_complete

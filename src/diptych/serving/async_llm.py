@@ -26,6 +26,7 @@ from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
 from diptych.serving.link.messages import Ready
 from diptych.serving.long_work import LONG, check_wanted
+from diptych.serving.metrics.store_metrics import journal_families
 from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
 from diptych.serving.served_fleet import ServedFleet
@@ -54,6 +55,7 @@ class AsyncLLM(ServedFleet):
         self.journal = journal
         if journal is not None:
             self._streams.on_news = journal.write
+            self.metrics.more_families.append(lambda model: journal_families(journal.num_not_recorded, model))
         if self.fleet.misses is not None and self.tokenizer.has_text:
             self.fleet.misses.decode = partial(self.tokenizer.decode, skip_special_tokens=False)
         fleet_options = self.fleet.fleet

@@ -86,6 +86,13 @@ REFUSED_CONNECTIONS = _limit(
 BODY_BYTES = _limit(
     "BODY_BYTES", 16 << 20, "bytes", "body of a request", beyond="413 `body_too_large`", option="--max-body"
 )
+UNREAD_BODIES_BYTES = _limit(
+    "UNREAD_BODIES_BYTES",
+    128 << 20,
+    "bytes",
+    "bodies that are half read, of all connections together (at least one of `--max-body`; files go to disk)",
+    beyond="503 `too_many_bodies` for the one that has been read longest",
+)
 FILE_BYTES = _limit(
     "FILE_BYTES",
     256 << 20,
@@ -263,6 +270,13 @@ RECORDED_STREAMS = _limit(
 )
 RECORDED_STREAM_S = _limit(
     "RECORDED_STREAM_S", 600.0, "s", "age of the record of a stream that has ended", beyond="it is forgotten"
+)
+RECORDER_ROWS = _limit(
+    "RECORDER_ROWS",
+    65_536,
+    "rows",
+    "rows of a recording (`--record`) that wait for the disk, of one core",
+    beyond="the recording ends, with a line in the log",
 )
 FILES = _limit("FILES", 10_000, "files", "files of batches that are kept", beyond="503")
 ALL_FILES_BYTES = _limit(

@@ -141,7 +141,9 @@ class StreamJournal:
         try:
             descriptor = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
-                os.write(descriptor, data)
+                rest = memoryview(data)
+                while rest:  # a disk that is nearly full takes a part
+                    rest = rest[os.write(descriptor, rest) :]
             finally:
                 os.close(descriptor)
         except OSError as error:  # serving goes on; this stream cannot be resumed from here

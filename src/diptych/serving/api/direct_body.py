@@ -14,7 +14,7 @@ DIRECT_BODY = "diptych.direct_body"  # in scope["extensions"]: {"body": DirectBo
 
 
 class DirectBody:
-    """The body of one reply. Only for a reply that ``send`` has started, and will end."""
+    """The body of one reply. To write is only for a reply that ``send`` has started, and will end."""
 
     __slots__ = ("_cycle",)
 
@@ -41,6 +41,10 @@ class DirectBody:
             return False
         self._cycle.transport.write(chunk)
         return True
+
+    def wake_receive(self) -> None:
+        """End the present or the next wait in ``receive`` of this request, with an empty piece of its body."""
+        self._cycle.message_event.set()
 
     @property
     def _takes_chunks(self) -> bool:

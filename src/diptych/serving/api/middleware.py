@@ -3,7 +3,7 @@ libraries. Replies are not buffered: streams pass through untouched.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,8 +11,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diptych.byte_size import size_words
 from diptych.control.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError
 from diptych.limited_log import LimitedLog, kind_of
+from diptych.serving import edge_limits
 from diptych.serving.answers.native_panic import is_panic
+from diptych.serving.api.body_budget import BodyBudget, HalfReadBody
 from diptych.serving.api.dialect import dialect_of
+from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_format import http_error
 from diptych.serving.api.error_responses import error_response
 from diptych.serving.keys.keyring import Keyring
@@ -25,13 +28,15 @@ CLOSED_PREFIX = "/guide/api/"  # paths that compute something
 
 
 class BodyLimit:
-    """Refuses bodies of more than ``max_bytes``, by their header or while they are read, and compressed ones. larger:
-    the limits of paths that take more."""
+    """Refuses bodies of more than ``max_bytes``, by their header or while they come, compressed ones, and the oldest
+    of those that are half read while all together exceed the budget. larger: the limits of paths that take more: those
+    write what they read to disk, and have no part in the budget."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, larger: Mapping[str, int] = {}) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._larger = larger
+        self.budget = BodyBudget(max(edge_limits.UNREAD_BODIES_BYTES, max_bytes))  # one body always fits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,6 +56,8 @@ class BodyLimit:
             await error_response(error, dialect)(scope, receive, send)
             return
         num_bytes = 0
+        body = HalfReadBody(_wake_receive(scope))
+        is_kept = scope["path"] not in self._larger
 
         async def counted() -> Message:
             nonlocal num_bytes
@@ -58,9 +65,23 @@ class BodyLimit:
             num_bytes += len(message.get("body", b""))
             if num_bytes > max_bytes:
                 raise error
+            if body.is_refused:
+                raise self.budget.refusal()
+            if not message.get("more_body", False):  # the body is complete, or the client is gone
+                self.budget.release(body)
+            elif is_kept and message["body"]:
+                self.budget.add(body, len(message["body"]))
             return message
 
-        await self._app(scope, counted, send)
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self.budget.release(body)
+
+
+def _wake_receive(scope: Scope) -> Callable[[], None] | None:
+    body: DirectBody | None = scope.get("extensions", {}).get(DIRECT_BODY, {}).get("body")
+    return None if body is None else body.wake_receive
 
 
 class NativePanics:

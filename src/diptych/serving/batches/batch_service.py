@@ -7,6 +7,7 @@ import asyncio
 import io
 import logging
 import os
+import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Collection
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 from diptych.byte_size import size_words
 from diptych.control.errors import BodyTooLargeError, InvalidRequestError, UnavailableError
+from diptych.limited_log import LimitedLog
 from diptych.private_files import open_private
 from diptych.serving.batches.batch_records import Batch, BatchLimits, BatchTerms, StoredFile
 from diptych.serving.batches.batch_runner import BatchCounts, BatchRunner, LineExecutor
@@ -65,6 +67,7 @@ class BatchService:
         self._clock = clock
         self._pool = ThreadPoolExecutor(1, "batches")
         self._running: asyncio.Task[None] | None = None
+        self._log = LimitedLog(logger)
         self._incoming_bytes = 0  # of uploads that are under way
 
     def connect(self, host: LineHost) -> None:
@@ -118,9 +121,19 @@ class BatchService:
     # -- files --------------------------------------------------------------------------------------------------------
 
     async def begin_upload(self) -> "Upload":
-        """A place for a new file. Raises BodyTooLargeError when there is no room for any."""
-        await self.in_thread(self.store.check_room, self._incoming_bytes)
-        return Upload(self, f"file-{uuid.uuid4().hex}")
+        """A place for a new file. Raises BodyTooLargeError when there is no room for any, UnavailableError when the
+        disk fails."""
+        try:
+            await self.in_thread(self.store.check_room, self._incoming_bytes)
+            return Upload(self, f"file-{uuid.uuid4().hex}")
+        except (OSError, sqlite3.Error) as error:
+            raise self.disk_failed(error) from None
+
+    def disk_failed(self, error: OSError | sqlite3.Error) -> UnavailableError:
+        """What a client is told when its file cannot be kept; a line in the log once a minute."""
+        words = (isinstance(error, OSError) and error.strerror) or str(error)
+        self._log.error("disk", "a file that is uploaded cannot be written to %s: %s", self.store.folder, words)
+        return UnavailableError(f"the file cannot be written: {words}", retry_after_s=60.0, code="disk_failed")
 
     def count_incoming(self, num_bytes: int) -> None:
         """So many more bytes are being uploaded (less: when an upload is over)."""
@@ -215,7 +228,10 @@ class Upload:
         await self._on_disk(lambda: os.fsync(self._file.fileno()))
         self._file.close()
         file = self._service.new_file(self._file_id, tenant, filename, self.num_bytes, expiry_s)
-        return await self._service.in_thread(self._service.store.keep, file)
+        try:
+            return await self._service.in_thread(self._service.store.keep, file)
+        except (OSError, sqlite3.Error) as error:
+            raise self._service.disk_failed(error) from None
 
     def drop(self) -> None:
         """The upload is over; what was not kept goes."""
@@ -228,7 +244,7 @@ class Upload:
         try:
             await asyncio.to_thread(work)
         except OSError as error:
-            raise UnavailableError(f"the file cannot be written: {error.strerror}", retry_after_s=60.0) from None
+            raise self._service.disk_failed(error) from None
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -91,8 +91,12 @@ class BatchStore:
         """An upload is whole and synced: it is a file from now on."""
         self.check_room(file.num_bytes)
         self.incoming_path(file.id).rename(self.path(file.id))
-        _sync_folder(self._files)
-        self.tables.add_file(file)
+        try:
+            _sync_folder(self._files)
+            self.tables.add_file(file)
+        except (OSError, sqlite3.Error):  # no row names it: it would take room of a full disk
+            self.path(file.id).unlink(missing_ok=True)
+            raise
         return self.file(file.id, file.tenant)
 
     def file(self, file_id: str, tenant: str, param: str = "file_id") -> StoredFile:

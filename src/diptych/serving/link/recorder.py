@@ -1,7 +1,8 @@
 """Recordings on disk: one JSON line per input of a core, written by a thread of its own.
 
 The loop that serves only appends rows to a queue; encoding, hashing and writing happen here. Recording never stops or
-slows serving: when the file cannot be written any more (a full disk, the size limit), it ends with one line in the log.
+slows serving: when the file cannot be written any more (a full disk, the size limit), or the disk does not keep up, it
+ends with one line in the log.
 Read by diptych.simulation.recordings.
 
     {"format": ..., "version": ..., "diptych": ..., "config": {...}}
@@ -32,6 +33,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.planner import planner_recording
 from diptych.control.planner.planner_config import PlannerConfig
 from diptych.private_files import open_private
+from diptych.serving import edge_limits
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +63,12 @@ class Recorder:
         self._thread.start()
 
     def write(self, row: Row) -> None:
-        """Take a row; returns at once."""
-        if not self.stopped_because:
+        """Take a row; returns at once. Recording ends when too many wait: rows after a gap could not be replayed."""
+        if self.stopped_because:
+            return
+        if len(self._rows) >= edge_limits.RECORDER_ROWS:
+            self._end(f"{edge_limits.RECORDER_ROWS} rows wait to be written, the limit")
+        else:
             self._rows.append(row)
 
     def close(self) -> None:
@@ -109,8 +115,12 @@ class Recorder:
             self._stop(error.strerror or str(error))
 
     def _stop(self, reason: str) -> None:
-        self.stopped_because = reason
+        """Called by the thread that takes rows away."""
+        self._end(reason)
         self._rows.clear()
+
+    def _end(self, reason: str) -> None:
+        self.stopped_because = reason
         logger.error("recording to %s has stopped: %s; serving goes on", self.path, reason)
 
 

@@ -35,3 +35,11 @@ def store_families(store: CountedStore, model: str) -> Iterator[Metric]:
         counter = CounterMetricFamily(name, text, labels=["model_name"])
         counter.add_metric([model], value)
         yield counter
+
+
+def journal_families(num_not_recorded: int, model: str) -> Iterator[Metric]:
+    """What Prometheus reads of the streams that are recorded, so that they survive a restart."""
+    text = "Streams that cannot be resumed, since their record could not be written"
+    counter = CounterMetricFamily("diptych:streams_not_recorded", text, labels=["model_name"])
+    counter.add_metric([model], num_not_recorded)
+    yield counter
