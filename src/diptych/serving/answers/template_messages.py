@@ -65,9 +65,10 @@ def is_whole(text: str, messages: Messages) -> bool:
         for piece in map(str.strip, texts):
             if piece in known:
                 continue
+            check_time()
             begin = ends[is_system]
             at = text.find(piece, begin)
-            if at < 0 and (not begin or (at := text.find(piece)) < 0):
+            if at < 0 and (at := text.find(piece, 0, begin + len(piece))) < 0:
                 return False
             ends[is_system] = max(begin, at + len(piece))
             known.add(piece)
