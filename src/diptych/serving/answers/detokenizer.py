@@ -3,6 +3,7 @@
 Owns the text of one growing sequence. Must never know requests, sockets or HTTP.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -106,38 +107,90 @@ def _decode(fast: FastTokenizer, token_ids: list[int]) -> str:
 
 
 class StopStrings:
-    """Holds text back while it may be the beginning of a stop string; nothing after a match ever comes out."""
+    """Holds text back while it may be the beginning of a stop string; nothing after a match ever comes out. The work
+    for an answer grows with its length, not with what is held back."""
 
-    __slots__ = ("_held", "_stops", "matched")
+    __slots__ = ("_held", "_num_held", "_searches", "matched")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
+        self._searches = [_Search(stop) for stop in stops]
+        self._held: deque[str] = deque()
+        self._num_held = 0
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
         """Text that may be sent now. After a match ``matched`` names the stop string."""
         if self.matched is not None:
             return ""
-        text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        before = self._num_held  # characters in front of the text
+        found = []
+        for search in self._searches:
+            end = search.push(text)
+            if end is not None:
+                found.append((before + end - len(search.stop), -len(search.stop), search.stop))
+        if text:
+            self._held.append(text)
+            self._num_held += len(text)
         if found:
-            at, self.matched = min(found, key=lambda hit: (hit[0], -len(hit[1])))
-            self._held = ""
-            return text[:at]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            at, _, self.matched = min(found)
+            sent = self._release(at)
+            self._held.clear()
+            self._num_held = 0
+            return sent
+        return self._release(self._num_held - max((search.num_matched for search in self._searches), default=0))
 
     def flush(self) -> str:
         """What was held back, at an end that is no stop string."""
-        held, self._held = self._held, ""
-        return held
+        for search in self._searches:
+            search.num_matched = 0
+        return self._release(self._num_held)
+
+    def _release(self, size: int) -> str:
+        """The first characters of what is held back."""
+        self._num_held -= size
+        pieces = []
+        while size:
+            piece = self._held.popleft()
+            if len(piece) > size:
+                self._held.appendleft(piece[size:])
+                piece = piece[:size]
+            pieces.append(piece)
+            size -= len(piece)
+        return "".join(pieces)
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The longest proper prefix of ``stop`` that ``text`` ends with."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+class _Search:
+    """One stop string in a text that comes in pieces, as Knuth, Morris and Pratt search: no character is looked at
+    again. num_matched: characters of the stop string that the text so far ends with."""
+
+    __slots__ = ("_borders", "num_matched", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0
+        self._borders = [0]  # by characters matched less one: how many of them are a beginning and an end of these
+        size = 0
+        for character in stop[1:]:
+            while size and character != stop[size]:
+                size = self._borders[size - 1]
+            size += character == stop[size]
+            self._borders.append(size)
+
+    def push(self, text: str) -> int | None:
+        """Where in the text the stop string first ends; None: not in it."""
+        stop, borders, matched = self.stop, self._borders, self.num_matched
+        at = 0
+        while at < len(text):
+            if not matched:
+                at = text.find(stop[0], at)
+                if at < 0:
+                    break
+            character = text[at]
+            while matched and character != stop[matched]:
+                matched = borders[matched - 1]
+            matched += character == stop[matched]
+            at += 1
+            if matched == len(stop):
+                return at
+        self.num_matched = matched
+        return None

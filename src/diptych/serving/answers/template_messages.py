@@ -50,21 +50,28 @@ def relaxed(messages: Messages) -> Iterator[Messages]:
 
 
 def is_whole(text: str, messages: Messages) -> bool:
-    """Whether a prompt has the texts of all messages but the assistant's, of which templates leave parts out."""
-    found: set[str] = set()
-    behind = 0  # most follow one another: a search goes on behind the last text that was found
+    """Whether a prompt has the texts of all messages but the assistant's, of which templates leave parts out.
+
+    A template keeps the order of messages, or puts those of the system in front: each text is first looked for behind
+    the one before of its kind, so that a prompt is read twice, not once for each message."""
+    known: set[str] = set()
+    ends = {True: 0, False: 0}  # behind the last text of the system, and of the others
     for message in messages:
+        if message.get("role") == "assistant":
+            continue
         content = message.get("content")
         texts = [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+        is_system = message.get("role") in _SYSTEM
         for piece in map(str.strip, texts):
-            if message.get("role") == "assistant" or piece in found:
+            if piece in known:
                 continue
             check_time()
-            at = text.find(piece, behind)
-            if at < 0 and (at := text.find(piece, 0, behind + len(piece))) < 0:
+            begin = ends[is_system]
+            at = text.find(piece, begin)
+            if at < 0 and (at := text.find(piece, 0, begin + len(piece))) < 0:
                 return False
-            found.add(piece)
-            behind = at
+            ends[is_system] = max(begin, at + len(piece))
+            known.add(piece)
     return True
 
 

@@ -43,6 +43,7 @@ class ResponsesWriter:
         self._has_summary = wants_summary(body)
         self._items: list[Reply] = []  # the last one is open while ``_open`` is not None
         self._open: PartKind | None = None
+        self._pieces: list[str] = []  # of the text, arguments or input of the open item, which gets them at its end
         self._number = 0  # of the next event
         self._num_pauses = 0
         self.ended: Reply | None = None  # the whole response, from its end on
@@ -56,16 +57,15 @@ class ResponsesWriter:
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
         """Events of what is new; the first are preceded by the opening."""
-        events = self.opening()
+        events = [self.opening()]
         for delta in deltas:
-            for part in self._reader.parts(delta):
-                events += self._part_events(part)
+            events += map(self._part_events, self._reader.parts(delta))
             if delta.finish_reason is not None:
                 if not self._items:
-                    events += self._begin_item(PartKind.CONTENT, "")
-                events += self._end_item(_item_status(delta))
+                    events.append(self._begin_item(PartKind.CONTENT, ""))
+                events.append(self._end_item(_item_status(delta)))
                 self._end(delta)
-        return events
+        return b"".join(events)
 
     def pause(self) -> bytes:
         """A comment; now and then ``response.in_progress`` once more, for clients that wait for events: Codex hangs up
@@ -80,6 +80,7 @@ class ResponsesWriter:
         if self._open is not None:
             self._open = None
             self._items[-1]["status"] = "incomplete"
+            self._settle(self._items[-1])
         reply = {**self._response("failed", None), "error": response_error(error)}
         return self.opening() + self._event("failed", {"response": reply})
 
@@ -155,7 +156,7 @@ class ResponsesWriter:
         item = self._items[-1]
         if part.kind is PartKind.ARGUMENTS:
             return events + self._argument_events(item, part.text)
-        item["content"][0]["text"] += part.text
+        self._pieces.append(part.text)
         name = "output_text" if part.kind is PartKind.CONTENT else "reasoning_text"
         more: Reply = {"logprobs": []} if part.kind is PartKind.CONTENT else {}
         fields = {**self._place(), "content_index": 0, "delta": part.text, **more}
@@ -170,7 +171,6 @@ class ResponsesWriter:
         if not item["summary"]:
             events = self._event("reasoning_summary_part.added", {**place, "part": _summary("")})
             item["summary"] = [_summary("")]
-        item["summary"][0]["text"] += text
         return events + self._event("reasoning_summary_text.delta", {**place, "delta": text})
 
     def _place(self) -> Reply:
@@ -180,14 +180,14 @@ class ResponsesWriter:
         """More of a call's arguments; those of a search are an object, which is there when it is whole."""
         if item["type"] == "custom_tool_call":
             text = self._argument.feed(text)
-            return self._custom_input(item, text)
-        item["arguments"] += text
+            return self._custom_input(text)
+        self._pieces.append(text)
         if item["type"] != "function_call":
             return b""
         return self._event("function_call_arguments.delta", {**self._place(), "delta": text})
 
-    def _custom_input(self, item: Reply, text: str) -> bytes:
-        item["input"] += text
+    def _custom_input(self, text: str) -> bytes:
+        self._pieces.append(text)
         return self._event("custom_tool_call_input.delta", {**self._place(), "delta": text}) if text else b""
 
     def _begin_item(self, kind: PartKind, name: str) -> bytes:
@@ -214,7 +214,19 @@ class ResponsesWriter:
         events = self._end_call(item) if kind is PartKind.ARGUMENTS else self._end_text(item, kind)
         return events + self._event("output_item.done", {"output_index": len(self._items) - 1, "item": item})
 
+    def _settle(self, item: Reply) -> None:
+        """What has come of the open item becomes its own. (To add each piece would copy all before it.)"""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        if "content" in item:
+            item["content"][0]["text"] += text
+            for summary in item.get("summary") or ():
+                summary["text"] += text
+        else:
+            item["input" if item["type"] == "custom_tool_call" else "arguments"] += text
+
     def _end_text(self, item: Reply, kind: PartKind) -> bytes:
+        self._settle(item)
         part = item["content"][0]
         if kind is PartKind.REASONING and self._seals_reasoning:
             item["encrypted_content"] = sealed_reasoning(part["text"])
@@ -231,8 +243,10 @@ class ResponsesWriter:
 
     def _end_call(self, item: Reply) -> bytes:
         if item["type"] == "custom_tool_call":
-            events = self._custom_input(item, self._argument.rest())
+            events = self._custom_input(self._argument.rest())
+            self._settle(item)
             return events + self._event("custom_tool_call_input.done", {**self._place(), "input": item["input"]})
+        self._settle(item)
         if item["type"] == "tool_search_call":
             item["arguments"] = arguments_object(item["arguments"])
             return b""

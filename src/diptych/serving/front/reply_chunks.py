@@ -21,10 +21,11 @@ class UnreadableReplyError(Exception):
 
 
 class EventSplitter:
-    """Server-sent events out of bytes that were cut anywhere. rest: what has come of the next event."""
+    """Server-sent events out of bytes that were cut anywhere. rest: what has come of the next event; it grows in place,
+    so that an event that comes in many pieces is copied and searched once."""
 
     def __init__(self) -> None:
-        self.rest = b""
+        self.rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
         """The payloads of the events that are whole now; comments and events without data give none. Raises
@@ -34,14 +35,16 @@ class EventSplitter:
             return [data[6:-2]]  # one event, as most are
         payloads: list[bytes] = []
         searched = max(0, len(self.rest) - 3)  # a blank line may have been cut
-        self.rest = self.rest + data if self.rest else data
+        self.rest += data
         begin = 0
         while found := _BLANK_LINE.search(self.rest, max(begin, searched)):
-            event, begin = self.rest[begin : found.start()], found.end()
-            payload = _payload(event)
+            start, end = found.span()
+            del found  # a match holds the bytes that it was found in, which could not change then
+            payload = _payload(bytes(self.rest[begin:start]))
+            begin = end
             if payload is not None:
                 payloads.append(payload)
-        self.rest = self.rest[begin:]
+        del self.rest[:begin]
         if len(self.rest) > edge_limits.ENGINE_EVENT_BYTES:
             raise UnreadableReplyError(f"an event of the stream is longer than {edge_limits.ENGINE_EVENT_BYTES} bytes")
         return payloads
