@@ -450,7 +450,7 @@ def test_an_attempt_may_end_between_two_layers(make: Make, seed: int, who: str) 
     sender.connector.open("abc", receiver.connector.address, 0)
     steps = prefill(sender, "abc", table, 320, rng)
     for _ in range(rng.randint(1, 8)):
-        next(steps)
+        next(steps, None)
         time.sleep(rng.random() * 0.002)
     if who == "sender":
         sender.connector.cancel("abc")
