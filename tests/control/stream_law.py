@@ -33,6 +33,7 @@ class StreamLaw:
         self._holders: set[str] = set()  # of blocks or a reservation, as of the plan before
         self._num_ahead = 0
         self._lost_before: set[str] = set()  # streams that lost their blocks under other rules
+        self._without: set[str] = set()  # streams without blocks, as of the plan before, also those that gave way then
 
     def check(self, output: SchedulerOutput) -> None:
         """A plan was made."""
@@ -45,6 +46,7 @@ class StreamLaw:
             self._lost_before = {*scheduler.interrupted, *scheduler.swapped}
         elif self._waits or scheduler.interrupted or scheduler.swapped:
             self._check_waits(output)
+        self._without = {*scheduler.interrupted, *scheduler.swapped}
         reserved = scheduler.incoming
         self._holders = {*scheduler.prefilling, *scheduler.joining, *reserved.reserved, *reserved.delivered}
 
@@ -79,7 +81,7 @@ class StreamLaw:
             wait = self._waits.get(request.request_id)
             before = {other.request_id: self._left(other) for other in waiting[:place]}
             if wait is None:
-                if request.request_id not in self._lost_before:
+                if request.request_id not in self._lost_before | self._without:
                     self._check_loss(request)
                 self.num_waits += 1
                 wait = _Wait(now, now + max(batch.values(), default=0) + sum(before.values()) + sum(computing.values()))

@@ -122,7 +122,7 @@ def check_scenario(driver: Driver) -> None:
         assert step.end_ns > step.start_ns
 
 
-@law(weight=2.0)
+@law(weight=2.0, seeds=(1642934650,))  # a stream that gives way no longer, long after it has lost its blocks
 def test_no_request_or_block_is_lost_whatever_happens(seed: int) -> None:
     check_scenario(run_scenario(seed))
 
