@@ -140,6 +140,8 @@ def _long_query(request: Request) -> Reply | None:
 
 def _passed_on(reply: Reply) -> Response:
     headers = HEADERS | ({"content-encoding": "gzip"} if reply.is_packed else {})
+    if reply.status == 503:
+        headers["retry-after"] = "1"
     return Response(reply.body, reply.status, headers=headers, media_type="application/json")
 
 

@@ -17,12 +17,15 @@ def error_body(error: DiptychError) -> bytes:
 
 
 def error_headers(error: DiptychError) -> dict[str, str]:
-    """Retry-After where the error says when to come back; how to authenticate where the key is missing."""
+    """Retry-After where the error says when to come back, or is one that passes (429, 503: a second); how to
+    authenticate where the key is missing."""
     headers = {}
     if isinstance(error, RequestError) and error.retry_after:
         headers["retry-after"] = error.retry_after
     elif isinstance(error, RequestError) and error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    elif error.status in (429, 503):
+        headers["retry-after"] = "1"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 REQUEST_ID, IGNORED, NOT_ENFORCED = b"x-request-id", b"x-ignored-fields", b"x-diptych-not-enforced"
 ANTHROPIC_ID, ANTHROPIC_PATH = b"request-id", "/v1/messages"  # where Anthropic's clients look for the same
+REFUSALS, RETRY_AFTER = (429, 503), b"retry-after"
 MAX_IGNORED = 20  # fields or keywords that are named
 MAX_PATH = 200  # characters of the path of a keyword
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -21,8 +22,10 @@ _FIELD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class ReplyHeaders:
-    """Adds the headers to each reply. ``scope["state"]`` has ``request_id`` from the start; a route may set
-    ``reply_id``, ``generation`` and ``ignored_fields`` before it replies."""
+    """Adds the headers to each reply; one that refuses for now always says when to come again.
+
+    ``scope["state"]`` has ``request_id`` from the start; a route may set ``reply_id``, ``generation`` and
+    ``ignored_fields`` before it replies."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -47,7 +50,10 @@ class ReplyHeaders:
                 generation = state.get("generation")
                 if generation is not None and generation.not_enforced:
                     headers.append((NOT_ENFORCED, shown_paths(generation.not_enforced).encode()))
-                message = {**message, "headers": [*message.get("headers", ()), *headers]}
+                own = message.get("headers", ())
+                if message["status"] in REFUSALS and all(name.lower() != RETRY_AFTER for name, _ in own):
+                    headers.append((RETRY_AFTER, b"1"))  # an engine's, or the state of /ready: they name no time
+                message = {**message, "headers": [*own, *headers]}
             await send(message)
 
         await self._app(scope, receive, with_headers)
