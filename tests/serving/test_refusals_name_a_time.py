@@ -1,4 +1,4 @@
-"""Whoever is refused for now is told when to come again, whatever refuses: our errors, an engine, the state of a page."""
+"""Whoever is refused for now is told when to come again, whatever refuses: an error of ours, an engine, a state."""
 
 import asyncio
 from collections.abc import Iterator

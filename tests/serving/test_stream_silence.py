@@ -83,6 +83,9 @@ class Client:
         self.sent.append((virtual_time().now / 1e9, message.get("body", b"")))
         await self.reads.wait()
 
+    def wake_receive(self) -> None:
+        """See DirectBody."""
+
     def count_unsent(self) -> int:
         return 0
 
