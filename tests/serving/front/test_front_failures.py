@@ -56,7 +56,7 @@ async def test_the_only_engine_refuses_and_its_client_gets_that() -> None:
 
 DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
 PASSED_ON = [(429, "7", "7"), (503, "0", "0"), (503, "3600", "3600"), (429, DATE, DATE)]
-NOT_PASSED_ON = [(429, said, None) for said in ("3601", "-1", "1.5", "soon", "99999999", DATE + " " * 60 + "x")]
+NOT_PASSED_ON = [(429, said, "1") for said in ("3601", "-1", "1.5", "soon", "99999999", DATE + " " * 60 + "x")]
 
 
 @pytest.mark.parametrize(("status", "said", "passed"), [*PASSED_ON, *NOT_PASSED_ON, (500, "7", None)])
