@@ -319,6 +319,13 @@ GUIDE_QUERY_BYTES = _limit(
 WORKER_BACKLOG = _limit(
     "WORKER_BACKLOG", 128, "connections", "connections that wait to be accepted", beyond="the kernel lets them wait"
 )
+UNSHAKEN_WORKERS = _limit(
+    "UNSHAKEN_WORKERS",
+    64,
+    "connections",
+    "connections that have not proved the key",
+    beyond="the oldest makes room",
+)
 WORKER_HANDSHAKE_S = _limit(
     "WORKER_HANDSHAKE_S", 10.0, "s", "time to prove the key, and then to register", beyond="the connection ends"
 )

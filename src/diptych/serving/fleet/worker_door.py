@@ -21,6 +21,7 @@ from diptych.runtime.checkpoint import fingerprint
 from diptych.runtime.models.registry import read_model_config
 from diptych.serving import edge_limits
 from diptych.serving.failures.watched_tasks import WatchedTasks
+from diptych.serving.fleet.handshake_port import HandshakePort
 from diptych.serving.fleet.join_options import JoinOptions
 from diptych.serving.fleet.joined_worker import JoinedWorker
 from diptych.serving.fleet.launched_worker import LaunchedWorker
@@ -100,7 +101,7 @@ class WorkerDoor:
         self._numbers = numbers
         self._silence_s = silence_s
         self._lives = 0
-        self._server: asyncio.Server | None = None
+        self._listening: HandshakePort | None = None
         self._unknown: dict[FramedLink, asyncio.TimerHandle] = {}
         self._tasks = WatchedTasks(partial(fleet.on_defect, "the door for workers"))
 
@@ -108,18 +109,12 @@ class WorkerDoor:
         """Take workers from now on. Raises ConfigError when the address cannot be had."""
         tls = self._options.key.server_tls("front end", "worker")
         try:
-            self._server = await asyncio.get_running_loop().create_server(
-                self._connect,
-                self._options.host,
-                self._options.port,
-                ssl=tls,
-                ssl_handshake_timeout=edge_limits.WORKER_HANDSHAKE_S,
-                backlog=edge_limits.WORKER_BACKLOG,
-            )
+            self._listening = HandshakePort(self._options.host, self._options.port, tls, self._connect)
         except OSError as error:
             message = f"listen_workers is {self._options.listen}, which cannot be had: {error.strerror or error}"
             raise ConfigError(message, param="listen_workers") from error
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = self._listening.port
+        self._listening.start()
         self._tasks.start(self._beat(), "signs of life")
 
     async def close(self) -> None:
@@ -127,8 +122,8 @@ class WorkerDoor:
         await self._tasks.close()
         for link in list(self._unknown):
             link.close("the front end ends")
-        if self._server is not None:
-            self._server.close()
+        if self._listening is not None:
+            self._listening.close()
 
     @property
     def joined(self) -> Sequence[JoinedWorker]:
