@@ -31,6 +31,7 @@ from diptych.control.events import (
 from diptych.control.request import FinishReason
 from diptych.control.slo import LatencyBreakdown
 from diptych.control.step import StepFeatures
+from diptych.serving import edge_limits
 from diptych.serving.api import timeline_routes as routes
 from diptych.timeline.records import (
     GapRecord,
@@ -465,3 +466,20 @@ def test_the_timeline_needs_the_key_and_a_reader_does_not_keep_the_server_from_e
             assert next(events)[1][0]["kind"] == "header"
             assert server.terminate() == 0
             assert all(record["kind"] == "worker" for _, batch in events for record in batch)
+
+
+def test_a_reader_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge_limits, "OBSERVER_SILENCE_S", 0.01)
+    timeline = Timeline(max_subscribers=1)
+
+    async def scenario() -> None:
+        async def never(*message: Any) -> Any:
+            await asyncio.Event().wait()
+
+        for spec in ("2.3", "2.4"):
+            scope = {"type": "http", "asgi": {"spec_version": spec}}
+            stream = routes._Stream(timeline, timeline.subscribe())
+            await asyncio.wait_for(stream(scope, never, never), 30)
+        timeline.subscribe()  # its place is free
+
+    asyncio.run(scenario())

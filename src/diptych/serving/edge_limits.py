@@ -301,6 +301,9 @@ CUSTOM_ID = _limit("CUSTOM_ID", 512, "characters", "`custom_id` of a line", beyo
 # Pages and observers.
 
 TIMELINE_READERS = _limit("TIMELINE_READERS", 32, "readers", "readers of `/timeline`", beyond="429 `too_many_readers`")
+OBSERVER_SILENCE_S = _limit(
+    "OBSERVER_SILENCE_S", 60.0, "s", "a reader of `/timeline` that takes no bytes", beyond="its place is given away"
+)
 TIMELINE_EVENT_RECORDS = _limit(
     "TIMELINE_EVENT_RECORDS", 500, "records", "records of one event of `/timeline`", beyond="more follow in the next"
 )

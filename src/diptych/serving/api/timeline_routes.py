@@ -12,6 +12,8 @@ import msgspec
 from fastapi import FastAPI, Header, Query
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
 
 from diptych.control.errors import InvalidRequestError
 from diptych.control.slo import NS_PER_S
@@ -96,10 +98,17 @@ class _Stream(StreamingResponse):
         super().__init__(events(timeline, subscription), headers=headers, media_type="text/event-stream")
         self._subscription = subscription
 
-    async def __call__(self, *connection: Any) -> None:
-        """Send it."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it. A client that takes nothing for OBSERVER_SILENCE_S loses its place: ``send`` waits for it."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(edge_limits.OBSERVER_SILENCE_S):
+                await send(message)
+
         try:
-            await super().__call__(*connection)
+            await super().__call__(scope, receive, send_in_time)
+        except (TimeoutError, ClientDisconnect):
+            return  # the server ends a connection whose response is incomplete
         finally:
             self._subscription.close()
 
