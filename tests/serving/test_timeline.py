@@ -5,10 +5,12 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import msgspec
 import pytest
+from fastapi import FastAPI, Request
 from servers import RunningServer, fake_server, wait_until
 from worker_peers import attempt, fake_peer
 
@@ -33,6 +35,7 @@ from diptych.control.slo import LatencyBreakdown
 from diptych.control.step import StepFeatures
 from diptych.serving import edge_limits
 from diptych.serving.api import timeline_routes as routes
+from diptych.serving.api.direct_body import DIRECT_BODY
 from diptych.timeline.records import (
     GapRecord,
     Milestone,
@@ -477,9 +480,34 @@ def test_a_reader_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyP
             await asyncio.Event().wait()
 
         for spec in ("2.3", "2.4"):
-            scope = {"type": "http", "asgi": {"spec_version": spec}}
-            stream = routes._Stream(timeline, timeline.subscribe())
+            body, ends = Mock(), Mock()
+            scope = {"type": "http", "asgi": {"spec_version": spec}, "extensions": {DIRECT_BODY: {"body": body}}}
+            stream = routes._Stream(timeline, timeline.subscribe(), ends)
             await asyncio.wait_for(stream(scope, never, never), 30)
+            body.abort.assert_called_once_with()
+            ends.assert_called_once_with()
         timeline.subscribe()  # its place is free
+
+    asyncio.run(scenario())
+
+
+def test_a_key_has_a_part_of_the_places() -> None:
+    timeline, app = Timeline(), FastAPI()
+    routes.add_timeline_routes(app, timeline, {400: {}, 401: {}, 429: {}})
+    endpoint = next(route.endpoint for route in app.routes if getattr(route, "path", "") == "/timeline")
+
+    def request(tenant: str) -> Request:
+        return Request({"type": "http", "headers": [], "state": {"tenant": tenant}})
+
+    async def scenario() -> None:
+        most = edge_limits.TIMELINE_READERS_OF_TENANT
+        streams = [await endpoint(request("a"), None, None, None) for _ in range(most)]
+        with pytest.raises(OverloadedError, match="this key reads the timeline"):
+            await endpoint(request("a"), None, None, None)
+        for _ in range(edge_limits.TIMELINE_READERS - most):
+            await endpoint(request("b"), None, None, None)
+        streams[0]._on_end()
+        streams[0]._subscription.close()
+        await endpoint(request("a"), None, None, None)
 
     asyncio.run(scenario())

@@ -302,7 +302,18 @@ CUSTOM_ID = _limit("CUSTOM_ID", 512, "characters", "`custom_id` of a line", beyo
 
 TIMELINE_READERS = _limit("TIMELINE_READERS", 32, "readers", "readers of `/timeline`", beyond="429 `too_many_readers`")
 OBSERVER_SILENCE_S = _limit(
-    "OBSERVER_SILENCE_S", 60.0, "s", "a reader of `/timeline` that takes no bytes", beyond="its place is given away"
+    "OBSERVER_SILENCE_S",
+    60.0,
+    "s",
+    "time for a reader of `/timeline` to take what waits for it",
+    beyond="its connection ends",
+)
+TIMELINE_READERS_OF_TENANT = _limit(
+    "TIMELINE_READERS_OF_TENANT",
+    16,
+    "readers",
+    "readers of `/timeline` with one key",
+    beyond="429 `too_many_readers`",
 )
 TIMELINE_EVENT_RECORDS = _limit(
     "TIMELINE_EVENT_RECORDS", 500, "records", "records of one event of `/timeline`", beyond="more follow in the next"

@@ -46,6 +46,11 @@ class DirectBody:
         """End the present or the next wait in ``receive`` of this request, with an empty piece of its body."""
         self._cycle.message_event.set()
 
+    def abort(self) -> None:
+        """End the connection at once: what its client has not taken is thrown away, and its task is told."""
+        self._cycle.disconnected = True
+        self._cycle.transport.abort()
+
     @property
     def _takes_chunks(self) -> bool:
         cycle = self._cycle

@@ -5,19 +5,23 @@ Owns the server-sent events: batches, ids, heartbeats. Waits for a client only i
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Header, Query
+from fastapi import FastAPI, Header, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from diptych.control.errors import InvalidRequestError
+from diptych.control.errors import InvalidRequestError, OverloadedError
 from diptych.control.slo import NS_PER_S
 from diptych.serving import edge_limits
+from diptych.serving.api.bodies import tenant_in
+from diptych.serving.api.direct_body import DIRECT_BODY
 from diptych.timeline.records import GapRecord, HeaderRecord, Record
 from diptych.timeline.ring import Subscription, Timeline
 from diptych.timeline.trace import hold, trace
@@ -51,18 +55,27 @@ class TraceReply(BaseModel):
 def add_timeline_routes(app: FastAPI, timeline: Timeline, errors: dict[int | str, dict[str, Any]]) -> None:
     """Add ``/timeline`` and what belongs to it. errors: the documented replies of 400 and more."""
     drawing = asyncio.Lock()
+    readers: Counter[str] = Counter()  # by tenant
     refusals: dict[int | str, dict[str, Any]] = {status: errors[status] for status in (400, 401)}
     stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
     @app.get("/timeline", responses={**refusals, 429: errors[429], 200: stream}, response_class=StreamingResponse)
     async def live(
-        since: Since = None, workers: Workers = None, last_event_id: Annotated[str | None, Header()] = None
+        request: Request,
+        since: Since = None,
+        workers: Workers = None,
+        last_event_id: Annotated[str | None, Header()] = None,
     ) -> Response:
         """What the workers do, from now on or after a record; each event is a JSON list of records, a header first."""
         chosen, position = _workers(workers), _position(timeline, last_event_id or since)
+        tenant = tenant_in(request)
+        if tenant and readers[tenant] >= edge_limits.TIMELINE_READERS_OF_TENANT:
+            message = f"this key reads the timeline {readers[tenant]} times already, the limit"
+            raise OverloadedError(message, code="too_many_readers")
         subscription = timeline.subscribe(position)
         subscription.workers = chosen
-        return _Stream(timeline, subscription)
+        readers[tenant] += 1
+        return _Stream(timeline, subscription, partial(_leave, readers, tenant))
 
     @app.get("/timeline/records", responses={**refusals, 200: {"model": TimelinePage}})
     async def records(since: Since = None, workers: Workers = None, limit: Limit = None) -> Response:
@@ -84,6 +97,12 @@ def add_timeline_routes(app: FastAPI, timeline: Timeline, errors: dict[int | str
         return StreamingResponse(iter_pieces(pieces), headers=headers, media_type="application/json")
 
 
+def _leave(readers: Counter[str], tenant: str) -> None:
+    readers[tenant] -= 1
+    if not readers[tenant]:
+        del readers[tenant]
+
+
 async def iter_pieces(pieces: list[bytes]) -> AsyncIterator[bytes]:
     """One after the other: StreamingResponse would give a plain list to threads."""
     for piece in pieces:
@@ -93,10 +112,11 @@ async def iter_pieces(pieces: list[bytes]) -> AsyncIterator[bytes]:
 class _Stream(StreamingResponse):
     """Server-sent events until the client goes or the server stops; frees its subscription whatever happens."""
 
-    def __init__(self, timeline: Timeline, subscription: Subscription) -> None:
+    def __init__(self, timeline: Timeline, subscription: Subscription, on_end: Callable[[], None]) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(events(timeline, subscription), headers=headers, media_type="text/event-stream")
         self._subscription = subscription
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it. A client that takes nothing for OBSERVER_SILENCE_S loses its place: ``send`` waits for it."""
@@ -108,9 +128,11 @@ class _Stream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send_in_time)
         except (TimeoutError, ClientDisconnect):
-            return  # the server ends a connection whose response is incomplete
+            if body := scope.get("extensions", {}).get(DIRECT_BODY, {}).get("body"):
+                body.abort()  # a connection that is closed waits until its client has read everything
         finally:
             self._subscription.close()
+            self._on_end()
 
 
 async def events(timeline: Timeline, subscription: Subscription) -> AsyncIterator[bytes]:

@@ -26,13 +26,14 @@ class HandshakePort:
     had."""
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext, connect: Callable[[], asyncio.Protocol]) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=edge_limits.WORKER_BACKLOG)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        self._socket = socket.create_server(address[:2], family=family, backlog=edge_limits.WORKER_BACKLOG)
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self._tls = tls
         self._connect = connect
-        self._shaking: dict[socket.socket, asyncio.Task[None]] = {}  # the oldest first
+        self._shaking: dict[socket.socket, None] = {}  # the oldest first
+        self._tasks: set[asyncio.Task[None]] = set()  # of these, and of those that were dropped and end
         self._retry: asyncio.TimerHandle | None = None
         self._logged_s = -LOG_INTERVAL_S
 
@@ -46,7 +47,7 @@ class HandshakePort:
         self._retry = None
         asyncio.get_running_loop().add_reader(self._socket, self._accept)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Take no more, and end those that have not proved the key."""
         asyncio.get_running_loop().remove_reader(self._socket)
         if self._retry is not None:
@@ -54,6 +55,7 @@ class HandshakePort:
         self._socket.close()
         while self._shaking:
             self._drop_oldest()
+        await asyncio.gather(*self._tasks)
 
     def _accept(self) -> None:
         for _ in range(edge_limits.UNSHAKEN_WORKERS):  # in one turn of the event loop
@@ -74,7 +76,10 @@ class HandshakePort:
                 self._log("too many connections at the workers' port have not proved the key; the oldest are closed")
                 self._drop_oldest()
             client.setblocking(False)
-            self._shaking[client] = asyncio.get_running_loop().create_task(self._shake(client))
+            self._shaking[client] = None
+            task = asyncio.get_running_loop().create_task(self._shake(client))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _shake(self, client: socket.socket) -> None:
         try:

@@ -123,7 +123,7 @@ class WorkerDoor:
         for link in list(self._unknown):
             link.close("the front end ends")
         if self._listening is not None:
-            self._listening.close()
+            await self._listening.close()
 
     @property
     def joined(self) -> Sequence[JoinedWorker]:
