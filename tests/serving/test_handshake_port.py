@@ -44,6 +44,7 @@ def test_connections_that_never_shake_hands_are_bounded_and_keep_no_worker_out(
         writer.close()
         await writer.wait_closed()
         await port.close()
+        await port.close()  # whoever ends the front end may come twice
         assert port.num_shaking == 0
         for reader, writer in silent:
             assert await reader.read() == b""
@@ -76,7 +77,7 @@ def test_a_handshake_has_its_time(monkeypatch: pytest.MonkeyPatch, new_loop: New
 
 
 def test_no_connection_takes_a_descriptor_of_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake_port, "_most_descriptors", lambda: 0)
+    monkeypatch.setattr(handshake_port, "descriptor_limit", lambda: 16)  # fewer than the reserve
 
     async def scenario() -> None:
         port = HandshakePort("127.0.0.1", 0, KEY.server_tls("front end", "worker"), _Greeter)

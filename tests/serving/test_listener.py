@@ -14,14 +14,8 @@ from typing import Any
 import pytest
 
 from diptych.control.errors import ConfigError
-from diptych.serving.api.listener import (
-    LEAST_REFUSALS,
-    SHORTAGE_PAUSE_S,
-    Listener,
-    bind,
-    raise_descriptor_limit,
-    spare_descriptors,
-)
+from diptych.serving.api.listener import Listener, bind
+from diptych.serving.descriptors import LEAST_REFUSALS, SHORTAGE_PAUSE_S, raise_descriptor_limit, spare_descriptors
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -4,16 +4,13 @@ The kernel holds connections until they are accepted, and drops or resets those 
 accepted many at a time, at little cost, and become HTTP connections a few in each turn of the event loop; one whose
 client has left again by then never does.
 
-A new connection gets the lowest free descriptor. A connection whose descriptor is among the last of the process's limit
-is refused with a reason, so that files, pipes and restarted workers always find some. A flood of connections costs the
-server no more than these replies, and the log one line a minute.
+A connection whose descriptor is among the reserve (serving/descriptors.py) is refused with a reason. A flood of
+connections costs the server no more than these replies, and the log one line a minute.
 """
 
 import asyncio
 import errno
 import logging
-import os
-import resource
 import socket
 import time
 from collections import deque
@@ -24,22 +21,20 @@ from typing import cast
 from diptych.control.errors import ConfigError, UnavailableError
 from diptych.serving import edge_limits
 from diptych.serving.api.error_format import error_bytes
-from diptych.serving.fleet.worker_process import WORKER_DESCRIPTORS
+from diptych.serving.descriptors import (
+    LOG_INTERVAL_S,
+    SHORTAGE_PAUSE_S,
+    is_out_of_descriptors,
+    num_refusals,
+    spare_descriptors,
+)
 
 logger = logging.getLogger(__name__)
 
 ACCEPTED_AT_ONCE = 512  # connections taken from the kernel in one turn of the event loop: some 5 ms
 OPENED_AT_ONCE = 32  # of these, made HTTP connections in one turn
-LEAST_REFUSALS = 8  # connections that are open only to be refused, where there are few descriptors
-REFUSALS_SHARE = 32  # else: one descriptor of so many
-FREE_DESCRIPTORS = 8  # besides, for files, pipes and workers
-SERVER_DESCRIPTORS = 16  # of the event loop, the signals, the listening socket and the shared memory
-MOST_DESCRIPTORS = 2**20
-FEW_CONNECTIONS = 2048  # said at the start when there is room for fewer
 USUAL_BACKLOG = 4096  # net.core.somaxconn of Linux since 5.4
 SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
-SHORTAGE_PAUSE_S = 0.1
-LOG_INTERVAL_S = 60.0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -77,39 +72,6 @@ def _report_backlog() -> None:
             most,
             edge_limits.LISTEN_BACKLOG,
         )
-
-
-def raise_descriptor_limit(num_workers: int) -> int:
-    """Raise the limit of open files of this process and its workers as far as allowed, up to a million. Returns the
-    limit. Raises ConfigError when the server could take no connection."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    limit = MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-    num_own = len(os.listdir("/proc/self/fd")) + SERVER_DESCRIPTORS + num_workers * WORKER_DESCRIPTORS
-    least = num_own + spare_descriptors(limit) + 1
-    if limit < least:
-        raise ConfigError(f"this process may open {limit} files (ulimit -n); this server needs at least {least}")
-    if (num_connections := limit - least + 1) < FEW_CONNECTIONS:
-        logger.warning(
-            "this process may open %d files (ulimit -n): about %d connections at a time, and more are refused with 503 "
-            "(too_many_connections)",
-            limit,
-            num_connections,
-        )
-    return limit
-
-
-def num_refusals(limit: int) -> int:
-    """Connections that may be open only to be refused. limit: of the process's file descriptors."""
-    return min(max(LEAST_REFUSALS, limit // REFUSALS_SHARE), edge_limits.REFUSED_CONNECTIONS)
-
-
-def spare_descriptors(limit: int) -> int:
-    """Descriptors that no served connection gets. limit: of the process's file descriptors."""
-    return num_refusals(limit) + FREE_DESCRIPTORS
 
 
 class Listener:
@@ -159,7 +121,7 @@ class Listener:
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                if is_out_of_descriptors(error):
                     self._pause(error)
                     break
                 continue  # this client is gone already

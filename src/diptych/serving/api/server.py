@@ -22,9 +22,10 @@ from diptych.limited_log import LimitedErrors
 from diptych.runtime.garbage import leave_alone_what_is_loaded
 from diptych.runtime.thread_limits import switch_often
 from diptych.serving import edge_limits
-from diptych.serving.api.listener import Listener, bind, raise_descriptor_limit
+from diptych.serving.api.listener import Listener, bind
 from diptych.serving.api.manners import Manners
 from diptych.serving.batches.batch_service import BatchOptions, BatchService
+from diptych.serving.descriptors import raise_descriptor_limit
 from diptych.serving.link.messages import Loading, Ready
 from diptych.serving.served_fleet import ServedFleet
 from diptych.stop_signals import stop_signals

@@ -6,9 +6,7 @@ a descriptor of the reserve that files, pipes and restarted workers need.
 """
 
 import asyncio
-import errno
 import logging
-import resource
 import socket
 import ssl
 import time
@@ -16,7 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from diptych.serving import edge_limits
-from diptych.serving.api.listener import LOG_INTERVAL_S, MOST_DESCRIPTORS, SHORTAGE_PAUSE_S, spare_descriptors
+from diptych.serving.descriptors import (
+    LOG_INTERVAL_S,
+    SHORTAGE_PAUSE_S,
+    descriptor_limit,
+    is_out_of_descriptors,
+    spare_descriptors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +52,9 @@ class HandshakePort:
         asyncio.get_running_loop().add_reader(self._socket, self._accept)
 
     async def close(self) -> None:
-        """Take no more, and end those that have not proved the key."""
-        asyncio.get_running_loop().remove_reader(self._socket)
+        """Take no more, and end those that have not proved the key. Once it is closed, nothing happens."""
+        if self._socket.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._socket)
         if self._retry is not None:
             self._retry.cancel()
         self._socket.close()
@@ -58,17 +63,18 @@ class HandshakePort:
         await asyncio.gather(*self._tasks)
 
     def _accept(self) -> None:
+        limit = descriptor_limit()
         for _ in range(edge_limits.UNSHAKEN_WORKERS):  # in one turn of the event loop
             try:
                 client, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                if is_out_of_descriptors(error):
                     self._pause(error)
                     return
                 continue  # this client is gone already
-            if client.fileno() >= _most_descriptors():
+            if client.fileno() >= limit - spare_descriptors(limit):
                 self._log("connections of workers are refused: all file descriptors but a reserve are in use")
                 client.close()
                 continue
@@ -110,10 +116,3 @@ class HandshakePort:
         if now - self._logged_s >= LOG_INTERVAL_S:
             self._logged_s = now
             logger.warning("%s", words)
-
-
-def _most_descriptors() -> int:
-    """The first descriptor of the reserve."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-    return limit - spare_descriptors(limit)
