@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from diptych import __version__, compiled_modules
 from diptych.control.errors import ContextLengthError, InvalidRequestError
@@ -88,8 +88,10 @@ BODIES: tuple[type[BaseModel], ...] = (
 )
 # The paths that lines of batches may have.
 LINE_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
+# By reference, since of a model FastAPI makes a validator anew for each status of each route.
+ERROR_REPLY = {"application/json": {"schema": {"$ref": REF.format(model=protocol.ErrorReply.__name__)}}}
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": protocol.ErrorReply, "description": text}
+    status: {"content": ERROR_REPLY, "description": text}
     for status, text in {
         400: "A field is wrong; param names it",
         401: "API key missing or wrong",
@@ -301,8 +303,13 @@ def build_app(
         app.add_middleware(ApiKey, keys=keys)
     app.add_middleware(AdminAccess, key=admin_key, hosts=manners.allowed_hosts, keys=keys)
     add_manners(app, manners)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    describe(app, BODIES)
     return app
+
+
+def describe(app: FastAPI, bodies: Sequence[type[BaseModel]] = ()) -> None:
+    """Let ``/openapi.json`` hold what the routes only refer to: the error reply, and these bodies."""
+    app.openapi = lambda: _openapi(app, bodies)  # type: ignore[method-assign]
 
 
 def add_manners(app: FastAPI, manners: Manners) -> None:
@@ -423,10 +430,12 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(encode_json(content), status, media_type="application/json")
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
+def _openapi(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        _, bodies = models_json_schema([(model, "validation") for model in BODIES], ref_template=REF)
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(bodies["$defs"])
+        models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(protocol.ErrorReply, "serialization")]
+        models += [(model, "validation") for model in bodies]
+        _, found = models_json_schema(models, ref_template=REF)
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
         app.openapi_schema = schema
     return app.openapi_schema

@@ -16,7 +16,7 @@ from diptych.serving import edge_limits
 from diptych.serving.api import error_responses as errors
 from diptych.serving.api import protocol
 from diptych.serving.api.admin_routes import AdminAccess, add_admin_routes, asks_admin_key
-from diptych.serving.api.app import ERRORS, add_manners
+from diptych.serving.api.app import ERRORS, add_manners, describe
 from diptych.serving.api.bodies import check_key, in_turn, tenant_in, usable, while_client_waits
 from diptych.serving.api.key_routes import key_metrics, serve_keys
 from diptych.serving.api.manners import Manners
@@ -151,6 +151,7 @@ def build_front_app(
         app.add_middleware(ApiKey, keys=keys)
     app.add_middleware(AdminAccess, key=admin_key, hosts=manners.allowed_hosts, keys=keys)
     add_manners(app, manners)
+    describe(app)
     return app
 
 
