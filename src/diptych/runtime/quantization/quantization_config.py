@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diptych.runtime.weight_format import BITS, MIN_GROUP, WeightFormat
+from diptych.runtime.weights.weight_format import BITS, MIN_GROUP, WeightFormat
 
 if TYPE_CHECKING:
-    from diptych.runtime.model_config import ConfigFields
+    from diptych.runtime.models.model_config import ConfigFields
 
 METHODS = ("compressed-tensors", "gptq", "awq")
 INT_QUANTIZED = ("int-quantized", "naive-quantized")  # two names of one layout
