@@ -25,7 +25,7 @@ from servers import PORT, diptych_server
 
 from diptych.bench.prompts import PromptMaker
 from diptych.control.config import shape_preset
-from diptych.runtime.kv_cache.kv_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.local_engine import engine_config
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.step.model_runner import RunnerConfig, load_runner

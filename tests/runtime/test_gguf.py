@@ -20,7 +20,7 @@ from diptych.runtime.gguf.gguf_config import HARMLESS, NEUTRAL, READ
 from diptych.runtime.gguf.gguf_decoding import read_float, read_quantized
 from diptych.runtime.gguf.gguf_file import GgufFile
 from diptych.runtime.kernels.instruction_set import TORCH
-from diptych.runtime.kv_cache.kv_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.layers.rope import inverse_frequencies
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.step.model_runner import RunnerConfig, load_runner

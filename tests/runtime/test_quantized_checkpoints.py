@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.kernels.instruction_set import TORCH
-from diptych.runtime.kv_cache.kv_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.runtime.weights.checkpoint import open_checkpoint

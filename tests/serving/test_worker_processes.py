@@ -17,7 +17,7 @@ from diptych.control.config import BudgetConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.events import HandoffDelivered, HandoffReleased, RequestAdmitted
 from diptych.control.request import FinishReason
-from diptych.runtime.kv_cache.kv_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.kv_cache.shared_pool import SharedPool
 from diptych.runtime.local_engine import engine_config
 from diptych.runtime.step.model_runner import RunnerConfig, load_runner

@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from diptych.control.errors import ConfigError, DiptychError
 from diptych.runtime.gguf.gguf_file import GgufFile, is_gguf
-from diptych.runtime.models.model_config import ConfigFields, ModelConfig
+from diptych.runtime.models.config_fields import ConfigFields
+from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.models.model_place import name_of
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.required_packages import require_packages

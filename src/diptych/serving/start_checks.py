@@ -10,7 +10,7 @@ from diptych.cgroups import ROOT, memory_limit_bytes
 from diptych.control.errors import ConfigError
 from diptych.processor import Processor, read_processor
 from diptych.runtime.device.thread_limits import allowed_threads
-from diptych.runtime.kv_cache.kv_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.required_packages import require_packages
 from diptych.runtime.weights.checkpoint import open_checkpoint

@@ -1,18 +1,15 @@
-"""How many bytes the KV cache of a checkpoint takes, and where each block lies in a pool that several workers share.
+"""How many bytes a KV cache takes, and where each block lies in a pool that several workers share.
 
-Arithmetic over config.json and the header of one weight file, so that the front end can size a pool before any worker
-runs. Never imports torch, never allocates.
+Arithmetic over the shape of a model's attention. Knows no checkpoint and no family of models (checkpoint_geometry.py
+does), never imports torch, never allocates.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from diptych.byte_size import size_words
 from diptych.control.errors import ConfigError
 from diptych.runtime.dtypes import DTYPES
 from diptych.runtime.models.model_config import AttentionConfig
-from diptych.runtime.models.registry import read_model_config
-from diptych.runtime.weights.checkpoint import open_checkpoint, resolve_dtype_name
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -67,13 +64,3 @@ class KVGeometry:
     def pool_bytes(self, total_blocks: int) -> int:
         """Size of a pool's file. Only the pages that are used cost memory."""
         return 2 * self.num_layers * self.region_bytes(total_blocks)
-
-
-def read_kv_geometry(model: str | Path, dtype: str, block_size: int) -> KVGeometry:
-    """The geometry of a checkpoint directory's KV cache; dtype: auto | bfloat16 | float32.
-
-    Raises ConfigError or UnsupportedModelError for what a worker would refuse, too.
-    """
-    config = read_model_config(model)
-    name, _ = resolve_dtype_name(dtype, config, open_checkpoint(config))
-    return KVGeometry.of(config.attention, block_size, name)

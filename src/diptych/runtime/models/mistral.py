@@ -1,7 +1,7 @@
 """Mistral: Llama without biases, with a sliding window in every layer."""
 
+from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.llama import Llama, LlamaConfig, read_llama_config
-from diptych.runtime.models.model_config import ConfigFields
 
 DEFAULT_WINDOW = 4096  # what a config means that does not say
 DEFAULT_KV_HEADS = 8  # likewise

@@ -1,7 +1,7 @@
 """Qwen3 (dense): Llama with an RMS norm on each query and key head; some layers may have a sliding window."""
 
+from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.llama import Llama, LlamaConfig, read_llama_config
-from diptych.runtime.models.model_config import ConfigFields
 from diptych.runtime.models.qwen2 import DEFAULT_KV_HEADS, read_qwen_windows
 
 DEFAULT_HEAD_DIM = 128  # what a config means that does not say

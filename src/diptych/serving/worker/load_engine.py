@@ -15,7 +15,8 @@ from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
 from diptych.runtime.device.compute_device import ComputeDevice, UndividedDevice
-from diptych.runtime.kv_cache.kv_geometry import KVGeometry, read_kv_geometry
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.required_packages import require_packages
