@@ -31,9 +31,9 @@ from tokenizers import Tokenizer
 import diptych
 from diptych.control.request import SamplingParams
 from diptych.control.step import ScheduledPrefill, SchedulerOutput
+from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.attention.layout import allocate_cpu
-from diptych.runtime.input_batch import InputBatch
-from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
+from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.runtime.transfer.codec.kv_codec import KVCodec, measure_rates
 from diptych.runtime.transfer.codec.wire_format import WireEncoding, choose_codec
 from diptych.runtime.transfer.kv_format import KVFormat

@@ -83,7 +83,7 @@ def kernels() -> list[str]:
     try:
         import torch
 
-        from diptych.runtime.instruction_set import available
+        from diptych.runtime.kernels.instruction_set import available
     except ImportError:  # a benchmark without an engine
         return []
     return list(available(torch.bfloat16))

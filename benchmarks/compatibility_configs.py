@@ -34,7 +34,7 @@ from diptych.control.engine.engine_core import EngineCore
 from diptych.control.errors import ConfigError
 from diptych.control.request import SamplingParams
 from diptych.runtime.local_engine import LocalEngine, engine_config
-from diptych.runtime.model_runner import RunnerConfig, load_runner
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 
 TOLERANCE = 5e-4  # of logits that lie between -60 and 60
 NUM_TOKENS, VOCAB_SIZE, NUM_LAYERS, MAX_POSITIONS = 56, 96, 3, 256

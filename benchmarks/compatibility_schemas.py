@@ -30,7 +30,7 @@ from common import report
 from schema_sources import of_openapi, of_pydantic, of_zod
 
 from diptych.control.errors import ConstraintError, RequestError
-from diptych.runtime.grammar import GrammarConstraint, Grammars
+from diptych.runtime.sampling.grammar import GrammarConstraint, Grammars
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
 from diptych.serving.answers.grammar.grammar_text import GrammarWriter
 from diptych.serving.answers.tokenizer import Tokenizer

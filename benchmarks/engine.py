@@ -196,7 +196,7 @@ def add_limits(rows: list[dict[str, Any]], model: Path, options: argparse.Namesp
     from ceilings import best_of, measure_ceilings
     from kernels import attention_calls
 
-    from diptych.runtime.instruction_set import choose
+    from diptych.runtime.kernels.instruction_set import choose
     from diptych.simulation.models import load_model
     from diptych.simulation.weight_precision import QUANTIZED
 

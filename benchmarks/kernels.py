@@ -19,14 +19,14 @@ from ceilings import best_of, measure_ceilings
 from common import report
 
 from diptych.runtime.attention import make_attention
-from diptych.runtime.input_batch import InputBatch
-from diptych.runtime.instruction_set import TORCH, choose
-from diptych.runtime.model_config import AttentionConfig, LayerAttention
-from diptych.runtime.native import NativeKernels, load_native
+from diptych.runtime.attention.input_batch import InputBatch
+from diptych.runtime.kernels.instruction_set import TORCH, choose
+from diptych.runtime.kernels.native import NativeKernels, load_native
+from diptych.runtime.models.model_config import AttentionConfig, LayerAttention
 from diptych.runtime.ops.native_linear import NativeLinear, pack_native, pack_native_quantized
-from diptych.runtime.quantized_weight import QuantizedSource, quantize
-from diptych.runtime.weight_format import WeightFormat
-from diptych.runtime.weight_memory import PrivateMemory
+from diptych.runtime.weights.quantized_weight import QuantizedSource, quantize
+from diptych.runtime.weights.weight_format import WeightFormat
+from diptych.runtime.weights.weight_memory import PrivateMemory
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 COLD_BYTES = 150e6

@@ -26,7 +26,7 @@ from front_harness import fronted  # noqa: E402
 from tests.serving.fake_llm import FakeLLM  # noqa: E402
 from tests.serving.tool_model import tool_model  # noqa: E402
 
-from diptych.runtime.garbage import leave_alone_what_is_loaded  # noqa: E402
+from diptych.runtime.device.garbage import leave_alone_what_is_loaded  # noqa: E402
 from diptych.serving.answers.tokenizer import Tokenizer  # noqa: E402
 from diptych.serving.api.app import build_app  # noqa: E402
 from diptych.serving.edge_limits import MESSAGES  # noqa: E402

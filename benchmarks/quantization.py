@@ -21,8 +21,8 @@ from common import report
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.request import SamplingParams
 from diptych.runtime.local_engine import LocalEngine, engine_config
-from diptych.runtime.model_runner import RunnerConfig, load_runner
-from diptych.runtime.weight_format import QUANTIZATIONS
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
+from diptych.runtime.weights.weight_format import QUANTIZATIONS
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 

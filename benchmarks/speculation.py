@@ -31,14 +31,14 @@ from diptych.control.config import BudgetConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.events import RequestFinished
 from diptych.control.request import SamplingParams
-from diptych.runtime.decode_rows import DecodeRows
 from diptych.runtime.local_engine import Clock, LocalEngine, engine_config
-from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
-from diptych.runtime.offered_tokens import OfferedTokens
-from diptych.runtime.sampler import Ints
-from diptych.runtime.step_layout import StepLayout
-from diptych.runtime.step_sampling import StepSampling
-from diptych.runtime.warm_up import warm_up
+from diptych.runtime.sampling.sampler import Ints
+from diptych.runtime.sampling.step_sampling import StepSampling
+from diptych.runtime.step.decode_rows import DecodeRows
+from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
+from diptych.runtime.step.offered_tokens import OfferedTokens
+from diptych.runtime.step.step_layout import StepLayout
+from diptych.runtime.step.warm_up import warm_up
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 

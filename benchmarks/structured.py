@@ -22,7 +22,7 @@ from common import report
 
 from diptych import LLM, SamplingParams
 from diptych.control.errors import InvalidRequestError, WorkerError
-from diptych.runtime.thread_limits import switch_often
+from diptych.runtime.device.thread_limits import switch_often
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
 from diptych.serving.answers.grammar.grammar_text import GrammarWriter, with_schemas
 from diptych.serving.async_llm import AsyncLLM

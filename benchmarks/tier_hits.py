@@ -25,11 +25,11 @@ from servers import PORT, diptych_server
 
 from diptych.bench.prompts import PromptMaker
 from diptych.control.config import shape_preset
-from diptych.runtime.kv_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.local_engine import engine_config
-from diptych.runtime.model_runner import RunnerConfig, load_runner
 from diptych.runtime.models.registry import read_model_config
-from diptych.runtime.warm_up import warm_up
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
+from diptych.runtime.step.warm_up import warm_up
 from diptych.serving.link.engine_options import BUNDLED_MODEL, MemoryOptions
 from diptych.serving.worker.load_tiers import num_host_blocks, tier_config
 from diptych.simulation.costs.fitted import MeasuredPoint, fit_linear

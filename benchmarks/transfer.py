@@ -37,7 +37,7 @@ from common import report
 
 from diptych.control.engine.worker_core import TransferBroken
 from diptych.runtime.attention.layout import allocate_cpu
-from diptych.runtime.kv_tensors import LayerCache
+from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import (
     Committed,

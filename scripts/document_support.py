@@ -15,7 +15,7 @@ from document_settings import table_row
 from diptych.runtime.dtypes import COMPUTE_DTYPES, DTYPES
 from diptych.runtime.gguf.ggml_types import GGML_TYPES
 from diptych.runtime.gguf.gguf_config import ARCHITECTURES
-from diptych.runtime.instruction_set import NATIVE_SETS
+from diptych.runtime.kernels.instruction_set import NATIVE_SETS
 from diptych.runtime.models.registry import MODELS
 from diptych.runtime.quantization.quantization_config import METHODS
 from diptych.runtime.transfer import CONNECTORS

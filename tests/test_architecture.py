@@ -68,14 +68,16 @@ SERVING_WITH_TORCH = ("worker", "llm.py")
 # What the front end may read of runtime, without torch or numpy: sizes, formats, the configs of model families, and the
 # table of connectors.
 TORCH_FREE_RUNTIME = {
-    "checkpoint", "dtypes", "garbage", "kv_geometry", "mapped_file", "model_config", "model_place", "models",
-    "required_packages", "safetensors_directory",
-    "safetensors_file", "stored_tensor", "thread_limits", "thread_priority", "weight_bytes", "weight_format",
+    "dtypes", "required_packages",
+    "device.garbage", "device.thread_limits", "device.thread_priority",
+    "kv_cache.checkpoint_geometry", "kv_cache.kv_geometry",
+    "weights.checkpoint", "weights.mapped_file", "weights.safetensors_directory", "weights.safetensors_file",
+    "weights.stored_tensor", "weights.weight_bytes", "weights.weight_format",
     "quantization", "quantization.packed_weight", "quantization.quantization_config",
     "gguf", "gguf.ggml_types", "gguf.gguf_checkpoint", "gguf.gguf_config", "gguf.gguf_file", "gguf.gguf_metadata",
-    "gguf.gguf_vocabulary", "grammar", "tiers", "tiers.extent_format",
+    "gguf.gguf_vocabulary", "sampling.grammar", "tiers", "tiers.extent_format",
     "transfer", "transfer.connector", "transfer.connector_kind", "transfer.kv_format",
-    *(f"models.{path.stem}" for path in (SOURCE / "runtime" / "models").glob("[a-z]*.py")),
+    "models", *(f"models.{path.stem}" for path in (SOURCE / "runtime" / "models").glob("[a-z]*.py")),
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from diptych.cgroups import UNKNOWN_MEMORY_BYTES, available_memory_bytes, memory_limit_bytes
 from diptych.control.errors import ConfigError
-from diptych.runtime.kv_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.serving.fleet.shared_memory import MIN_BLOCKS, default_num_blocks
 from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
 from diptych.serving.start_checks import check_kv_memory

@@ -13,10 +13,10 @@ from typing import Any
 from diptych.control.config import shape_preset
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.request import SamplingParams
-from diptych.runtime.instruction_set import AUTO
+from diptych.runtime.device.threads import configure_threads
+from diptych.runtime.kernels.instruction_set import AUTO
 from diptych.runtime.local_engine import LocalEngine, engine_config
-from diptych.runtime.model_runner import RunnerConfig, load_runner
-from diptych.runtime.threads import configure_threads
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from diptych.control.constraint import TokenConstraint
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.request import SamplingParams
 from diptych.control.step import StepTokens
-from diptych.runtime.grammar import Grammars
+from diptych.runtime.sampling.grammar import Grammars
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.messages import Ready

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import transformers
 
-from diptych.runtime.instruction_set import AUTO
-from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
+from diptych.runtime.kernels.instruction_set import AUTO
+from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
 
 VOCAB_SIZE = 384
 MAX_POSITIONS = 4096

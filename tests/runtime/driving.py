@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from diptych.control.engine.worker_core import ChunkArrived
 from diptych.control.request import SamplingParams
 from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput, StepResult
-from diptych.runtime.model_runner import ModelRunner
+from diptych.runtime.step.model_runner import ModelRunner
 from diptych.runtime.transfer.connector import Committed, ConnectorEvent, KVConnector
 
 

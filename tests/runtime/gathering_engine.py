@@ -9,7 +9,7 @@ from diptych.control.events import Event, RequestFinished
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import TokenLogprobs
 from diptych.runtime.local_engine import LocalEngine, StepOutcome
-from diptych.runtime.model_runner import ModelRunner
+from diptych.runtime.step.model_runner import ModelRunner
 
 
 @dataclass(slots=True)

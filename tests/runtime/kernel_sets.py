@@ -3,8 +3,8 @@ on the code of AMX over emulated tiles, so that every machine tests that, too.""
 
 import torch
 
-from diptych.runtime.instruction_set import AMX_EMULATED, TORCH, available
-from diptych.runtime.native import load_native
+from diptych.runtime.kernels.instruction_set import AMX_EMULATED, TORCH, available
+from diptych.runtime.kernels.native import load_native
 
 FLOAT32 = available(torch.float32)
 BFLOAT16 = (*([AMX_EMULATED] if load_native() else []), *available(torch.bfloat16))

@@ -6,7 +6,7 @@ import pytest
 
 from diptych.control.errors import ConstraintError, InvalidRequestError
 from diptych.control.request import SamplingParams
-from diptych.runtime.answer_constraint import ThinkingBudget, constraint_of
+from diptych.runtime.sampling.answer_constraint import ThinkingBudget, constraint_of
 
 
 def after(constraint: ThinkingBudget, tokens: Sequence[int]) -> list[int]:

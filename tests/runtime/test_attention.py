@@ -7,11 +7,11 @@ import torch
 
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
+from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.attention.layout import write_cpu, write_cuda
-from diptych.runtime.input_batch import InputBatch
-from diptych.runtime.instruction_set import TORCH
-from diptych.runtime.model_config import AttentionConfig, LayerAttention
-from diptych.runtime.native import load_native
+from diptych.runtime.kernels.instruction_set import TORCH
+from diptych.runtime.kernels.native import load_native
+from diptych.runtime.models.model_config import AttentionConfig, LayerAttention
 from tests.runtime.kernel_sets import NATIVE
 
 CPU = torch.device("cpu")

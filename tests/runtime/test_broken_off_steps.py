@@ -8,7 +8,7 @@ import pytest
 from diptych.control.config import BudgetConfig, PreemptionConfig, SchedulerConfig
 from diptych.control.step import StepBrokenOff, StepResult, StepTokens
 from diptych.runtime.local_engine import StepOutcome, engine_config
-from diptych.runtime.model_runner import ModelRunner
+from diptych.runtime.step.model_runner import ModelRunner
 from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import greedy
 from tests.runtime.gathering_engine import GatheringEngine

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from diptych.control.errors import InvalidRequestError
-from diptych.runtime.grammar import Grammars
+from diptych.runtime.sampling.grammar import Grammars
 from diptych.serving.answers.grammar.call_arguments import python_literal
 from diptych.serving.answers.response.bundled_templates import TEMPLATES
 from diptych.serving.answers.response.response_parser import ReadAnswer, ResponseParser

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu, read_cuda, write_cpu, write_cuda
-from diptych.runtime.kv_tensors import LayerCache
-from diptych.runtime.native import load_native
+from diptych.runtime.kernels.native import load_native
+from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.transfer.codec.kv_codec import CODEC_FEATURE, KVCodec, measure_rates
 from diptych.runtime.transfer.codec.wire_format import (
     WireEncoding,

@@ -5,7 +5,7 @@ import pytest
 from diptych.control.errors import ContextLengthError, InvalidRequestError
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.runtime.local_engine import engine_config
-from diptych.runtime.warm_up import warm_up
+from diptych.runtime.step.warm_up import warm_up
 from tests.runtime.checkpoints import prompt_of, runner
 from tests.runtime.driving import greedy
 from tests.runtime.gathering_engine import GatheringEngine

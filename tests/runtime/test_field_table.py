@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from diptych.control.errors import UnsupportedModelError
-from diptych.runtime.model_config import ConfigFields
+from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.field_table import ROPE_HARMLESS, ROPE_READ, ROPE_REFUSED, TABLES, check_fields
 from diptych.runtime.models.registry import MODELS, read_model_config
 from tests.runtime.test_model_config import LLAMA

@@ -15,17 +15,17 @@ from gguf import GGMLQuantizationType as Kind
 
 from diptych.cli.options import model_name, model_path
 from diptych.control.errors import ConfigError, UnsupportedModelError
-from diptych.runtime.checkpoint import open_checkpoint
 from diptych.runtime.gguf.ggml_types import GGML_TYPES
 from diptych.runtime.gguf.gguf_config import HARMLESS, NEUTRAL, READ
 from diptych.runtime.gguf.gguf_decoding import read_float, read_quantized
 from diptych.runtime.gguf.gguf_file import GgufFile
-from diptych.runtime.instruction_set import TORCH
-from diptych.runtime.kv_geometry import read_kv_geometry
-from diptych.runtime.model_runner import RunnerConfig, load_runner
+from diptych.runtime.kernels.instruction_set import TORCH
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
+from diptych.runtime.layers.rope import inverse_frequencies
 from diptych.runtime.models.registry import read_model_config
-from diptych.runtime.rope import inverse_frequencies
-from diptych.runtime.tensor_reader import make_reader
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
+from diptych.runtime.weights.checkpoint import open_checkpoint
+from diptych.runtime.weights.tensor_reader import make_reader
 from diptych.serving.answers.tokenizer import Tokenizer
 from tests import gguf_files
 from tests.gguf_files import VOCABULARY, model_metadata, model_tensors, write_gguf

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from diptych.control.errors import ConstraintError
-from diptych.runtime.grammar import GrammarConstraint, Grammars
+from diptych.runtime.sampling.grammar import GrammarConstraint, Grammars
 from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter, with_schemas
 from diptych.serving.answers.response.bundled_templates import TEMPLATES
 from diptych.serving.answers.response.response_parser import ReadAnswer, ResponseParser

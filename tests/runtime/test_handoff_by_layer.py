@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
+from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.runtime.transfer import make_connector
 from diptych.runtime.transfer.connector import TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from diptych.control.errors import ConfigError
-from diptych.runtime import instruction_set
-from diptych.runtime.instruction_set import AMX_EMULATED, AUTO, NATIVE_SETS, TORCH, available, choose
-from diptych.runtime.model_runner import RunnerConfig, load_runner
-from diptych.runtime.native import FEATURES, load_native
+from diptych.runtime.kernels import instruction_set
+from diptych.runtime.kernels.instruction_set import AMX_EMULATED, AUTO, NATIVE_SETS, TORCH, available, choose
+from diptych.runtime.kernels.native import FEATURES, load_native
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 from diptych.serving.link.engine_options import InstructionSetName
 from tests.runtime.checkpoints import reference
 from tests.runtime.kernel_sets import EVERY

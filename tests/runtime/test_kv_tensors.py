@@ -7,8 +7,8 @@ from diptych.byte_size import size_words
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
-from diptych.runtime.kv_tensors import KVTensors
-from diptych.runtime.model_config import AttentionConfig, LayerAttention
+from diptych.runtime.kv_cache.kv_tensors import KVTensors
+from diptych.runtime.models.model_config import AttentionConfig, LayerAttention
 
 
 def make_backend(num_layers: int) -> AttentionBackend:

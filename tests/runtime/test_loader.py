@@ -12,15 +12,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
-from diptych.runtime.checkpoint import open_checkpoint
-from diptych.runtime.instruction_set import TORCH
-from diptych.runtime.loader import Weights, resolve_dtype
-from diptych.runtime.model_runner import RunnerConfig, load_runner
+from diptych.runtime.kernels.instruction_set import TORCH
 from diptych.runtime.models.registry import read_model_config
-from diptych.runtime.safetensors_directory import SafetensorsDirectory
-from diptych.runtime.safetensors_file import SafetensorsFile
-from diptych.runtime.safetensors_reader import read_tensor
-from diptych.runtime.weight_bytes import loaded_weight_bytes
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
+from diptych.runtime.weights.checkpoint import open_checkpoint
+from diptych.runtime.weights.loader import Weights, resolve_dtype
+from diptych.runtime.weights.safetensors_directory import SafetensorsDirectory
+from diptych.runtime.weights.safetensors_file import SafetensorsFile
+from diptych.runtime.weights.safetensors_reader import read_tensor
+from diptych.runtime.weights.weight_bytes import loaded_weight_bytes
 from tests.runtime.checkpoints import Reference, prompt_of, reference
 from tests.runtime.driving import generate, greedy
 

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from diptych.runtime.kv_geometry import HUGE_PAGE_BYTES
-from diptych.runtime.memory import map_file, populate_beside, zero_pages
+from diptych.runtime.device.memory import map_file, populate_beside, zero_pages
+from diptych.runtime.kv_cache.kv_geometry import HUGE_PAGE_BYTES
 
 SIZE = 5_000_000
 
@@ -21,7 +21,7 @@ def test_zero_pages_begin_at_a_huge_page(num_bytes: int) -> None:
 def test_memory_that_is_taken_beside_other_work_keeps_what_is_written_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diptych.runtime.memory.POPULATE_BYTES", 1 << 20)
+    monkeypatch.setattr("diptych.runtime.device.memory.POPULATE_BYTES", 1 << 20)
     fd = os.memfd_create("test")
     os.ftruncate(fd, SIZE)
     try:

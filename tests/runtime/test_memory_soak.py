@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from diptych.runtime.instruction_set import AMX_EMULATED
+from diptych.runtime.kernels.instruction_set import AMX_EMULATED
 from diptych.runtime.local_engine import engine_config
-from diptych.runtime.model_runner import RunnerConfig, load_runner
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 from tests.runtime.driving import greedy
 from tests.runtime.gathering_engine import GatheringEngine

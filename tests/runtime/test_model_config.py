@@ -11,10 +11,10 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
-from diptych.runtime.model_config import AttentionConfig, LayerAttention
+from diptych.runtime.layers.rope import cos_sin_table, inverse_frequencies
 from diptych.runtime.models.llama import LlamaConfig
+from diptych.runtime.models.model_config import AttentionConfig, LayerAttention
 from diptych.runtime.models.registry import read_model_config
-from diptych.runtime.rope import cos_sin_table, inverse_frequencies
 from tests.runtime.checkpoints import LLAMA3_ROPE, YARN_ROPE
 
 LLAMA: dict[str, Any] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.model_place import find_model, hub_cache, name_of
+from diptych.runtime.models.model_place import find_model, hub_cache, name_of
 from diptych.runtime.required_packages import is_there, require_packages
 
 NAME = "Qwen/Qwen3-0.6B"

@@ -17,11 +17,11 @@ from diptych.control.errors import InvalidRequestError
 from diptych.control.events import RequestAdmitted, RequestPreempted
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, TokenLogprobs
-from diptych.runtime.instruction_set import TORCH
+from diptych.runtime.kernels.instruction_set import TORCH
 from diptych.runtime.local_engine import engine_config
-from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
-from diptych.runtime.sampler import RowSampling, sample_row, uniforms
-from diptych.runtime.warm_up import warm_up
+from diptych.runtime.sampling.sampler import RowSampling, sample_row, uniforms
+from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
+from diptych.runtime.step.warm_up import warm_up
 from tests.runtime.checkpoints import FAMILIES, prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy
 from tests.runtime.gathering_engine import GatheringEngine

@@ -5,7 +5,7 @@ import torch
 
 from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ConfigError
-from diptych.runtime.multiprocessors import SMALLEST, Multiprocessors, multiprocessors_of
+from diptych.runtime.device.multiprocessors import SMALLEST, Multiprocessors, multiprocessors_of
 
 
 class FakeContexts:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diptych.runtime import native
-from diptych.runtime.instruction_set import TORCH, available
+from diptych.runtime.kernels import native
+from diptych.runtime.kernels.instruction_set import TORCH, available
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +82,7 @@ def test_torch_sets_the_number_of_threads_of_the_kernels() -> None:
         pytest.skip("no native kernels here")
     script = """
 import os, torch
-from diptych.runtime.instruction_set import choose
+from diptych.runtime.kernels.instruction_set import choose
 from diptych.runtime.ops import make_ops
 tasks = lambda: len(os.listdir("/proc/self/task"))
 ops = make_ops(torch.float32, choose(torch.float32))

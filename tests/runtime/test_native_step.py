@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diptych.control.step import TokenLogprobs
-from diptych.runtime.instruction_set import TORCH
+from diptych.runtime.kernels.instruction_set import TORCH
 from diptych.runtime.local_engine import engine_config
 from tests.runtime.checkpoints import prompt_of, runner
 from tests.runtime.driving import greedy

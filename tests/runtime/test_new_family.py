@@ -13,14 +13,14 @@ import torch
 
 from diptych.control.errors import UnsupportedModelError
 from diptych.control.request import SamplingParams
-from diptych.runtime.instruction_set import TORCH
-from diptych.runtime.kv_geometry import read_kv_geometry
+from diptych.runtime.kernels.instruction_set import TORCH
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.layer_loader import LayerLoader
 from diptych.runtime.local_engine import engine_config
-from diptych.runtime.model_config import (
+from diptych.runtime.models.config_fields import ConfigFields
+from diptych.runtime.models.model_config import (
     AttentionConfig,
-    ConfigFields,
     LayerAttention,
     ModelConfig,
     RopeConfig,

@@ -12,8 +12,8 @@ from diptych.control.events import RequestAdmitted
 from diptych.control.request import FinishReason, Pooling, SamplingParams
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepTokens
 from diptych.runtime.local_engine import engine_config
-from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
-from diptych.runtime.pooling import NOT_A_NUMBER
+from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
+from diptych.runtime.step.pooling import NOT_A_NUMBER
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import greedy

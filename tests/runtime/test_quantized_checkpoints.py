@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
-from diptych.runtime.checkpoint import open_checkpoint
-from diptych.runtime.instruction_set import TORCH
-from diptych.runtime.kv_geometry import read_kv_geometry
-from diptych.runtime.loader import Weights
-from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
+from diptych.runtime.kernels.instruction_set import TORCH
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.models.registry import read_model_config
-from diptych.runtime.weight_format import WeightFormat
+from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
+from diptych.runtime.weights.checkpoint import open_checkpoint
+from diptych.runtime.weights.loader import Weights
+from diptych.runtime.weights.weight_format import WeightFormat
 from tests.runtime.driving import generate, greedy
 from tests.runtime.quantized_checkpoints import MODULES, SCHEMES, Scheme, Tensors, tensors_of, write_model
 

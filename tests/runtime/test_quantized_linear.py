@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diptych.runtime.native import load_native
+from diptych.runtime.kernels.native import load_native
 from diptych.runtime.ops import make_ops
 from diptych.runtime.ops.native_ops import NativeOps
 from diptych.runtime.ops.ops import Ops, QuantizedLinear
 from diptych.runtime.ops.torch_quantized_linear import quantize_span, span_of
-from diptych.runtime.quantized_weight import QuantizedSource, QuantizedWeight, quantize, stack
-from diptych.runtime.weight_format import WeightFormat
+from diptych.runtime.weights.quantized_weight import QuantizedSource, QuantizedWeight, quantize, stack
+from diptych.runtime.weights.weight_format import WeightFormat
 from tests.runtime.kernel_sets import NATIVE
 
 PER_ROW = WeightFormat(8)

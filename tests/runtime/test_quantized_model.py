@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.instruction_set import TORCH, available
-from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
+from diptych.runtime.kernels.instruction_set import TORCH, available
+from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
 from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy
 

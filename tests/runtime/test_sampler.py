@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diptych.control.request import SamplingParams
-from diptych.runtime.sampler import (
+from diptych.runtime.sampling.sampler import (
     RowSampling,
     SamplingError,
     adjust_logits,

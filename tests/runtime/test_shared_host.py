@@ -18,7 +18,7 @@ import torch
 
 from diptych.control.engine.kvcache.tier_records import CancelLoad, LoadBlocks, RunLoaded, ShareBlocks
 from diptych.control.errors import ConfigError
-from diptych.runtime.kv_tensors import KVTensors
+from diptych.runtime.kv_cache.kv_tensors import KVTensors
 from diptych.runtime.tiers.peer_reader import PeerReader
 from diptych.runtime.tiers.shared_host import PeerHost, SharedHost
 from diptych.runtime.tiers.tier_driver import TierDriver

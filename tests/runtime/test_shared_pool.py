@@ -11,11 +11,12 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import ResumedDecode, SchedulerOutput
-from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
-from diptych.runtime.memory import map_file, populate
-from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
-from diptych.runtime.shared_pool import SharedPool
-from diptych.runtime.warm_up import warm_up
+from diptych.runtime.device.memory import map_file, populate
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
+from diptych.runtime.kv_cache.shared_pool import SharedPool
+from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
+from diptych.runtime.step.warm_up import warm_up
 from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import generate, greedy
 from tests.runtime.kernel_sets import EVERY
@@ -28,8 +29,8 @@ PREFILL_WORKER = """
 import sys, torch
 from diptych.control.request import SamplingParams
 from diptych.control.step import ScheduledPrefill, SchedulerOutput
-from diptych.runtime.model_runner import RunnerConfig, load_runner
-from diptych.runtime.shared_pool import SharedPool
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
+from diptych.runtime.kv_cache.shared_pool import SharedPool
 
 torch.set_num_threads(1)
 model, fd, total_blocks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -142,7 +143,7 @@ def test_the_geometry_of_a_checkpoint_is_that_of_its_runner(dtype: str) -> None:
 def test_the_front_end_needs_no_torch_to_size_and_to_make_a_pool() -> None:
     program = (
         "import os, sys\n"
-        "from diptych.runtime.kv_geometry import read_kv_geometry\n"
+        "from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry\n"
         "from diptych.serving.fleet.shared_memory import create_shared_memory\n"
         "geometry = read_kv_geometry(sys.argv[1], 'auto', 32)\n"
         "memory = create_shared_memory(geometry, [10, 20, 7])\n"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diptych.runtime.instruction_set import TORCH, available
-from diptych.runtime.model_runner import ModelRunner, RunnerConfig, load_runner
+from diptych.runtime.kernels.instruction_set import TORCH, available
+from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
 from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import generate, greedy
 from tests.runtime.kernel_sets import EVERY, FLOAT32
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is share
 
 WORKER = """
 import os, signal, sys, torch
-from diptych.runtime.model_runner import RunnerConfig, load_runner
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 
 def progress(done, total):
     if sys.argv[3] == "dies" and done > total // 2:

@@ -15,11 +15,11 @@ from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.events import RequestPreempted, StepFinished
 from diptych.control.request import FinishReason, Request, SamplingParams
 from diptych.control.step import Offer, StepFeatures
-from diptych.runtime.instruction_set import TORCH
+from diptych.runtime.kernels.instruction_set import TORCH
 from diptych.runtime.local_engine import engine_config
-from diptych.runtime.model_runner import ModelRunner
-from diptych.runtime.offered_tokens import OfferedTokens
-from diptych.runtime.request_state import RequestState
+from diptych.runtime.step.model_runner import ModelRunner
+from diptych.runtime.step.offered_tokens import OfferedTokens
+from diptych.runtime.step.request_state import RequestState
 from tests.runtime.checkpoints import VOCAB_SIZE, prompt_of, runner
 from tests.runtime.gathering_engine import GatheringEngine, GeneratedTokens
 from tests.runtime.kernel_sets import NATIVE

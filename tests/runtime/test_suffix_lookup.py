@@ -6,9 +6,9 @@ import random
 import numpy as np
 
 from diptych.control.request import SamplingParams
-from diptych.runtime.offered_tokens import OfferedTokens
-from diptych.runtime.request_state import RequestState
-from diptych.runtime.suffix_lookup import LENGTHS, MAX_PAUSE, MatchCounts, SuffixLookup
+from diptych.runtime.step.offered_tokens import OfferedTokens
+from diptych.runtime.step.request_state import RequestState
+from diptych.runtime.step.suffix_lookup import LENGTHS, MAX_PAUSE, MatchCounts, SuffixLookup
 
 
 def lookup(tokens: list[int]) -> SuffixLookup:

@@ -38,7 +38,7 @@ BYTES_PER_TOKEN = 0  # set by the fixture below
 
 @pytest.fixture(scope="module", autouse=True)
 def _sizes() -> Iterator[None]:
-    from diptych.runtime.kv_geometry import read_kv_geometry
+    from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 
     global BYTES_PER_TOKEN
     BYTES_PER_TOKEN = read_kv_geometry(BUNDLED_MODEL, "auto", 32).block_bytes // 32

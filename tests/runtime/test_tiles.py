@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from diptych.runtime.instruction_set import AMX_EMULATED, available
-from diptych.runtime.native import load_native
+from diptych.runtime.kernels.instruction_set import AMX_EMULATED, available
+from diptych.runtime.kernels.native import load_native
 from diptych.runtime.ops import make_ops
 
 BF16 = torch.bfloat16

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from diptych.control.engine.worker_core import ChunkArrived, TransferBroken
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu
-from diptych.runtime.kv_tensors import LayerCache
+from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import (
     MAX_PAYLOAD_BYTES,

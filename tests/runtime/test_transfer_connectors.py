@@ -12,7 +12,7 @@ import pytest
 
 import diptych
 from diptych.control.errors import ConfigError
-from diptych.runtime.kv_tensors import LayerCache
+from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import Committed, ConnectorEvent, Sent, TransferOptions
 from diptych.runtime.transfer.connector_kind import ConnectorKind

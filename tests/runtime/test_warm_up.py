@@ -8,7 +8,7 @@ import pytest
 
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.step import SchedulerOutput, chunk_attention
-from diptych.runtime.warm_up import COUNTED, DECODES, MOST_ROUNDS, PREFILLS, Measurement, warm_up
+from diptych.runtime.step.warm_up import COUNTED, DECODES, MOST_ROUNDS, PREFILLS, Measurement, warm_up
 from tests.laws import law
 
 CONSTANT, PER_TOKEN, PER_PAIR, PER_SEQUENCE = 4_000_000, 26_000, 70, 150_000  # nanoseconds, as of small models

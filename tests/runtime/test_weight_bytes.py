@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.model_runner import RunnerConfig, load_runner
-from diptych.runtime.weight_bytes import loaded_weight_bytes, memory_beside_weights
-from diptych.runtime.weight_memory import PrivateMemory
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
+from diptych.runtime.weights.weight_bytes import loaded_weight_bytes, memory_beside_weights
+from diptych.runtime.weights.weight_memory import PrivateMemory
 from tests.runtime.checkpoints import reference
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from diptych.runtime import weight_memory
-from diptych.runtime.weight_memory import ALIGNMENT, PrivateMemory
+from diptych.runtime.weights import weight_memory
+from diptych.runtime.weights.weight_memory import ALIGNMENT, PrivateMemory
 
 SLAB_BYTES = 1 << 20  # 64 times smaller than usual, to be written sooner
 

@@ -27,7 +27,7 @@ from diptych.control.errors import DiptychError, ErrorRecord, WorkerError
 from diptych.control.events import Event
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepTokens
-from diptych.runtime.kv_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.transfer.connector import Committed, ConnectorEvent
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState, hand_over

@@ -13,7 +13,7 @@ from diptych.calibration.calibration_steps import DesignPoint, design, measure_p
 from diptych.control.config import CacheConfig, EngineConfig
 from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.step import StepFeatures
-from diptych.runtime.model_runner import RunnerConfig, load_runner
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions
 from diptych.serving.link.recorder import record_engine
 from diptych.simulation.replay import recorded_steps

@@ -14,7 +14,7 @@ from servers import RunningServer
 
 from diptych import LLM, SamplingParams
 from diptych.control.errors import ConfigError, ContextLengthError, InvalidRequestError
-from diptych.runtime.threads import TASKS
+from diptych.runtime.device.threads import TASKS
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0)
 PROMPTS = ["def f(x):\n", "class Reader:\n    def", "import os\nimport sys\n\n\n"]

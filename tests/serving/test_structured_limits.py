@@ -14,7 +14,7 @@ pytest.importorskip("llguidance")
 from servers import RunningServer
 
 from diptych.control.errors import ErrorRecord, GrammarLimitError, InvalidRequestError
-from diptych.runtime.grammar import Grammars
+from diptych.runtime.sampling.grammar import Grammars
 from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
 from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter

@@ -17,10 +17,10 @@ from diptych.control.config import BudgetConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.events import HandoffDelivered, HandoffReleased, RequestAdmitted
 from diptych.control.request import FinishReason
-from diptych.runtime.kv_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.shared_pool import SharedPool
 from diptych.runtime.local_engine import engine_config
-from diptych.runtime.model_runner import RunnerConfig, load_runner
-from diptych.runtime.shared_pool import SharedPool
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 from diptych.serving.fleet.private_directory import private_directory
 from diptych.serving.fleet.shared_memory import create_shared_memory
 from diptych.serving.link.engine_options import (

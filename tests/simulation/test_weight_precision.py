@@ -8,8 +8,8 @@ import pytest
 from diptych.control.config import CacheConfig
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
-from diptych.runtime.weight_bytes import loaded_weight_bytes
-from diptych.runtime.weight_format import QUANTIZATIONS
+from diptych.runtime.weights.weight_bytes import loaded_weight_bytes
+from diptych.runtime.weights.weight_format import QUANTIZATIONS
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.simulation.costs.cost_choice import choose_cost
 from diptych.simulation.costs.fitted import Calibration, FittedCost, write_calibration

@@ -20,7 +20,7 @@ from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutpu
 from diptych.serving.link.engine_options import EngineOptions
 
 if TYPE_CHECKING:
-    from diptych.runtime.model_runner import ModelRunner
+    from diptych.runtime.step.model_runner import ModelRunner
 
 CHUNKS = (1, 16, 32, 48, 80, 144, 272, 528, 1040, 2064)  # from 48 on between the tiles of kernels (32 or 64 rows)
 CHUNK_CONTEXTS = (0, 512, 2048, 6144)
@@ -94,7 +94,7 @@ def measure(
 
 def measure_point(runner: "ModelRunner", point: DesignPoint, clock: Clock) -> list[int]:
     """Durations of the point's step, in nanoseconds: one with a chunk, DECODE_STEPS without."""
-    from diptych.runtime.warm_up import add_requests
+    from diptych.runtime.step.warm_up import add_requests
 
     size = runner.block_size
     per_seq = (point.context + DECODE_STEPS + 1) // size + 1

@@ -15,7 +15,7 @@ from diptych.cli.options import Text
 from diptych.cli.output import print_tables
 from diptych.control.errors import ConfigError
 from diptych.report.text import Table
-from diptych.runtime.model_place import cached_models, find_model, hub_cache, models_in
+from diptych.runtime.models.model_place import cached_models, find_model, hub_cache, models_in
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import typer
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS
 from diptych.diagnosis.objectives_presets import parse_objectives
-from diptych.runtime.model_place import find_model, name_of
+from diptych.runtime.models.model_place import find_model, name_of
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 LOCAL_URL = "http://127.0.0.1:8000"  # where diptych serve listens unless it is told otherwise

@@ -19,12 +19,12 @@ from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event
 from diptych.control.request import FinishReason, Request, RequestOptions, SamplingParams
 from diptych.control.step import SchedulerOutput, StepResult, StepTokens
-from diptych.runtime.answer_constraint import constraint_of
-from diptych.runtime.model_runner import ModelRunner
+from diptych.runtime.sampling.answer_constraint import constraint_of
+from diptych.runtime.step.model_runner import ModelRunner
 from diptych.runtime.tiers.tier_driver import TierDriver
 
 if TYPE_CHECKING:
-    from diptych.runtime.grammar import Grammars
+    from diptych.runtime.sampling.grammar import Grammars
 
 Clock = Callable[[], int]  # nanoseconds
 LOOK_S = 0.01  # between looks at the deadline of a load

@@ -20,7 +20,7 @@ from diptych.control.config import ShapeName, shape_preset
 from diptych.control.errors import BrokenInvariantError, ConfigError, CoreFailedError, WorkerError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
 from diptych.control.request import FinishReason, Pooling, SamplingParams
-from diptych.runtime.model_place import find_model
+from diptych.runtime.models.model_place import find_model
 from diptych.runtime.required_packages import require_packages
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.tokenizer import Tokenizer
@@ -98,8 +98,8 @@ class LLM:
             )
         self.options = options
         self.tokenizer = Tokenizer(Path(options.model))
+        from diptych.runtime.device.threads import BorrowedThreads
         from diptych.runtime.local_engine import LocalEngine
-        from diptych.runtime.threads import BorrowedThreads
 
         self._threads = BorrowedThreads()
         cores = parse_cores(options.device.cores) if options.device.cores else None

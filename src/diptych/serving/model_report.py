@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from diptych.control.errors import ConfigError, DiptychError
-from diptych.runtime.checkpoint import Checkpoint, open_checkpoint
 from diptych.runtime.gguf.gguf_file import GgufFile, is_gguf
-from diptych.runtime.model_config import ConfigFields, ModelConfig
-from diptych.runtime.model_place import name_of
+from diptych.runtime.models.config_fields import ConfigFields
+from diptych.runtime.models.model_config import ModelConfig
+from diptych.runtime.models.model_place import name_of
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.required_packages import require_packages
-from diptych.runtime.safetensors_directory import SafetensorsDirectory
-from diptych.runtime.stored_tensor import StoredTensor
-from diptych.runtime.weight_bytes import loaded_weight_bytes
+from diptych.runtime.weights.checkpoint import Checkpoint, open_checkpoint
+from diptych.runtime.weights.safetensors_directory import SafetensorsDirectory
+from diptych.runtime.weights.stored_tensor import StoredTensor
+from diptych.runtime.weights.weight_bytes import loaded_weight_bytes
 from diptych.serving.answers.grammar.grammar_checker import is_installed
 from diptych.serving.answers.response.response_template import FieldKind
 from diptych.serving.answers.tokenizer import Tokenizer

@@ -9,11 +9,11 @@ from pathlib import Path
 from diptych.cgroups import ROOT, memory_limit_bytes
 from diptych.control.errors import ConfigError
 from diptych.processor import Processor, read_processor
-from diptych.runtime.checkpoint import open_checkpoint
-from diptych.runtime.kv_geometry import read_kv_geometry
+from diptych.runtime.device.thread_limits import allowed_threads
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.required_packages import require_packages
-from diptych.runtime.thread_limits import allowed_threads
+from diptych.runtime.weights.checkpoint import open_checkpoint
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 
 GPU = Path("/dev/nvidiactl")  # where there is one, memory may be that of a GPU

@@ -7,10 +7,10 @@ from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.attention.cuda_attention import CudaAttention, paged_attention
 from diptych.runtime.attention.native_attention import NativeCpuAttention
 from diptych.runtime.attention.torch_attention import TorchCpuAttention
-from diptych.runtime.instruction_set import TORCH
-from diptych.runtime.kv_geometry import KVGeometry
-from diptych.runtime.model_config import AttentionConfig
-from diptych.runtime.native import load_native
+from diptych.runtime.kernels.instruction_set import TORCH
+from diptych.runtime.kernels.native import load_native
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
+from diptych.runtime.models.model_config import AttentionConfig
 
 
 def make_attention(

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
-from diptych.runtime.input_batch import InputBatch
-from diptych.runtime.kv_geometry import KVGeometry
-from diptych.runtime.model_config import LayerAttention
+from diptych.runtime.attention.input_batch import InputBatch
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
+from diptych.runtime.models.model_config import LayerAttention
 
 
 class AttentionBackend(Protocol):

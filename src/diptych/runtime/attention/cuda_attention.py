@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from diptych.control.errors import ConfigError
+from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.attention.layout import read_cuda
 from diptych.runtime.attention.torch_attention import GatherPlan, attend_gathered, plan_gather
-from diptych.runtime.input_batch import InputBatch
-from diptych.runtime.kv_geometry import KVGeometry
-from diptych.runtime.model_config import LayerAttention
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
+from diptych.runtime.models.model_config import LayerAttention
 
 
 def paged_attention() -> Callable[..., Any] | None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from diptych.runtime.memory import large_empty
+from diptych.runtime.device.memory import large_empty
 
 GROUP = 16  # tokens of K that lie side by side
 

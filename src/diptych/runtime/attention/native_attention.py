@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.attention.layout import allocate_cpu, lay_out_cpu
-from diptych.runtime.input_batch import InputBatch
-from diptych.runtime.kv_geometry import KVGeometry
-from diptych.runtime.model_config import LayerAttention
-from diptych.runtime.native import NativeKernels
+from diptych.runtime.kernels.native import NativeKernels
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
+from diptych.runtime.models.model_config import LayerAttention
 
 MAX_DIM = 256
 

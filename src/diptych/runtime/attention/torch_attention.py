@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.attention.layout import allocate_cpu, lay_out_cpu, read_cpu
-from diptych.runtime.input_batch import InputBatch
-from diptych.runtime.kv_geometry import KVGeometry
-from diptych.runtime.model_config import LayerAttention
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
+from diptych.runtime.models.model_config import LayerAttention
 
 
 @dataclass(frozen=True, slots=True)

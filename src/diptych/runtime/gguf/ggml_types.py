@@ -7,7 +7,7 @@ too, so that they can be refused by name. gguf_decoding.py says how the bytes ar
 
 from dataclasses import dataclass
 
-from diptych.runtime.weight_format import WeightFormat
+from diptych.runtime.weights.weight_format import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)

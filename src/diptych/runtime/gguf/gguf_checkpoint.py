@@ -6,8 +6,8 @@ from pathlib import Path
 from diptych.control.errors import UnsupportedModelError
 from diptych.runtime.gguf.gguf_config import FREQUENCY_FACTORS
 from diptych.runtime.gguf.gguf_file import GgufFile
-from diptych.runtime.model_config import AttentionConfig
-from diptych.runtime.stored_tensor import StoredTensor
+from diptych.runtime.models.model_config import AttentionConfig
+from diptych.runtime.weights.stored_tensor import StoredTensor
 
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {

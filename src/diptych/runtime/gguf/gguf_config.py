@@ -12,7 +12,7 @@ from typing import Any
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.gguf.gguf_file import GgufFile
 from diptych.runtime.gguf.gguf_vocabulary import read_vocabulary
-from diptych.runtime.model_config import ConfigFields
+from diptych.runtime.models.config_fields import ConfigFields
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 EMBEDDING = "token_embd.weight"

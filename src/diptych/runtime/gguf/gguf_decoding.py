@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from diptych.runtime.gguf.ggml_types import GgmlType
-from diptych.runtime.quantized_weight import QuantizedWeight, quantize, stack
+from diptych.runtime.weights.quantized_weight import QuantizedWeight, quantize, stack
 
 VALUES_AT_ONCE = 1 << 18  # decoded together: their temporary fp32, 1 MiB, stays in the processor's cache
 GROUP = 32

@@ -17,7 +17,7 @@ from typing import Any
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.gguf.ggml_types import GGML_TYPES, READABLE, GgmlType
 from diptych.runtime.gguf.gguf_metadata import GgufMetadata, Value
-from diptych.runtime.mapped_file import MappedFile
+from diptych.runtime.weights.mapped_file import MappedFile
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -4,7 +4,7 @@ import torch
 
 from diptych.runtime.gguf.gguf_checkpoint import GgufCheckpoint
 from diptych.runtime.gguf.gguf_decoding import read_float, read_quantized
-from diptych.runtime.quantized_weight import QuantizedWeight
+from diptych.runtime.weights.quantized_weight import QuantizedWeight
 
 
 class GgufReader:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from diptych.runtime.attention.attention_backend import AttentionBackend
-from diptych.runtime.input_batch import InputBatch
-from diptych.runtime.kv_tensors import LayerCache
-from diptych.runtime.model_config import LayerAttention
+from diptych.runtime.attention.input_batch import InputBatch
+from diptych.runtime.kv_cache.kv_tensors import LayerCache
+from diptych.runtime.models.model_config import LayerAttention
 
 
 class ForwardPass:

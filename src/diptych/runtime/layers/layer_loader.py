@@ -10,12 +10,12 @@ import torch
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.layers.native_step import NativeStep, PreNormLayer, native_step
 from diptych.runtime.layers.parts import Attention, Embedding, QuantizedEmbedding, RmsNorm, RopeAndCache
-from diptych.runtime.loader import Weights
-from diptych.runtime.model_config import AttentionConfig, LayerAttention, RopeConfig
+from diptych.runtime.layers.rope import RotaryTables
+from diptych.runtime.models.model_config import AttentionConfig, LayerAttention, RopeConfig
 from diptych.runtime.ops.ops import Linear, Ops
-from diptych.runtime.quantized_weight import QuantizedSource, quantize
-from diptych.runtime.rope import RotaryTables
-from diptych.runtime.weight_format import NO_QUANTIZATION, Quantization, WeightFormat
+from diptych.runtime.weights.loader import Weights
+from diptych.runtime.weights.quantized_weight import QuantizedSource, quantize
+from diptych.runtime.weights.weight_format import NO_QUANTIZATION, Quantization, WeightFormat
 
 HEAD = "lm_head"
 

@@ -13,10 +13,10 @@ import torch
 
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.attention.native_attention import NativeCpuAttention
-from diptych.runtime.kv_tensors import LayerCache
+from diptych.runtime.kernels.native import NativeWeight
+from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.parts import Attention, RmsNorm, RopeAndCache
-from diptych.runtime.native import NativeWeight
 from diptych.runtime.ops.native_linear import NativeLinear
 from diptych.runtime.ops.ops import Linear
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.runtime.input_batch import InputBatch
-from diptych.runtime.kv_tensors import LayerCache
+from diptych.runtime.attention.input_batch import InputBatch
+from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
-from diptych.runtime.model_config import LayerAttention
+from diptych.runtime.models.model_config import LayerAttention
 from diptych.runtime.ops.ops import Ops, QuantizedLinear
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diptych.runtime.model_config import ConfigFields
+from diptych.runtime.models.config_fields import ConfigFields
 
 Neutral = Mapping[str, tuple[Any, ...]]
 

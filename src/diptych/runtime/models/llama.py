@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diptych.runtime.model_config import (
+from diptych.runtime.models.config_fields import ConfigFields
+from diptych.runtime.models.model_config import (
     AttentionConfig,
-    ConfigFields,
     LayerAttention,
     ModelConfig,
     RopeConfig,

@@ -1,6 +1,6 @@
 """Mistral: Llama without biases, with a sliding window in every layer."""
 
-from diptych.runtime.model_config import ConfigFields
+from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.llama import Llama, LlamaConfig, read_llama_config
 
 DEFAULT_WINDOW = 4096  # what a config means that does not say

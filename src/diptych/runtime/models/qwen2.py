@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: Llama with a bias on q, k and v; some layers may have a sliding window."""
 
-from diptych.runtime.model_config import ConfigFields
+from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.llama import Llama, LlamaConfig, read_llama_config
 
 DEFAULT_WINDOW = 4096  # what a config means that does not say

@@ -1,6 +1,6 @@
 """Qwen3 (dense): Llama with an RMS norm on each query and key head; some layers may have a sliding window."""
 
-from diptych.runtime.model_config import ConfigFields
+from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.llama import Llama, LlamaConfig, read_llama_config
 from diptych.runtime.models.qwen2 import DEFAULT_KV_HEADS, read_qwen_windows
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from diptych.runtime.gguf.gguf_config import read_gguf_fields
 from diptych.runtime.gguf.gguf_file import is_gguf
-from diptych.runtime.model_config import ConfigFields, ModelConfig
+from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.field_table import check_fields
 from diptych.runtime.models.llama import Llama
 from diptych.runtime.models.mistral import Mistral
+from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.models.qwen2 import Qwen2
 from diptych.runtime.models.qwen3 import Qwen3
 

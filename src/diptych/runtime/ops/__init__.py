@@ -2,8 +2,8 @@
 
 import torch
 
-from diptych.runtime.instruction_set import TORCH
-from diptych.runtime.native import load_native
+from diptych.runtime.kernels.instruction_set import TORCH
+from diptych.runtime.kernels.native import load_native
 from diptych.runtime.ops.native_ops import NativeOps
 from diptych.runtime.ops.ops import Ops
 from diptych.runtime.ops.torch_ops import TorchOps

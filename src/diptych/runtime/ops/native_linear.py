@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
-from diptych.runtime.native import NativeKernels, NativeWeight
-from diptych.runtime.quantized_weight import QuantizedSource
-from diptych.runtime.weight_format import MIN_GROUP, WeightFormat
-from diptych.runtime.weight_memory import WeightMemory
+from diptych.runtime.kernels.native import NativeKernels, NativeWeight
+from diptych.runtime.weights.quantized_weight import QuantizedSource
+from diptych.runtime.weights.weight_format import MIN_GROUP, WeightFormat
+from diptych.runtime.weights.weight_memory import WeightMemory
 
 PANEL = 32  # columns that are packed together
 PREFETCHED_BYTES = 8192  # room behind the last panel: the kernels ask for what they will not read

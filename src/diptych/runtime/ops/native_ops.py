@@ -6,12 +6,12 @@ work, so a layer is few calls.
 
 import torch
 
-from diptych.runtime.native import NativeKernels
+from diptych.runtime.kernels.native import NativeKernels
 from diptych.runtime.ops.native_linear import has_kernel, pack_native, pack_native_quantized
 from diptych.runtime.ops.ops import Linear, QuantizedLinear
 from diptych.runtime.ops.torch_ops import TorchOps
-from diptych.runtime.quantized_weight import QuantizedSource
-from diptych.runtime.weight_memory import CPU_MEMORY, WeightMemory
+from diptych.runtime.weights.quantized_weight import QuantizedSource
+from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
 
 
 class NativeOps:

@@ -4,8 +4,8 @@ from typing import Protocol
 
 import torch
 
-from diptych.runtime.quantized_weight import QuantizedSource
-from diptych.runtime.weight_memory import CPU_MEMORY, WeightMemory
+from diptych.runtime.weights.quantized_weight import QuantizedSource
+from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
 
 
 class Linear(Protocol):

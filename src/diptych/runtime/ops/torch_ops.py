@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from diptych.runtime.attention.layout import write_cpu, write_cuda
 from diptych.runtime.ops.ops import Linear, QuantizedLinear
 from diptych.runtime.ops.torch_quantized_linear import DequantizedLinear, TorchQuantizedLinear, multiplies_numbers
-from diptych.runtime.quantized_weight import QuantizedSource
-from diptych.runtime.weight_memory import CPU_MEMORY, WeightMemory
+from diptych.runtime.weights.quantized_weight import QuantizedSource
+from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
 
 MAX_BLOCK_ROWS = 256
 

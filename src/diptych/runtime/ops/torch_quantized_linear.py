@@ -8,9 +8,9 @@ point when they are loaded: right, and as large and as fast as if they had never
 import torch
 import torch.nn.functional as F
 
-from diptych.runtime.quantized_weight import QuantizedSource, QuantizedWeight
-from diptych.runtime.weight_format import WeightFormat
-from diptych.runtime.weight_memory import WeightMemory
+from diptych.runtime.weights.quantized_weight import QuantizedSource, QuantizedWeight
+from diptych.runtime.weights.weight_format import WeightFormat
+from diptych.runtime.weights.weight_memory import WeightMemory
 
 LARGEST = 127
 SMALLEST_LIMIT = 1e-30  # spans below it count as zeros

@@ -20,7 +20,7 @@ from pathlib import Path
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.dtypes import DTYPES_BY_CODE
 from diptych.runtime.quantization.quantization_config import QuantizationConfig
-from diptych.runtime.safetensors_file import SafetensorsFile
+from diptych.runtime.weights.safetensors_file import SafetensorsFile
 
 VALUES = {  # the suffix of the tensor that holds the values
     "gptq": "qweight",

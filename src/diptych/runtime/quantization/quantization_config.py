@@ -5,15 +5,10 @@ dtypes than those of a module in floating point, so that ``ignore``, ``targets``
 ``modules_in_block_to_quantize`` say nothing that the tensors do not. Imports no torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from diptych.runtime.weight_format import BITS, MIN_GROUP, WeightFormat
-
-if TYPE_CHECKING:
-    from diptych.runtime.model_config import ConfigFields
+from diptych.runtime.models.config_fields import ConfigFields
+from diptych.runtime.weights.weight_format import BITS, MIN_GROUP, WeightFormat
 
 METHODS = ("compressed-tensors", "gptq", "awq")
 INT_QUANTIZED = ("int-quantized", "naive-quantized")  # two names of one layout

@@ -10,7 +10,7 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.quantization.packed_weight import PackedWeight
-from diptych.runtime.quantized_weight import QuantizedWeight
+from diptych.runtime.weights.quantized_weight import QuantizedWeight
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of AWQ the values of eight adjacent rows lie
 

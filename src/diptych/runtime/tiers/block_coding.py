@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diptych.runtime.kv_tensors import LayerCache
+from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.tiers.extent_format import Buffer, DiskCodecName
 from diptych.runtime.transfer.codec.kv_codec import KVCodec
 from diptych.runtime.transfer.codec.wire_format import WireEncoding

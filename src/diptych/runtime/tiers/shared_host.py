@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.memory import map_file
+from diptych.runtime.device.memory import map_file
 from diptych.runtime.tiers.extent_format import Buffer
 
 MAGIC = b"DPTYHOST"

@@ -26,7 +26,7 @@ from diptych.control.engine.kvcache.tier_records import (
     TierAction,
 )
 from diptych.limited_log import LimitedLog
-from diptych.runtime.thread_priority import give_way
+from diptych.runtime.device.thread_priority import give_way
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import Buffer
 from diptych.runtime.tiers.tier_events import TierEvents

@@ -13,7 +13,7 @@ from diptych.runtime.transfer.connector_kind import ConnectorKind
 from diptych.runtime.transfer.kv_format import KVFormat
 
 if TYPE_CHECKING:  # this file is read where torch must not be loaded
-    from diptych.runtime.kv_tensors import LayerCache
+    from diptych.runtime.kv_cache.kv_tensors import LayerCache
 
 _PACKAGE = "diptych.runtime.transfer.connectors"
 

@@ -19,8 +19,8 @@ import uvloop
 
 from diptych.control.errors import DiptychError
 from diptych.limited_log import LimitedErrors
-from diptych.runtime.garbage import leave_alone_what_is_loaded
-from diptych.runtime.thread_limits import switch_often
+from diptych.runtime.device.garbage import leave_alone_what_is_loaded
+from diptych.runtime.device.thread_limits import switch_often
 from diptych.serving import edge_limits
 from diptych.serving.api.listener import Listener, bind
 from diptych.serving.api.manners import Manners

@@ -17,7 +17,8 @@ from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, LinkCosts, Role, WorkerInfo
 from diptych.processor import Processor, read_processor
-from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S
 from diptych.serving.fleet.fleet_options import CoreShare, FleetOptions, check_codec, divide_cores

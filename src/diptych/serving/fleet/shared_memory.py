@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.cgroups import ROOT, available_memory_bytes
-from diptych.runtime.kv_geometry import KVGeometry
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.models.registry import read_model_config
-from diptych.runtime.weight_bytes import loaded_weight_bytes, memory_beside_weights
+from diptych.runtime.weights.weight_bytes import loaded_weight_bytes, memory_beside_weights
 from diptych.serving.link.engine_options import EngineOptions
 
 DEFAULT_KV_BYTES, DEFAULT_FULL_SEQUENCES = 2 * 2**30, 32

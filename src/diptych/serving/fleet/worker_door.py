@@ -17,8 +17,8 @@ import msgspec
 import diptych
 from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError, DiptychError
-from diptych.runtime.checkpoint import fingerprint
 from diptych.runtime.models.registry import read_model_config
+from diptych.runtime.weights.checkpoint import fingerprint
 from diptych.serving import edge_limits
 from diptych.serving.failures.watched_tasks import WatchedTasks
 from diptych.serving.fleet.handshake_port import HandshakePort

@@ -12,7 +12,7 @@ import msgspec
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, Role
-from diptych.runtime.kv_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.serving.link.engine_options import DTypeName, EngineOptions, QuantizeName, parse_cores
 
 

@@ -18,8 +18,8 @@ import msgspec
 import diptych
 from diptych.control.errors import ConfigError, CoreFailedError, WorkerError
 from diptych.control.router.topology import Role
-from diptych.runtime.checkpoint import fingerprint
 from diptych.runtime.models.registry import read_model_config
+from diptych.runtime.weights.checkpoint import fingerprint
 from diptych.serving import edge_limits
 from diptych.serving.failures.failure_recording import error_words
 from diptych.serving.failures.watched_tasks import start_watched

@@ -18,9 +18,11 @@ from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S, CodecName
 
 DTypeName = Literal["auto", "bfloat16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-InstructionSetName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"]  # runtime/instruction_set.py
-QuantizeName = Literal["none", "int8", "int4"]  # runtime/quantized_weight.py
-SpeculationName = Literal["auto", "on", "off"]  # runtime/model_runner.py
+InstructionSetName = Literal[
+    "auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"
+]  # runtime/kernels/instruction_set.py
+QuantizeName = Literal["none", "int8", "int4"]  # runtime/weights/quantized_weight.py
+SpeculationName = Literal["auto", "on", "off"]  # runtime/step/model_runner.py
 RoleName = Literal["prefill", "decode", "both"]
 ExplainMisses = Literal["off", "on", "text"]
 

@@ -13,7 +13,7 @@ from diptych.control.commands import Drop, Prefill, Reserve, Serve, WorkerComman
 from diptych.serving.link.messages import AttemptTokens, Order
 
 if TYPE_CHECKING:
-    from diptych.runtime.grammar import Grammars
+    from diptych.runtime.sampling.grammar import Grammars
 
 Held = tuple[Order, WorkerCommand]
 

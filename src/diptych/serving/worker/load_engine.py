@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
-from diptych.runtime.checkpoint import fingerprint
-from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
-from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
-from diptych.runtime.model_config import ModelConfig
+from diptych.runtime.device.compute_device import ComputeDevice, UndividedDevice
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
+from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.required_packages import require_packages
 from diptych.runtime.tiers.tier_driver import TierDriver
 from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import KVConnector, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
+from diptych.runtime.weights.checkpoint import fingerprint
 from diptych.serving.answers.grammar.grammar_checker import is_installed
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.failures.recent_rows import RecentRows
@@ -37,8 +38,8 @@ from diptych.serving.worker.load_tiers import num_host_blocks, open_tiers, tier_
 from diptych.serving.worker.request_intake import Runner
 
 if TYPE_CHECKING:
-    from diptych.runtime.grammar import Grammars
-    from diptych.runtime.model_runner import ModelRunner, RunnerConfig
+    from diptych.runtime.sampling.grammar import Grammars
+    from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +72,11 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
     inside of a program that does other things, too. Raises ConfigError for options that cannot be met."""
     require_packages()
     report("importing torch")
+    from diptych.runtime.device.multiprocessors import multiprocessors_of
+    from diptych.runtime.device.threads import ThreadPool, configure_threads
     from diptych.runtime.local_engine import engine_config
-    from diptych.runtime.model_runner import load_runner
-    from diptych.runtime.multiprocessors import multiprocessors_of
-    from diptych.runtime.threads import ThreadPool, configure_threads
-    from diptych.runtime.warm_up import warm_up
+    from diptych.runtime.step.model_runner import load_runner
+    from diptych.runtime.step.warm_up import warm_up
 
     device = _choose_device(options)
     cores = parse_cores(options.device.cores) if options.device.cores else None
@@ -136,7 +137,7 @@ def _load_grammars(options: EngineOptions, model: ModelConfig) -> "Grammars | No
     """None without the package that computes masks, or without a tokenizer."""
     if not is_installed():
         return None
-    from diptych.runtime.grammar import Grammars
+    from diptych.runtime.sampling.grammar import Grammars
 
     tokenizer = Tokenizer(Path(options.model))
     if not tokenizer.has_text:
@@ -161,8 +162,8 @@ def _choose_device(options: EngineOptions) -> str:
 
 def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) -> "RunnerConfig":
     """Blocks: this worker's share of a pool, or as many as fit into what the options say, or a default."""
-    from diptych.runtime.model_runner import RunnerConfig
-    from diptych.runtime.shared_pool import SharedPool
+    from diptych.runtime.kv_cache.shared_pool import SharedPool
+    from diptych.runtime.step.model_runner import RunnerConfig
 
     memory, place = options.memory, options.place
     pool, share = None, place.pool if place else None

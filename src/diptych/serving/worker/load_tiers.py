@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 from diptych.control.config import TierConfig
 from diptych.control.errors import ConfigError
 from diptych.private_files import make_private_folder, warn_of_visitors
-from diptych.runtime.checkpoint import open_checkpoint
-from diptych.runtime.kv_geometry import KVGeometry
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import MAX_BLOCKS
 from diptych.runtime.tiers.tier_driver import TierDriver
 from diptych.runtime.tiers.tier_events import TierEvents
 from diptych.runtime.tiers.tier_mover import TierMover
 from diptych.runtime.tiers.weights_digest import weights_digest
+from diptych.runtime.weights.checkpoint import open_checkpoint
 from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
 
 if TYPE_CHECKING:
-    from diptych.runtime.kv_tensors import KVTensors
-    from diptych.runtime.model_runner import ModelRunner
+    from diptych.runtime.kv_cache.kv_tensors import KVTensors
+    from diptych.runtime.step.model_runner import ModelRunner
     from diptych.runtime.transfer.kv_format import KVFormat
 
 logger = logging.getLogger(__name__)

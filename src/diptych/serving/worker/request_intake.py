@@ -15,11 +15,11 @@ from diptych.control.errors import ConstraintError, ErrorRecord, RequestError
 from diptych.control.events import Event, HandoffExpired, HandoffReleased, RequestFinished
 from diptych.control.request import FinishReason, Request, SamplingParams
 from diptych.control.step import Executor
-from diptych.runtime.answer_constraint import constraint_of
+from diptych.runtime.sampling.answer_constraint import constraint_of
 from diptych.serving.link.messages import AttemptTokens, unpack_token_ids
 
 if TYPE_CHECKING:
-    from diptych.runtime.grammar import Grammars
+    from diptych.runtime.sampling.grammar import Grammars
 
 _ENDS = (RequestFinished, HandoffReleased, HandoffExpired)
 

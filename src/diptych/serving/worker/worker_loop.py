@@ -32,9 +32,9 @@ from diptych.control.events import StepBegun
 from diptych.control.request import DEFAULT_OPTIONS
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult, StepTokens
-from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
-from diptych.runtime.garbage import leave_alone_what_is_loaded
-from diptych.runtime.thread_limits import switch_often
+from diptych.runtime.device.compute_device import ComputeDevice, UndividedDevice
+from diptych.runtime.device.garbage import leave_alone_what_is_loaded
+from diptych.runtime.device.thread_limits import switch_often
 from diptych.runtime.tiers.tier_driver import TierDriver
 from diptych.runtime.transfer.connector import KVConnector
 from diptych.serving.failures.failure_recording import error_words, folder_of
@@ -65,7 +65,7 @@ from diptych.serving.worker.withheld_tokens import WithheldTokens
 from diptych.stop_signals import leave_terminal_to_parent
 
 if TYPE_CHECKING:
-    from diptych.runtime.grammar import Grammars
+    from diptych.runtime.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ have been guessed does not depend on how many tokens a step computes.
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-MAX_GUESS = 16  # as runtime/offered_tokens.py
+MAX_GUESS = 16  # as runtime/step/offered_tokens.py
 LEAST_CHANCE = 0.02
 MASK = (1 << 64) - 1
 

@@ -37,8 +37,8 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu, read_cuda, write_cpu, write_cuda
-from diptych.runtime.kv_tensors import LayerCache
-from diptych.runtime.native import load_native
+from diptych.runtime.kernels.native import load_native
+from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.transfer.codec.torch_codec import decode_rows, encode_rows
 from diptych.runtime.transfer.codec.wire_format import TILE_TOKENS, WireEncoding, check_tiles, tile_bytes, wire_bytes
 from diptych.runtime.transfer.kv_format import KVFormat

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.kv_tensors import LayerCache
+from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.transfer.connector import TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.body_format import BodyFormat, Part

@@ -8,7 +8,7 @@ sender's stores come before its system call, the receiver's loads after its own,
 from collections.abc import Iterator, Sequence
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.kv_tensors import LayerCache
+from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.transfer.connector import TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.body_format import BodyFormat, Part

@@ -5,7 +5,7 @@ Where the two caches differ, or a codec is asked for, the bytes are those of cod
 
 from collections.abc import Iterator, Sequence
 
-from diptych.runtime.kv_tensors import LayerCache
+from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.transfer.codec.kv_codec import KVCodec, measure_rates
 from diptych.runtime.transfer.codec.wire_format import TILE_TOKENS, WireEncoding, choose_codec, wire_encoding
 from diptych.runtime.transfer.connector import CodecName, TransferOptions

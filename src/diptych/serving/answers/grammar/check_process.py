@@ -24,7 +24,7 @@ import llguidance
 import msgspec
 
 from diptych.control.errors import InvalidRequestError
-from diptych.runtime.grammar import MASK_LIMITS
+from diptych.runtime.sampling.grammar import MASK_LIMITS
 from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.check_messages import CheckReply, CheckRequest, CheckSettings
 from diptych.serving.answers.grammar.grammar_text import SCHEMA, with_schemas

@@ -1,0 +1,20 @@
+"""The geometry of a checkpoint's KV cache, from its config.json and the headers of its weight files.
+
+The front end sizes a pool with it before any worker runs. Never imports torch.
+"""
+
+from pathlib import Path
+
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
+from diptych.runtime.models.registry import read_model_config
+from diptych.runtime.weights.checkpoint import open_checkpoint, resolve_dtype_name
+
+
+def read_kv_geometry(model: str | Path, dtype: str, block_size: int) -> KVGeometry:
+    """The geometry of a checkpoint directory's KV cache; dtype: auto | bfloat16 | float32.
+
+    Raises ConfigError or UnsupportedModelError for what a worker would refuse, too.
+    """
+    config = read_model_config(model)
+    name, _ = resolve_dtype_name(dtype, config, open_checkpoint(config))
+    return KVGeometry.of(config.attention, block_size, name)

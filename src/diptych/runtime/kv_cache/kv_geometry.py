@@ -1,0 +1,66 @@
+"""How many bytes a KV cache takes, and where each block lies in a pool that several workers share.
+
+Arithmetic over the shape of a model's attention. Knows no checkpoint and no family of models (checkpoint_geometry.py
+does), never imports torch, never allocates.
+"""
+
+from dataclasses import dataclass
+
+from diptych.byte_size import size_words
+from diptych.control.errors import ConfigError
+from diptych.runtime.dtypes import DTYPES
+from diptych.runtime.models.model_config import AttentionConfig
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """The KV cache of one model in blocks of ``block_size`` tokens; dtype: a name in dtypes.DTYPES.
+
+    A pool is one file: for each layer the region of K, then that of V. A region holds the pool's blocks in order, each
+    in the attention backend's layout, and begins at a whole huge page.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+
+    @classmethod
+    def of(cls, attention: AttentionConfig, block_size: int, dtype: str) -> "KVGeometry":
+        """The cache that these layers need."""
+        return cls(len(attention.layers), attention.num_kv_heads, attention.head_dim, block_size, dtype)
+
+    @property
+    def tensor_block_bytes(self) -> int:
+        """Bytes of one block in one tensor: K or V of one layer."""
+        return self.block_size * self.num_kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, K and V."""
+        return 2 * self.num_layers * self.tensor_block_bytes
+
+    def blocks_within(self, kv_bytes: int) -> int:
+        """How many blocks fit in ``kv_bytes``. Raises ConfigError when not even one does."""
+        if kv_bytes < self.block_bytes:
+            raise ConfigError(
+                f"kv_cache_bytes is {size_words(kv_bytes)}; one block of this model takes "
+                f"{size_words(self.block_bytes)}",
+                param="kv_cache_bytes",
+            )
+        return kv_bytes // self.block_bytes
+
+    def region_bytes(self, total_blocks: int) -> int:
+        """Bytes of one region of a pool, up to where the next one begins."""
+        return -(-total_blocks * self.tensor_block_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+    def region_offset(self, layer: int, tensor: int, total_blocks: int) -> int:
+        """Where the region of a layer's K (tensor 0) or V (tensor 1) begins in the pool's file."""
+        return (2 * layer + tensor) * self.region_bytes(total_blocks)
+
+    def pool_bytes(self, total_blocks: int) -> int:
+        """Size of a pool's file. Only the pages that are used cost memory."""
+        return 2 * self.num_layers * self.region_bytes(total_blocks)

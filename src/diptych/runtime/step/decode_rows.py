@@ -1,0 +1,122 @@
+"""The executor's decode batch: one slot per member in arrays that a step treats as wholes.
+
+Members fill the slots from 0 without gaps; the last member takes the slot of one that leaves. The slots behind the
+members are scratch room for the prefills of a step. The plan decides which requests are members.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from diptych.runtime.step.request_state import RequestState
+
+
+class DecodeRows:
+    """Per slot: tokens so far, the input of the next step, its position, the block table, and flags for sampling."""
+
+    def __init__(self, capacity: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.request_ids: list[str] = []
+        self.states: list[RequestState] = []
+        self._slot_of: dict[str, int] = {}
+        max_blocks = -(-max_model_len // block_size) + 1
+        # [slots, max_model_len + 2] int32: all tokens, the newest sampled one included
+        self.token_ids = np.zeros((capacity, max_model_len + 2), dtype=np.int32)
+        self.block_tables = np.zeros((capacity, max_blocks), dtype=np.int32)  # [slots, max_blocks]
+        self.inputs = np.zeros(capacity, dtype=np.int64)  # [slots] the token that the next step computes
+        self.positions = np.zeros(capacity, dtype=np.int64)  # [slots] its position: tokens in the KV cache before it
+        self.num_blocks = np.zeros(capacity, dtype=np.int64)  # [slots]
+        self.is_plain = np.zeros(capacity, dtype=np.bool_)  # [slots] greedy and nothing else
+        self.ignores_eos = np.zeros(capacity, dtype=np.bool_)  # [slots]
+        self.has_stop_ids = np.zeros(capacity, dtype=np.bool_)  # [slots] stop token ids besides end-of-sequence
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._slot_of
+
+    def reserve(self, num_slots: int) -> None:
+        """Make room for ``num_slots`` members and scratch slots together."""
+        if num_slots <= len(self.inputs):
+            return
+        capacity = max(num_slots, 2 * len(self.inputs))
+        for name, array in vars(self).items():
+            if isinstance(array, np.ndarray):
+                grown = np.zeros((capacity, *array.shape[1:]), dtype=array.dtype)
+                grown[: len(array)] = array
+                setattr(self, name, grown)
+
+    def join(self, state: RequestState, position: int, block_ids: Sequence[int]) -> None:
+        """A new member whose token at ``position`` (its newest) is the input of the next step."""
+        slot = len(self.states)
+        self.reserve(slot + 1)
+        self._slot_of[state.request_id] = slot
+        self.request_ids.append(state.request_id)
+        self.states.append(state)
+        self.token_ids[slot, : position + 1] = state.token_ids[: position + 1]
+        self.inputs[slot] = state.token_ids[position]
+        self.positions[slot] = position
+        self.set_block_table(slot, block_ids)
+        self.num_blocks[slot] = len(block_ids)
+        self.is_plain[slot] = state.is_plain
+        self.ignores_eos[slot] = state.params.ignore_eos
+        self.has_stop_ids[slot] = state.has_stop_ids
+
+    def leave(self, request_id: str, *, keep_tokens: bool) -> None:
+        """Take a member out; the last member moves into its slot. Ids that are not members are ignored."""
+        slot = self._slot_of.pop(request_id, None)
+        if slot is None:
+            return
+        if keep_tokens:
+            self.states[slot].token_ids = self.tokens_of(slot).copy()
+        last = len(self.states) - 1
+        moved_id, moved = self.request_ids.pop(), self.states.pop()
+        if slot == last:
+            return
+        self.request_ids[slot], self.states[slot] = moved_id, moved
+        self._slot_of[moved_id] = slot
+        length, blocks = self.positions[last] + 1, self.num_blocks[last]
+        self.token_ids[slot, :length] = self.token_ids[last, :length]
+        self.block_tables[slot, :blocks] = self.block_tables[last, :blocks]
+        flags = (self.is_plain, self.ignores_eos, self.has_stop_ids)
+        for array in (self.inputs, self.positions, self.num_blocks, *flags):
+            array[slot] = array[last]
+
+    def set_block_table(self, slot: int, block_ids: Sequence[int]) -> None:
+        """Write a whole block table (of a member, or of a prefill in a scratch slot)."""
+        self.block_tables[slot, : len(block_ids)] = block_ids
+
+    def add_block(self, request_id: str, block_id: int) -> None:
+        """The member's block table grows by one."""
+        slot = self._slot_of[request_id]
+        self.block_tables[slot, self.num_blocks[slot]] = block_id
+        self.num_blocks[slot] += 1
+
+    def tokens_of(self, slot: int, num_ahead: int = 0) -> npt.NDArray[np.int32]:
+        """All tokens of a member up to the input of the next step, and so many behind it (a view, valid until the batch
+        changes)."""
+        return self.token_ids[slot, : self.positions[slot] + 1 + num_ahead]
+
+    def slot_mapping(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where K and V of these positions of these slots go: block id * block_size + offset."""
+        blocks, offsets = np.divmod(positions, self.block_size)
+        return self.block_tables[slots, blocks].astype(np.int64) * self.block_size + offsets
+
+    def write_ahead(self, request_id: str, token_ids: Sequence[int]) -> int:
+        """Put tokens that may come next behind the input of a member. Returns its slot."""
+        slot = self._slot_of[request_id]
+        first = self.positions[slot] + 1
+        self.token_ids[slot, first : first + len(token_ids)] = token_ids
+        return slot
+
+    def accept(self, slot: int, num_tokens: int) -> None:
+        """So many tokens behind the input were right, and are computed. ``advance`` brings the one after them."""
+        self.positions[slot] += num_tokens
+
+    def advance(self, first: int, last: int, token_ids: npt.NDArray[np.int64]) -> None:
+        """Slots [first, last) computed their inputs and sampled ``token_ids``, which are the next inputs."""
+        self.positions[first:last] += 1
+        self.token_ids[np.arange(first, last), self.positions[first:last]] = token_ids
+        self.inputs[first:last] = token_ids

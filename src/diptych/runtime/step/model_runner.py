@@ -1,0 +1,438 @@
+"""ModelRunner: the Executor that computes. It applies a SchedulerOutput, runs the model, and samples.
+
+For drivers (serving/worker, local_engine.py):
+
+    runner = load_runner(RunnerConfig(model=path), progress)    # blocks until the weights are in memory
+    runner.first_block, runner.num_blocks, runner.block_size, runner.num_host_blocks, runner.max_model_len
+                                  for CacheConfig and EngineConfig; block ids begin at first_block
+    runner.model_config.eos_token_ids, .vocab_size, ...
+    runner.add_request(request_id, prompt_token_ids, sampling, salt=..., block_hashes=..., output_token_ids=...)
+                                  before the first plan that names it; raises InvalidRequestError (then do not queue it)
+    runner.forget(request_id)     only for a request that the EngineCore refused; others leave through output.finished
+    result = runner.execute(output)                             # StepResult; result.payload is a StepTokens
+
+A request is known here from ``add_request`` until a plan names it in ``finished``. A stopping token (end-of-sequence,
+stop token id) is part of StepTokens; hiding it from the client is the driver's choice. Stop strings are the driver's.
+
+Owns the tokens, the decode batch and the KV memory. Never decides what runs, never reads a clock, never looks at text.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from diptych.control.constraint import TokenConstraint
+from diptych.control.errors import ConfigError
+from diptych.control.request import FinishReason, SamplingParams
+from diptych.control.step import (
+    Extra,
+    Offer,
+    PromptLogprobs,
+    SchedulerOutput,
+    StepBrokenOff,
+    StepResult,
+    StepTokens,
+    TokenLogprobs,
+)
+from diptych.runtime.attention import make_attention
+from diptych.runtime.attention.attention_backend import AttentionBackend
+from diptych.runtime.attention.input_batch import InputBatch
+from diptych.runtime.kernels.instruction_set import AUTO, TORCH, choose
+from diptych.runtime.kv_cache.kv_tensors import KVTensors
+from diptych.runtime.kv_cache.shared_pool import SharedPool
+from diptych.runtime.layers.forward_pass import ForwardPass
+from diptych.runtime.layers.layer_loader import LayerLoader
+from diptych.runtime.layers.rope import RotaryTables
+from diptych.runtime.models.model_config import ModelConfig
+from diptych.runtime.models.registry import MODELS, LanguageModel, read_model_config
+from diptych.runtime.ops import make_ops
+from diptych.runtime.sampling.sampler import row_as_float32, token_logprobs
+from diptych.runtime.sampling.step_sampling import Sampled, StepSampling
+from diptych.runtime.step.cuda_graphs import GraphedModel
+from diptych.runtime.step.decode_rows import DecodeRows
+from diptych.runtime.step.offered_tokens import OfferedTokens
+from diptych.runtime.step.pooling import add_rows, pool
+from diptych.runtime.step.request_state import RequestState, check_tokens
+from diptych.runtime.step.step_layout import StepLayout, lay_out_decodes, lay_out_step
+from diptych.runtime.weights.checkpoint import open_checkpoint
+from diptych.runtime.weights.loader import Progress, Weights, resolve_dtype
+from diptych.runtime.weights.shared_weights import load_shared, weights_key
+from diptych.runtime.weights.weight_format import QUANTIZATIONS
+from diptych.runtime.weights.weight_memory import PrivateMemory, WeightMemory
+
+SPECULATIONS = ("auto", "on", "off")  # auto: where each row is computed the same whatever is beside it
+SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a whole prompt's would take gigabytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """What to load and how much memory it may use.
+
+    dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks.
+    max_model_len: None for what the checkpoint supports. instruction_set: of the native kernels, see
+    instruction_set.choose. quantize: weights in floating point become whole numbers, see QUANTIZATIONS. shared_pool:
+    the KV cache lies in a pool that other workers map, too; ``num_blocks`` of its blocks are this worker's.
+    shared_weights: the descriptor of a file in memory that holds the weights for all workers, or will when the first of
+    them has loaded. shared_host: of one for the host blocks, which other workers read. These five on the cpu only.
+    speculation: see SPECULATIONS.
+    """
+
+    model: str | Path
+    dtype: str = "auto"
+    device: str = "cpu"
+    block_size: int = 32
+    kv_bytes: int = 1 << 30
+    num_blocks: int | None = None
+    num_host_blocks: int = 0
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    instruction_set: str = AUTO
+    quantize: str = "none"
+    shared_pool: SharedPool | None = None
+    shared_weights: int | None = None
+    shared_host: int | None = None
+    speculation: str = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its weights. weights: their formats, in words. instruction_set: of its kernels on a cpu. note: what
+    the loader wants people to know ("" if nothing)."""
+
+    model: LanguageModel
+    weights: str
+    instruction_set: str
+    note: str = ""
+
+
+class ModelRunner:
+    """One model and its KV memory. offered: what is guessed of tokens that come next (None: nothing)."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        attention: AttentionBackend,
+        kv: KVTensors,
+        max_num_seqs: int,
+        max_model_len: int,
+        offered: OfferedTokens | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.model = model = loaded.model
+        self.model_config = model.config
+        self.attention = attention
+        self.kv = kv
+        self.block_size = attention.geometry.block_size
+        self.first_block = kv.first_block
+        self.num_blocks = kv.num_blocks
+        self.num_host_blocks = kv.num_host_blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.on_layer: Callable[[int], None] | None = None  # see ForwardPass; called on a CPU only
+        self._graphs: GraphedModel | None = None
+        if attention.fits_cuda_graphs and model.fits_cuda_graphs:
+            self._graphs = GraphedModel(model, attention, kv.layers, max_model_len)
+        self._requests: dict[str, RequestState] = {}
+        self._batch = DecodeRows(max_num_seqs, max_model_len, self.block_size)
+        self._ends_sequence = np.zeros(self.model_config.vocab_size, dtype=np.bool_)
+        eos = [token for token in self.model_config.eos_token_ids if token < self.model_config.vocab_size]
+        self._ends_sequence[eos] = True
+        self._sampling = StepSampling(self._batch, self._ends_sequence)
+        self._offered = offered or OfferedTokens(drafts=False)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        salt: str | None = None,
+        block_hashes: Sequence[bytes] | None = None,
+        output_token_ids: Sequence[int] = (),
+        constraint: TokenConstraint | None = None,
+    ) -> None:
+        """Make a request known.
+
+        salt and block_hashes: as for control's Request (the hashes of all full blocks; computed when not given).
+        output_token_ids: tokens that another worker sampled already; for control they are part of the prompt.
+        constraint: what the answer may look like; a new one, which is given the output tokens here.
+        Raises InvalidRequestError for token ids outside of the vocabulary, ConfigError for an id that is in use.
+        """
+        if request_id in self._requests:
+            raise ConfigError(f"request id {request_id!r} is in use", param="request_id")
+        token_ids = [*prompt_token_ids, *output_token_ids]
+        vocab_size = self.model_config.vocab_size
+        check_tokens(token_ids, sampling, vocab_size)
+        if constraint is not None and output_token_ids:
+            constraint.accept(output_token_ids)
+        state = RequestState(request_id, token_ids, len(prompt_token_ids), sampling, constraint)
+        stop_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids.update(self.model_config.eos_token_ids)
+        state.stop_ids = tuple(sorted(token for token in stop_ids if 0 <= token < vocab_size))
+        state.start_hashing(self.block_size, salt, block_hashes)
+        self._requests[request_id] = state
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that will never be in a plan; unknown ids are ignored."""
+        self._requests.pop(request_id, None)
+        self._batch.leave(request_id, keep_tokens=False)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests known here."""
+        return len(self._requests)
+
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """See LanguageModel.forward; the result is valid until the next call. The caller is in torch.inference_mode."""
+        if self._graphs is not None:
+            return self._graphs.forward(batch)
+        on_layer = self.on_layer if self.attention.device.type == "cpu" else None
+        return self.model.forward(ForwardPass(batch, self.kv.layers, self.attention, on_layer))
+
+    def forget_graphs(self) -> None:
+        """Steps were captured for compute units that are not used any more: capture them again."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Run one step: see SchedulerOutput for the order of things. Failures of single requests are reported."""
+        self._apply_membership(output)
+        if not output.is_compute:
+            return StepResult(output.step_id, payload=StepTokens([], []))
+        layout = self._lay_out(output)
+        self._sampling.begin(layout)
+        try:
+            hidden = self.forward(layout.batch)
+        except StepBrokenOff:  # it may be planned again
+            for chunk in output.prefills:
+                if chunk.is_last:
+                    self._batch.leave(chunk.request_id, keep_tokens=False)
+            raise
+        prompt_logprobs = self._score_prompts(layout, hidden)
+        pooled = pool(layout, self._batch, hidden)
+        if len(pooled.places) == layout.last_slot - layout.first_slot:  # nobody gets a token
+            payload = StepTokens([], [], prompt_logprobs=prompt_logprobs, embeddings=pooled.vectors)
+            full_blocks, failed = self._hash_full_blocks(layout), tuple(pooled.failed)
+            return StepResult(output.step_id, full_blocks=full_blocks, failed=failed, payload=payload)
+        sampled = self._sampling.sample(layout, self.model.logits(hidden[: layout.num_samples]))
+        sampled.silence(pooled.places, pooled.failed)
+        extra = self._extra(layout, sampled)
+        full_blocks = self._hash_full_blocks(layout)
+        payload, stopped = self._conclude(layout, sampled, prompt_logprobs)
+        payload.embeddings = pooled.vectors
+        offers = self._offers(layout, sampled, {request_id for request_id, _ in stopped})
+        return StepResult(
+            output.step_id,
+            stopped,
+            full_blocks,
+            tuple(sampled.failed),
+            payload,
+            extra=extra,
+            offers=offers,
+            beyond_grammar=frozenset(sampled.beyond_grammar),
+        )
+
+    def _apply_membership(self, output: SchedulerOutput) -> None:
+        batch = self._batch
+        for request_id in output.finished:
+            batch.leave(request_id, keep_tokens=False)
+            self._requests.pop(request_id, None)
+        for request_id in output.paused:
+            batch.leave(request_id, keep_tokens=True)
+        if output.swap_out:
+            self.kv.copy_to_host(output.swap_out)
+        if output.block_copies:
+            self.kv.copy_within(output.block_copies)
+        if output.swap_in:
+            self.kv.copy_from_host(output.swap_in)
+        for resumed in output.resumed:
+            batch.join(self._requests[resumed.request_id], resumed.num_tokens, resumed.block_ids)
+        for request_id, block_id in output.new_blocks:
+            batch.add_block(request_id, block_id)
+
+    def _lay_out(self, output: SchedulerOutput) -> StepLayout:
+        batch = self._batch
+        assert output.num_decodes in (0, len(batch)), f"{output.num_decodes} decodes planned, {len(batch)} are here"
+        extra = {}
+        for rows in output.extra_rows:
+            offered = self._requests[rows.request_id].offered[: rows.num_tokens]
+            assert len(offered) == rows.num_tokens, f"{rows.num_tokens} extra rows planned, {len(offered)} are offered"
+            extra[batch.write_ahead(rows.request_id, offered)] = rows.num_tokens
+        if not output.prefills:
+            return lay_out_decodes(batch, extra, self.attention.device)
+        states = [self._requests[chunk.request_id] for chunk in output.prefills]
+        return lay_out_step(batch, output.num_decodes, extra, output.prefills, states, self.attention.device)
+
+    def _hash_full_blocks(self, layout: StepLayout) -> tuple[tuple[str, bytes], ...]:
+        """Blocks with output tokens that this step completes; called before the batch advances to its new inputs."""
+        batch, full = self._batch, []
+        computed = batch.positions[layout.first_slot : layout.num_members] + 1
+        may_be_full = {*np.flatnonzero(computed % self.block_size == 0).tolist(), *layout.extra}
+        for slot in sorted(may_be_full):
+            full += batch.states[slot].hash_through(int(computed[slot]), batch.token_ids[slot])
+        for chunk in layout.chunks:
+            state, end = chunk.state, chunk.plan.start + chunk.plan.num_tokens
+            if end // self.block_size > state.num_hashed_blocks:
+                full += state.hash_through(end, state.token_ids)
+        return tuple(full)
+
+    def _conclude(
+        self, layout: StepLayout, sampled: Sampled, prompt_logprobs: PromptLogprobs
+    ) -> tuple[StepTokens, tuple[tuple[str, FinishReason], ...]]:
+        """Advance the batch. Returns the tokens to report and who stopped."""
+        batch, first, last = self._batch, layout.first_slot, layout.last_slot
+        token_ids, is_silent = sampled.token_ids, sampled.is_silent
+        batch.advance(first, last, token_ids)
+        stops = self._ends_sequence[token_ids] & ~batch.ignores_eos[first:last]
+        for place in np.flatnonzero(batch.has_stop_ids[first:last]):
+            stops[place] |= int(token_ids[place]) in batch.states[first + place].stop_ids
+        request_ids = batch.request_ids[first:last]
+        stopped = tuple((request_ids[place], FinishReason.STOP) for place in np.flatnonzero(stops & ~is_silent))
+        if not (is_silent.any() or sampled.before or sampled.logprobs):
+            return StepTokens(request_ids, token_ids.tolist(), prompt_logprobs=prompt_logprobs), stopped
+        tokens = StepTokens([], [], prompt_logprobs=prompt_logprobs)
+        for number in np.flatnonzero(~is_silent).tolist():
+            for index, entry in enumerate(sampled.logprobs.get(number, ()), len(tokens.token_ids)):
+                tokens.logprobs[index] = entry
+            of_slot = [*sampled.before.get(number, ()), int(token_ids[number])]
+            tokens.request_ids += [request_ids[number]] * len(of_slot)
+            tokens.token_ids += of_slot
+        return tokens, stopped
+
+    def _extra(self, layout: StepLayout, sampled: Sampled) -> tuple[Extra, ...]:
+        """What came of the offered tokens that were computed; the batch gets those that were right."""
+        extra = []
+        for slot, num_tokens in layout.extra.items():
+            state, place = self._batch.states[slot], slot - layout.first_slot
+            if sampled.is_silent[place]:
+                continue
+            num_accepted = len(sampled.before.get(place, ()))
+            self._batch.accept(slot, num_accepted)
+            num_forced = min(num_tokens, state.num_forced)
+            extra.append(Extra(state.request_id, num_tokens, num_accepted, num_forced))
+        return tuple(extra)
+
+    def _offers(self, layout: StepLayout, sampled: Sampled, stopped: Collection[str]) -> tuple[Offer, ...]:
+        """What may come after the tokens of this step."""
+        batch, offers, drafts = self._batch, [], self._offered.drafts
+        num_members = layout.num_members  # those behind them may never decode here
+        newest = batch.positions[layout.first_slot : layout.last_slot].tolist()
+        for slot, position in enumerate(newest, start=layout.first_slot):
+            state = batch.states[slot]
+            if state.constraint is None and not (drafts and slot < num_members and position + 1 >= state.next_look):
+                continue
+            if sampled.is_silent[slot - layout.first_slot] or state.request_id in stopped:
+                continue
+            tokens = batch.tokens_of(slot)
+            most = min(state.num_prompt_tokens + state.params.max_tokens, self.max_model_len)
+            try:
+                offer = self._offered.after(state, tokens, most - len(tokens) - 1, len(newest))
+            except ValueError as error:
+                sampled.fail(state.request_id, error)
+                continue
+            if offer is not None:
+                offers.append(offer)
+        return tuple(offers)
+
+    def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor) -> dict[str, tuple[int, list[TokenLogprobs]]]:
+        """Log probabilities of prompt tokens, from the rows behind the sampled ones. Rows of which the mean is wanted
+        are added up."""
+        scores: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+        row = layout.num_samples
+        for chunk in layout.chunks:
+            state, entries = chunk.state, []
+            if state.params.pooling == "mean" and chunk.scores:
+                add_rows(state, hidden[row : row + len(chunk.scores)])
+                row += len(chunk.scores)
+                state.num_scored_tokens = chunk.scores.stop
+                continue
+            num_top = state.params.prompt_logprobs or 0
+            for first in range(chunk.scores.start, chunk.scores.stop, SCORED_ROWS_AT_ONCE):
+                count = min(SCORED_ROWS_AT_ONCE, chunk.scores.stop - first)
+                logits = self.model.logits(hidden[row : row + count])
+                row += count
+                entries += [
+                    token_logprobs(row_as_float32(logits, index), int(state.token_ids[first + index + 1]), num_top)
+                    for index in range(count)
+                ]
+            if entries:
+                scores[state.request_id] = (chunk.scores.start + 1, entries)
+                state.num_scored_tokens = chunk.scores.stop
+        return scores
+
+
+def load_runner(config: RunnerConfig, progress: Progress | None = None) -> ModelRunner:
+    """Read a checkpoint directory and allocate the KV cache. ``progress(bytes done, bytes in total)``.
+
+    Raises ConfigError or UnsupportedModelError when the directory, its config or a tensor is not what it should be.
+    """
+    model_config = read_model_config(config.model)
+    max_model_len = _max_model_len(config.max_model_len, model_config)
+    checkpoint = open_checkpoint(model_config)
+    dtype, note = resolve_dtype(config.dtype, model_config, checkpoint)
+    device = torch.device(config.device)
+    _check_cpu_only(config, device)
+    instruction_set = choose(dtype, config.instruction_set) if device.type == "cpu" else TORCH
+    ops = make_ops(dtype, instruction_set)
+    attention = make_attention(model_config.attention, config.block_size, dtype, device, instruction_set)
+    num_blocks = config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
+    quantization = QUANTIZATIONS[config.quantize]
+    rotary = RotaryTables(model_config.attention.head_dim, max_model_len, device)
+
+    def load(memory: WeightMemory) -> tuple[LanguageModel, str]:
+        weights = Weights(checkpoint, dtype, device, progress, memory)
+        layer_loader = LayerLoader(weights, ops, attention, rotary, quantization)
+        model = MODELS[model_config.architecture](model_config, layer_loader)
+        weights.finish()
+        return model, ", ".join(map(str, layer_loader.formats)) or str(dtype).removeprefix("torch.")
+
+    if config.shared_weights is None:
+        (model, formats), why_private = load(PrivateMemory(device)), ""
+    else:
+        key = weights_key(model_config, checkpoint, dtype, f"{ops.name} {config.quantize}")
+        (model, formats), why_private = load_shared(config.shared_weights, key, load)
+    if progress is not None:
+        progress(checkpoint.num_bytes, checkpoint.num_bytes)
+    kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool, config.shared_host)
+    loaded = LoadedModel(
+        model, formats, instruction_set, "; ".join(filter(None, (note, why_private, *model_config.notes)))
+    )
+    offered = OfferedTokens(drafts=speculates(config.speculation, instruction_set))
+    return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, offered)
+
+
+def speculates(speculation: str, instruction_set: str) -> bool:
+    """Whether tokens are guessed; ``instruction_set``: of the kernels. Raises ConfigError for a word that is none of
+    SPECULATIONS."""
+    if speculation not in SPECULATIONS:
+        raise ConfigError(f"speculation is {speculation!r}; {', '.join(SPECULATIONS)}", param="speculation")
+    return speculation == "on" or (speculation == "auto" and instruction_set != TORCH)
+
+
+def _check_cpu_only(config: RunnerConfig, device: torch.device) -> None:
+    for name, default in (
+        ("instruction_set", AUTO),
+        ("quantize", "none"),
+        ("shared_pool", None),
+        ("shared_weights", None),
+        ("shared_host", None),
+    ):
+        if device.type != "cpu" and (value := getattr(config, name)) != default:
+            raise ConfigError(f"{name} is {value!r} and device is {device}; supported: cpu", param=name)
+
+
+def _max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
+    limit = model_config.max_position_embeddings
+    if wanted is None:
+        return limit
+    if not 2 <= wanted <= limit:
+        raise ConfigError(
+            f"max_model_len is {wanted}; at least 2 and at most {limit}, what {model_config.path} supports",
+            param="max_model_len",
+        )
+    return wanted

@@ -1,0 +1,192 @@
+"""Lays the work of one step out as the flat InputBatch that a forward pass reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from diptych.control.step import ScheduledPrefill
+from diptych.runtime.attention.input_batch import InputBatch
+from diptych.runtime.step.decode_rows import DecodeRows
+from diptych.runtime.step.request_state import RequestState
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """One prefill of the step. ``scores``: positions [first, last) whose rows are wanted besides the sampled one: for
+    the probability of the next token, or for the mean of all."""
+
+    plan: ScheduledPrefill
+    state: RequestState
+    scores: range
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRowsOfStep:
+    """The rows of decode sequences, member by member: of each its input, then the offered tokens that the plan takes.
+
+    slots: of whom each row is. places: 0 for the input, then 1, 2, ... A row is computed like a decode sequence of its
+    own whose cache holds the rows before it: they all write their K and V before any of them attends.
+    """
+
+    slots: Ints
+    places: Ints
+    positions: Ints
+    token_ids: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Sequences are the slots from ``first_slot``; those before ``last_slot`` sample a token, or several.
+
+    The rows of ``batch.sample_rows``: those of the sampling slots in slot order, then the scored rows of each chunk.
+    first_rows: per sampling slot, and then their number. extra: tokens besides the input, by slot, where there are any.
+    """
+
+    batch: InputBatch
+    first_slot: int
+    last_slot: int
+    chunks: tuple[PromptChunk, ...]
+    first_rows: Ints
+    extra: dict[int, int]
+
+    @property
+    def num_members(self) -> int:
+        """Slots before this one decode, or rest; those behind it belong to prompts."""
+        return self.last_slot - sum([chunk.plan.is_last for chunk in self.chunks])
+
+    @property
+    def num_samples(self) -> int:
+        """Rows that a token may be sampled from."""
+        return int(self.first_rows[-1])
+
+
+def scored_positions(state: RequestState, plan: ScheduledPrefill) -> range:
+    """See PromptChunk; those that were done before do not count. The last token of a prompt has no next one."""
+    if state.params.pooling == "mean":
+        last = state.num_prompt_tokens
+    elif state.params.prompt_logprobs is not None:
+        last = state.num_prompt_tokens - 1
+    else:
+        return range(0)
+    first = max(plan.start, state.num_scored_tokens)
+    return range(first, max(first, min(plan.start + plan.num_tokens, last)))
+
+
+def rows_of_decodes(batch: DecodeRows, num_decodes: int, extra: dict[int, int]) -> DecodeRowsOfStep:
+    """extra: offered tokens that members compute besides their inputs, by slot; the batch holds them behind these."""
+    if not extra:
+        slots = np.arange(num_decodes)
+        places = np.zeros(num_decodes, dtype=np.int64)
+        return DecodeRowsOfStep(slots, places, batch.positions[:num_decodes], batch.inputs[:num_decodes])
+    counts = np.ones(num_decodes, dtype=np.int64)
+    counts[list(extra)] += list(extra.values())
+    slots = np.repeat(np.arange(num_decodes), counts)
+    places = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
+    positions = batch.positions[slots] + places
+    return DecodeRowsOfStep(slots, places, positions, batch.token_ids[slots, positions].astype(np.int64))
+
+
+def lay_out_decodes(batch: DecodeRows, extra: dict[int, int], device: torch.device) -> StepLayout:
+    """A step in which every member of the decode batch computes a token, or several, and nothing else."""
+    count = len(batch)
+    decodes = rows_of_decodes(batch, count, extra)
+    context_lens = (decodes.positions + 1).astype(np.int32)
+    rows = np.arange(len(decodes.slots) + 1, dtype=np.int32)
+    tensors = InputBatch(
+        token_ids=_tensor(decodes.token_ids, device),
+        positions=_tensor(decodes.positions, device),
+        slot_mapping=_tensor(batch.slot_mapping(decodes.slots, decodes.positions), device),
+        query_start=_tensor(rows, device),
+        context_lens=_tensor(context_lens, device),
+        block_tables=_tensor(batch.block_tables[decodes.slots] if extra else batch.block_tables[:count], device),
+        sample_rows=_tensor(rows[:-1].astype(np.int64), device),
+        num_decodes=len(decodes.slots),
+        max_query_len=1,
+        max_context_len=int(context_lens.max()),
+    )
+    return StepLayout(tensors, 0, count, (), _first_rows(decodes, 0), extra)
+
+
+def lay_out_step(
+    batch: DecodeRows, num_decodes: int, extra: dict[int, int], prefills: Sequence[ScheduledPrefill],
+    states: Sequence[RequestState], device: torch.device,
+) -> StepLayout:  # fmt: skip
+    """A step with prefills. Prompts that end here join the decode batch first; the others use scratch slots."""
+    members = len(batch)
+    first_slot = 0 if num_decodes else members
+    chunks = [
+        PromptChunk(plan, state, scored_positions(state, plan)) for plan, state in zip(prefills, states, strict=True)
+    ]
+    chunks.sort(key=lambda chunk: not chunk.plan.is_last)
+    batch.reserve(members + len(chunks))
+    for slot, chunk in enumerate(chunks, start=members):
+        end = chunk.plan.start + chunk.plan.num_tokens
+        if chunk.plan.is_last:
+            batch.join(chunk.state, end - 1, chunk.plan.block_ids)
+        else:
+            batch.set_block_table(slot, chunk.plan.block_ids)
+    last_slot = len(batch)
+    decodes = rows_of_decodes(batch, num_decodes, extra)
+    num_rows = len(decodes.slots)
+    lengths = np.array([1] * num_rows + [chunk.plan.num_tokens for chunk in chunks], dtype=np.int32)
+    query_start = np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)])
+    ends = [chunk.plan.start + chunk.plan.num_tokens for chunk in chunks]
+    context_lens = np.concatenate([decodes.positions + 1, ends]).astype(np.int32)
+    num_samples = num_rows + last_slot - members
+    sampled_rows = query_start[1 : 1 + num_samples].astype(np.int64) - 1
+    scored_rows = [
+        np.arange(chunk.scores.start, chunk.scores.stop) - chunk.plan.start + query_start[num_rows + index]
+        for index, chunk in enumerate(chunks)
+    ]
+    table_slots = np.concatenate([decodes.slots, np.arange(members, members + len(chunks))])
+    contiguous = batch.block_tables[first_slot : members + len(chunks)]
+    tensors = InputBatch(
+        token_ids=_tensor(_token_ids(decodes, chunks), device),
+        positions=_tensor(_positions(decodes, chunks), device),
+        slot_mapping=_tensor(_slot_mapping(batch, decodes, chunks), device),
+        query_start=_tensor(query_start, device),
+        context_lens=_tensor(context_lens, device),
+        block_tables=_tensor(batch.block_tables[table_slots] if extra else contiguous, device),
+        sample_rows=_tensor(np.concatenate([sampled_rows, *scored_rows]).astype(np.int64), device),
+        num_decodes=num_rows,
+        max_query_len=int(lengths.max()),
+        max_context_len=int(context_lens.max()),
+    )
+    first_rows = _first_rows(decodes, last_slot - members)
+    return StepLayout(tensors, first_slot, last_slot, tuple(chunks), first_rows, extra)
+
+
+def _first_rows(decodes: DecodeRowsOfStep, num_more: int) -> Ints:
+    """Of each sampling slot, and the number of rows. num_more: prompts that end in the step."""
+    num_rows = len(decodes.slots)
+    return np.concatenate([np.flatnonzero(decodes.places == 0), np.arange(num_rows, num_rows + num_more + 1)])
+
+
+def _token_ids(decodes: DecodeRowsOfStep, chunks: Sequence[PromptChunk]) -> Ints:
+    parts = [chunk.state.token_ids[chunk.plan.start : chunk.plan.start + chunk.plan.num_tokens] for chunk in chunks]
+    return np.concatenate([decodes.token_ids, *parts]).astype(np.int64)
+
+
+def _positions(decodes: DecodeRowsOfStep, chunks: Sequence[PromptChunk]) -> Ints:
+    parts = [np.arange(chunk.plan.start, chunk.plan.start + chunk.plan.num_tokens) for chunk in chunks]
+    return np.concatenate([decodes.positions, *parts]).astype(np.int64)
+
+
+def _slot_mapping(batch: DecodeRows, decodes: DecodeRowsOfStep, chunks: Sequence[PromptChunk]) -> Ints:
+    parts = [batch.slot_mapping(decodes.slots, decodes.positions)]
+    for chunk in chunks:
+        positions = np.arange(chunk.plan.start, chunk.plan.start + chunk.plan.num_tokens)
+        block_ids = np.array(chunk.plan.block_ids, dtype=np.int64)
+        parts.append(block_ids[positions // batch.block_size] * batch.block_size + positions % batch.block_size)
+    return np.concatenate(parts)
+
+
+def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """The array on the device; on CPUs without a copy."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=False)

@@ -1,0 +1,142 @@
+"""Turns the tensors of a checkpoint into weights in the wanted dtype, one tensor at a time.
+
+Owns: converting, fusing, and every complaint about a tensor. Never knows a model family: the families ask for names and
+shapes. At any moment at most one fused weight exists twice.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from diptych.control.errors import ConfigError
+from diptych.runtime.models.model_config import ModelConfig
+from diptych.runtime.weights.checkpoint import Checkpoint, resolve_dtype_name
+from diptych.runtime.weights.quantized_weight import QuantizedSource, QuantizedWeight, stack
+from diptych.runtime.weights.stored_tensor import StoredTensor
+from diptych.runtime.weights.tensor_reader import make_reader
+from diptych.runtime.weights.weight_format import common_format
+from diptych.runtime.weights.weight_memory import PrivateMemory, WeightMemory
+
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old exports hold; computed from the config instead
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in total
+
+
+def resolve_dtype(wanted: str, config: ModelConfig, checkpoint: Checkpoint) -> tuple[torch.dtype, str]:
+    """``resolve_dtype_name`` as a torch dtype, and its note."""
+    name, note = resolve_dtype_name(wanted, config, checkpoint)
+    return getattr(torch, name), note
+
+
+class Weights:
+    """Hands out a checkpoint's tensors, each once, converted and on the device; ``finish`` complains of leftovers."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None = None,
+        memory: WeightMemory | None = None,
+    ) -> None:
+        self.memory = memory or PrivateMemory(device)
+        self._checkpoint = checkpoint
+        self._reader = make_reader(checkpoint)
+        self.dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._left = dict.fromkeys(checkpoint.tensors)
+        self._done_bytes = 0
+
+    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """One tensor of exactly this shape, to keep."""
+        self._take(name, tuple(shape))
+        return self.memory.new(shape, self.dtype, lambda target: self._read(name, target))
+
+    def fused(self, names: Sequence[str], rows: Sequence[int], *shape: int) -> torch.Tensor:
+        """Tensors of shape [rows[i], *shape] stacked along the first dimension, to pack or to give to
+        ``memory.keep``. Without values (device "meta") where the memory is filled."""
+        device = torch.device("meta") if self.memory.is_filled else self._device
+        target = torch.empty((sum(rows), *shape), dtype=self.dtype, device=device)
+        for name, part in zip(names, torch.split(target, list(rows)), strict=True):
+            self._take(name, tuple(part.shape))
+            if not self.memory.is_filled:
+                self._read(name, part)
+        return target
+
+    def quantized(self, names: Sequence[str], rows: Sequence[int], columns: int) -> QuantizedSource | None:
+        """Weights of shape [rows[i], columns] stacked along the first dimension, as the checkpoint holds them in whole
+        numbers; None where it holds any of them in floating point (then see ``fused``). names: without ``.weight``."""
+        tensors = [f"{name}.weight" for name in names]
+        formats = [format for tensor in tensors if (format := self._stored(tensor).format) is not None]
+        if len(formats) < len(tensors):
+            return None
+        for tensor, count in zip(tensors, rows, strict=True):
+            self._take(tensor, (count, columns))
+
+        def read() -> QuantizedWeight:
+            return stack([self._read_quantized(tensor) for tensor in tensors])
+
+        return QuantizedSource(common_format(formats), sum(rows), columns, read)
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds this tensor."""
+        return name in self._checkpoint.tensors
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors of the checkpoint are stored alike, in floating point, and hold the same values."""
+        first, second = self._stored(name), self._stored(other)
+        if (first.dtype, first.shape) != (second.dtype, second.shape) or first.format is not None:
+            return False
+        return torch.equal(self._reader.read(name), self._reader.read(other))
+
+    def ignore(self, name: str) -> None:
+        """A tensor that the checkpoint may hold but the model does not need."""
+        self._left.pop(name, None)
+
+    def finish(self) -> None:
+        """Raise ConfigError when tensors are left that the model did not ask for."""
+        left = [name for name in self._left if not name.endswith(IGNORED_SUFFIXES) and not self._is_zero_bias(name)]
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            path = self._stored(left[0]).path
+            raise ConfigError(f"{path}: tensor {left[0]}{more} is not part of this architecture", param="model")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Old GPTQ checkpoints have a bias of zeros in every module that is quantised."""
+        weight = self._checkpoint.tensors.get(name.removesuffix("bias") + "weight")
+        if not name.endswith(".bias") or weight is None or weight.format is None:
+            return False
+        return not bool(self._reader.read(name).any())
+
+    def _stored(self, name: str) -> StoredTensor:
+        if name not in self._checkpoint.tensors:
+            raise ConfigError(f"{self._checkpoint.path}: tensor {name} is missing in the checkpoint", param="model")
+        return self._checkpoint.tensors[name]
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check that the tensor is there, has this shape, and was not asked for before."""
+        tensor = self._stored(name)
+        if tensor.shape != shape:
+            raise ConfigError(
+                f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}; the config asks for {list(shape)}",
+                param="model",
+            )
+        if name not in self._left:
+            raise ConfigError(f"tensor {name} was asked for twice")
+        del self._left[name]
+
+    def _read(self, name: str, target: torch.Tensor) -> None:
+        target.copy_(self._reader.read(name))
+        self._finish_reading(name)
+
+    def _read_quantized(self, name: str) -> QuantizedWeight:
+        weight = self._reader.read_quantized(name)
+        self._finish_reading(name)
+        return weight
+
+    def _finish_reading(self, name: str) -> None:
+        self._reader.release(name)
+        self._done_bytes += self._stored(name).num_bytes
+        if self._progress is not None:
+            self._progress(self._done_bytes, self._checkpoint.num_bytes)

@@ -1,0 +1,84 @@
+"""A model directory with safetensors: which file holds which tensor. Reads no weight, and imports no torch."""
+
+import json
+from pathlib import Path
+
+from diptych.control.errors import ConfigError
+from diptych.runtime.quantization.packed_weight import find_packed_weights
+from diptych.runtime.quantization.quantization_config import QuantizationConfig
+from diptych.runtime.weights.safetensors_file import SafetensorsFile
+from diptych.runtime.weights.stored_tensor import StoredTensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class SafetensorsDirectory:
+    """See Checkpoint. packed: the quantised weights among ``tensors``."""
+
+    def __init__(self, path: Path, quantization: QuantizationConfig | None = None) -> None:
+        self.path = path
+        self.files = self._paths()
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for file in map(SafetensorsFile, self.files):
+            for name in file.entries:
+                if name in self._file_of:
+                    raise ConfigError(
+                        f"tensor {name} lies in both {self._file_of[name].path} and {file.path}", param="model"
+                    )
+                self._file_of[name] = file
+        self._check_index()
+        self.packed = find_packed_weights(self._file_of, quantization) if quantization else {}
+        self.tensors = self._tensors()
+        self.num_bytes = sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def file_of(self, name: str) -> SafetensorsFile:
+        """The file that holds a tensor, by its name in the file."""
+        return self._file_of[name]
+
+    def parts_of(self, name: str) -> tuple[str, ...]:
+        """The names in the files of all that is stored of a tensor."""
+        return tuple(self.packed[name].parts.values()) if name in self.packed else (name,)
+
+    def first_bytes(self, name: str, count: int) -> bytes:
+        """See Checkpoint."""
+        parts = [self._file_of[part].data(part)[:count] for part in self.parts_of(name)]
+        return b"".join(parts)[:count]
+
+    def _tensors(self) -> dict[str, StoredTensor]:
+        weight_of = {part: name for name, packed in self.packed.items() for part in packed.parts.values()}
+        names = dict.fromkeys(weight_of.get(name, name) for name in self._file_of)
+        return {name: self._stored(name) for name in names}
+
+    def _stored(self, name: str) -> StoredTensor:
+        entries = [self._file_of[part].entries[part] for part in self.parts_of(name)]
+        num_bytes = sum(entry.end - entry.start for entry in entries)
+        if (packed := self.packed.get(name)) is None:
+            return StoredTensor(self._file_of[name].path, entries[0].dtype, entries[0].shape, num_bytes)
+        layout, weight_format = packed.quantization.layout, packed.quantization.format
+        return StoredTensor(packed.path, layout, (packed.rows, packed.columns), num_bytes, weight_format)
+
+    def _paths(self) -> list[Path]:
+        if (index := self.path / INDEX).exists():
+            return [self.path / name for name in sorted(set(self._weight_map(index).values()))]
+        if (single := self.path / SINGLE).exists():
+            return [single]
+        raise ConfigError(
+            f"{self.path}: holds neither {SINGLE} nor {INDEX}; weights in other formats must be converted first",
+            param="model",
+        )
+
+    def _weight_map(self, index: Path) -> dict[str, str]:
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {str(name): str(file) for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index}: has no valid weight_map ({error!r})", param="model") from None
+
+    def _check_index(self) -> None:
+        index = self.path / INDEX
+        if not index.exists():
+            return
+        for name, file in self._weight_map(index).items():
+            if name not in self._file_of:
+                raise ConfigError(f"{self.path / file}: tensor {name} is missing; {index} promises it")

@@ -1,0 +1,54 @@
+"""Reads tensors of safetensors files, as views of the mapped files."""
+
+import torch
+
+from diptych.control.errors import UnsupportedModelError
+from diptych.runtime.dtypes import DTYPES_BY_CODE, STORED_DTYPES_BY_CODE
+from diptych.runtime.quantization.packed_weight import GROUP_INDICES
+from diptych.runtime.quantization.unpack import unpack_weight
+from diptych.runtime.weights.quantized_weight import QuantizedWeight
+from diptych.runtime.weights.safetensors_directory import SafetensorsDirectory
+from diptych.runtime.weights.safetensors_file import SafetensorsFile
+
+
+def read_tensor(file: SafetensorsFile, name: str) -> torch.Tensor:
+    """One tensor as a view of its mapped file."""
+    entry, data = file.entries[name], file.data(name)
+    dtype: torch.dtype = getattr(torch, STORED_DTYPES_BY_CODE[entry.dtype].name)
+    if not data:
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(entry.shape)
+
+
+class SafetensorsReader:
+    """See TensorReader."""
+
+    def __init__(self, directory: SafetensorsDirectory) -> None:
+        self._directory = directory
+
+    def read(self, name: str) -> torch.Tensor:
+        """See TensorReader."""
+        if name in self._directory.packed:
+            return self.read_quantized(name).dequantize()
+        file = self._directory.file_of(name)
+        dtype = file.entries[name].dtype
+        if dtype not in DTYPES_BY_CODE:
+            raise UnsupportedModelError(
+                f"{file.path}: tensor {name} has dtype {dtype}; supported: {', '.join(DTYPES_BY_CODE)}", param="dtype"
+            )
+        return read_tensor(file, name)
+
+    def read_quantized(self, name: str) -> QuantizedWeight:
+        """See TensorReader."""
+        packed = self._directory.packed[name]
+        parts = {
+            suffix: read_tensor(self._directory.file_of(part), part)
+            for suffix, part in packed.parts.items()
+            if suffix not in GROUP_INDICES
+        }
+        return unpack_weight(packed, parts)
+
+    def release(self, name: str) -> None:
+        """See TensorReader."""
+        for part in self._directory.parts_of(name):
+            self._directory.file_of(part).release(part)
