@@ -41,8 +41,14 @@ def plan(options: dict[str, Any]) -> None:
     with errors_in_words():
         given = with_objectives(given)
         from diptych.simulation.planning.tier_worth import tier_sizes, tier_worth, worth_table
-        from diptych.simulation.report.plan_page import plan_lead, render
-        from diptych.simulation.report.plan_tables import plain_plan, plan_notes, plan_tables, start_words
+        from diptych.simulation.report.plan_report import (
+            plain_plan,
+            plan_lead,
+            plan_notes,
+            plan_tables,
+            render,
+            start_words,
+        )
 
         asked = plan_question(given)
         sizes = tier_sizes(given.get("kv_host_gb"), given.get("kv_disk_gb"))
@@ -83,7 +89,7 @@ def _found(asked: "PlanQuestion", given: Mapping[str, Any]) -> "CapacityPlan":
 
 def _print_unfinished(search: "PlanSearch", *, as_json: bool) -> None:
     """What an interrupted search has simulated."""
-    from diptych.simulation.report.plan_tables import plain_tried, tried_table
+    from diptych.simulation.report.plan_report import plain_tried, tried_table
 
     layouts = plain_tried(search.tried())
     cut_off = f"interrupted: {search.num_runs} simulations are done, layouts: {len(layouts)}; there is no plan yet"

@@ -16,7 +16,7 @@ from diptych.simulation.planning.layout_runs import LayoutRuns, OnStage, Point, 
 from diptych.simulation.planning.layout_space import LayoutSpace
 from diptych.simulation.planning.shape_preference import ShapeOffer, preferred
 from diptych.simulation.questions import OBJECTIVES
-from diptych.simulation.report.workload_figures import workload_figures
+from diptych.simulation.report.outcome import workload_figures
 from diptych.simulation.settings import Settings
 from diptych.workload.build import build
 from diptych.workload.spec import ClosedLoop
