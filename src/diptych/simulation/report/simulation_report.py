@@ -14,8 +14,8 @@ from typing import Any
 
 from diptych.control.events import FirstToken, RequestAdmitted, RequestFinished, RequestPreempted, StepFinished
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.report import pages
-from diptych.report.charts import distribution_chart, in_system_chart, rate_charts, time_scale, waits_chart
+from diptych.report import charts, pages
+from diptych.report.charts import in_system_chart, rate_charts, time_scale, waits_chart
 from diptych.report.pages import Report, Section
 from diptych.report.plots import (
     SHARES,
@@ -484,7 +484,7 @@ def _cost_models(points: Sequence[Mapping[str, Any]]) -> list[tuple[str, tuple[s
     return list(dict.fromkeys(map(_cost_model, points)))
 
 
-STYLES = ("s-prefill", "s-decode", "s-mixed", "s-target", "s-whole", "s-down")
+STYLES = ("s-prefill", "s-decode", "s-mixed", "s-target", "s-whole", "s-stall")
 
 
 def latency_charts(result: SimulationResult, slo_ms: Mapping[str, float]) -> list[Chart]:
@@ -494,32 +494,30 @@ def latency_charts(result: SimulationResult, slo_ms: Mapping[str, float]) -> lis
     ttft = [table.ttft_ns(row) / NS_PER_MS for row in done]
     tpot = [value / NS_PER_MS for row in done if (value := table.tpot_ns(row)) is not None]
     e2e = [table.e2e_ns(row) / NS_PER_MS for row in done]
-    waits = [Line("TTFT", cumulative(ttft), "s-prefill"), Line("E2E", cumulative(e2e), "s-whole")]
-    paces = [
-        Line("TPOT", cumulative(tpot), "s-decode"),
-        Line("ITL", weighted_cumulative(result.gaps.weights, 1e-3), "s-mixed"),
-    ]
-    return [
-        distribution_chart(
-            "Time to first token, and to the last",
-            "Share of requests that had their first token (TTFT) and their whole answer (E2E) within a time.",
-            waits,
-            [Rule(slo_ms["ttft"], f"TTFT objective {slo_ms['ttft']:g} ms", "s-prefill")] if "ttft" in slo_ms else [],
-        ),
-        distribution_chart(
-            "Pace of the answer",
-            "Share of requests by their mean time per token (TPOT), and of all tokens by the gap before them (ITL).",
-            paces,
-            [Rule(slo_ms["tpot"], f"TPOT objective {slo_ms['tpot']:g} ms", "s-decode")] if "tpot" in slo_ms else [],
-        ),
-    ]
+    lines = {
+        "TTFT": cumulative(ttft),
+        "E2E": cumulative(e2e),
+        "TPOT": cumulative(tpot),
+        "ITL": weighted_cumulative(result.gaps.weights, 1e-3),
+    }
+    captions = (
+        "Share of requests that had their first token (TTFT) and their whole answer (E2E) within a time.",
+        "Share of requests by their mean time per token (TPOT), and of all tokens by the gap before them (ITL).",
+    )
+    return charts.latency_charts(
+        captions, lines, (_objective(slo_ms, "ttft", "s-prefill"), _objective(slo_ms, "tpot", "s-decode"))
+    )
+
+
+def _objective(slo_ms: Mapping[str, float], name: str, style: str) -> list[Rule]:
+    return [Rule(slo_ms[name], f"{name.upper()} objective {slo_ms[name]:g} ms", style)] if name in slo_ms else []
 
 
 def time_charts(result: SimulationResult, events: Sequence[LoggedEvent], kv_capacity_tokens: int) -> list[Chart]:
     """Requests in the system; with an event log also phases and the context held."""
     table, duration_ns = result.requests, result.duration_ns
     waits = ((table.arrival_ns[row], table.ttft_ns(row)) for row in table.completed_rows())
-    charts: list[Chart] = [
+    drawn: list[Chart] = [
         in_system_chart(
             "Arrived and not yet ended: waiting, in prefill or in decode.", in_system(table, duration_ns), duration_ns
         ),
@@ -532,7 +530,7 @@ def time_charts(result: SimulationResult, events: Sequence[LoggedEvent], kv_capa
         ),
     ]
     if not events:
-        return charts
+        return drawn
     series = phase_series(events, duration_ns, len(result.workers))
     layers = [
         Layer("prefill", series.prefill, "s-prefill"),
@@ -548,7 +546,7 @@ def time_charts(result: SimulationResult, events: Sequence[LoggedEvent], kv_capa
         series.edges_s,
         "seconds",
     )
-    return [*charts, phases, _held(series.edges_s, series.context_tokens, kv_capacity_tokens, time_scale(duration_ns))]
+    return [*drawn, phases, _held(series.edges_s, series.context_tokens, kv_capacity_tokens, time_scale(duration_ns))]
 
 
 def sweep_charts(names: Sequence[str], points: Sequence[Mapping[str, Any]], asked: str | None = None) -> list[Chart]:
@@ -565,14 +563,14 @@ def sweep_charts(names: Sequence[str], points: Sequence[Mapping[str, Any]], aske
         ]
     if any(point["summary"]["attainment"] is not None for point in points):
         met = "that met their objectives."
-        charts = [
+        drawn = [
             _swept("Attainment", f"Share of requests {met}", names, points, ("summary", "attainment"), SHARES),
             _swept("Goodput", f"Requests per second {met}", names, points, ("summary", "goodput_rps")),
         ]
     else:
-        charts = [_swept("Throughput", "Requests answered per second.", names, points, ("summary", "throughput_rps"))]
+        drawn = [_swept("Throughput", "Requests answered per second.", names, points, ("summary", "throughput_rps"))]
     return [
-        *charts,
+        *drawn,
         _swept("TTFT p99, ms", "One in a hundred waits longer.", names, points, ("summary", "ttft_ms", "p99")),
         _swept("TPOT p99, ms", "One in a hundred is slower.", names, points, ("summary", "tpot_ms", "p99")),
     ]
