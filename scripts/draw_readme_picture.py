@@ -9,7 +9,7 @@ from diptych.control.config import CacheConfig, EngineConfig, ShapeName, shape_p
 from diptych.control.events import StepFinished
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.report.pages import picture
-from diptych.report.plots import Lane, LaneChart, Scale
+from diptych.report.plots import ChartLane, LaneChart, Scale
 from diptych.simulation.costs.terms_cost import StepTermsCost
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.run import simulate_with_log
@@ -63,7 +63,7 @@ def _request(at_ms: int, prompt_tokens: int) -> RequestSpec:
     return RequestSpec(arrival_ns=at_ms * NS_PER_MS, prompt_tokens=prompt_tokens, output_tokens=OUTPUT_TOKENS, slo=SLO)
 
 
-def lanes_of(log: EventLog) -> list[Lane]:
+def lanes_of(log: EventLog) -> list[ChartLane]:
     """A lane for each stream, and one for the long prompt, from BEGIN_MS on."""
     streams: list[tuple[float, float, str]] = []
     long: list[tuple[float, float, str]] = []
@@ -81,7 +81,10 @@ def lanes_of(log: EventLog) -> list[Lane]:
             elif event.num_decodes > NUM_STREAMS:
                 long.append((start, end, "s-decode"))
             streams.append((start, end, "s-decode" if event.num_decodes else "s-stall"))
-    return [*(Lane(f"stream {number}", streams) for number in range(1, NUM_STREAMS + 1)), Lane("long prompt", long)]
+    return [
+        *(ChartLane(f"stream {number}", streams) for number in range(1, NUM_STREAMS + 1)),
+        ChartLane("long prompt", long),
+    ]
 
 
 def draw() -> str:

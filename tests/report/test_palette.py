@@ -7,7 +7,7 @@ from xml.dom import minidom
 import pytest
 
 from diptych.report.pages import PALETTE, TEMPLATES, colours, picture
-from diptych.report.plots import Lane, LaneChart, Scale
+from diptych.report.plots import ChartLane, LaneChart, Scale
 from diptych.web.assets import STATIC
 
 Rgb = tuple[int, ...]
@@ -132,7 +132,7 @@ def test_the_picture_of_the_readme_is_what_its_script_draws(monkeypatch: pytest.
 
 def test_a_picture_holds_what_it_is_given_as_text() -> None:
     hostile = "<b onload='x'>\"&"
-    lanes = [Lane(hostile, [(0.0, 2.0, "s-prefill"), (2.0, 3.0, "s-stall")])]
+    lanes = [ChartLane(hostile, [(0.0, 2.0, "s-prefill"), (2.0, 3.0, "s-stall")])]
     drawn = picture(
         [LaneChart(hostile, hostile, hostile, lanes, Scale(0.0, 3.0, "s"), ((hostile, "s-stall"),))], hostile
     )

@@ -201,7 +201,7 @@ class StackedChart:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class ChartLane:
     """What a request or a worker did over time. spans: (start, end, style), in the unit of the chart's x."""
 
     name: str
@@ -215,7 +215,7 @@ class LaneChart:
     title: str
     caption: str
     facts: str
-    lanes: Sequence[Lane]
+    lanes: Sequence[ChartLane]
     x: Scale
     legend: Sequence[tuple[str, str]] = ()
     is_stacked: ClassVar[bool] = True
