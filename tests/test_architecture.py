@@ -202,6 +202,31 @@ def test_no_file_and_no_class_has_the_name_of_another() -> None:
     assert [name for name, count in classes.items() if count > 1] == []
 
 
+def literals(tree: ast.AST) -> Iterator[tuple[ast.Subscript, tuple[str, ...]]]:
+    """Each Literal of several members that is written out, with its members in their order by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("Literal", "typing.Literal"):
+            members = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            if len(members) > 1:
+                yield node, tuple(sorted(ast.unparse(member) for member in members))
+
+
+def test_a_literal_is_declared_once_and_its_name_means_one_thing() -> None:
+    """Two declarations of the same members part as soon as one of them gets another; import the first."""
+    places: dict[tuple[str, ...], list[str]] = {}
+    names = Counter[str]()
+    for _, path in modules():
+        tree = ast.parse(path.read_text())
+        for node, members in literals(tree):
+            places.setdefault(members, []).append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+        for statement in tree.body:
+            if isinstance(statement, ast.Assign) and any(statement.value is node for node, _ in literals(tree)):
+                names.update(target.id for target in statement.targets if isinstance(target, ast.Name))
+    assert {members: found for members, found in places.items() if len(found) > 1} == {}
+    assert [name for name, count in names.items() if count > 1] == []
+    assert len(names) > 20
+
+
 def test_no_variable_is_called_one() -> None:
     for _, path in modules():
         assert "one" not in facts(path).names, path

@@ -9,19 +9,17 @@ from typing import Literal
 import msgspec
 
 import diptych
-from diptych.control.config import SchedulerConfig
+from diptych.control.config import DTypeName, QuantizeName, SchedulerConfig
 from diptych.control.errors import ConfigError
+from diptych.control.router.topology import Role
 from diptych.control.slo import Slo
 from diptych.processor import parse_cpu_list
 from diptych.runtime.tiers.extent_format import DiskCodecName
 from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S, CodecName
 
-DTypeName = Literal["auto", "bfloat16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 InstructionSetName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"]  # runtime/instruction_set.py
-QuantizeName = Literal["none", "int8", "int4"]  # runtime/quantized_weight.py
 SpeculationName = Literal["auto", "on", "off"]  # runtime/model_runner.py
-RoleName = Literal["prefill", "decode", "both"]
 ExplainMisses = Literal["off", "on", "text"]
 
 BUNDLED_MODEL = Path(diptych.__file__).parent / "bundled" / "stdlib-python"
@@ -78,7 +76,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     transfer: str
     number: int = 0
-    role: RoleName = "both"
+    role: Role = "both"
     pool: PoolShare | None = None
     weights_fd: int | None = None
     codec: CodecName = "none"
