@@ -36,20 +36,24 @@ MAY_IMPORT = {
     "simulation": {
         "class_hints", "compiled_modules", "control", "report", "search", "stop_signals", "timeline", "workload",
     },
+    "advisor": {"control", "report", "search", "simulation", "stop_signals", "workload"},
     "calibration": {"child_process", "control", "engine_steps", "runtime", "serving", "simulation"},
-    "diagnosis": {"control", "report", "simulation", "timeline", "workload"},
+    "diagnosis": {"advisor", "control", "report", "simulation", "timeline", "workload"},
     "serving": {
         "byte_size", "cgroups", "compiled_modules", "control", "engine_steps", "length_prefix", "limited_log",
         "private_files", "processor", "runtime", "stop_signals", "terminal_text", "timeline", "tls", "web",
     },
     "vllm_plugin": {"engine_steps"},
     "bench": {"control", "processor", "report", "search", "stop_signals", "terminal_text", "workload"},
-    "web": {"control", "diagnosis", "length_prefix", "report", "simulation", "stop_signals", "timeline", "workload"},
+    "web": {
+        "advisor", "control", "diagnosis", "length_prefix", "report", "simulation", "stop_signals", "timeline",
+        "workload",
+    },
     "bundled": set(),
     "cli": {
-        "byte_size", "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload", "report",
-        "search", "timeline", "calibration", "child_process", "compiled_modules", "private_files", "processor",
-        "stop_signals", "terminal_text", "tls", "__version__",
+        "advisor", "byte_size", "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload",
+        "report", "search", "timeline", "calibration", "child_process", "compiled_modules", "private_files",
+        "processor", "stop_signals", "terminal_text", "tls", "__version__",
     },
     "__init__": {"compiled_modules", "control", "serving"},
 }  # fmt: skip

@@ -88,7 +88,7 @@ app = typer.Typer(
 
 
 SCHEDULER_OPTIONS = tuple(name for name in signature(scheduler_config).parameters if name != "shape")
-TWIN_COMMAND = (sys.executable, "-m", "diptych.simulation.twin.twin_process")
+TWIN_COMMAND = (sys.executable, "-m", "diptych.advisor.twin_process")
 SHAPES: tuple[ShapeName, ...] = (DEFAULT_SHAPE, "unified")
 CLUSTER_OPTIONS = tuple(signature(cluster_config).parameters)
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diptych.advisor.plan_search import CapacityPlan, MeasuredLayout, PlanQuestion, TriedLayout
 from diptych.report import pages
 from diptych.report.charts import rate_charts
 from diptych.report.pages import Report, Section
 from diptych.report.text import Table, dollars, latency_table, milliseconds, number, percent, pool_table, rate
-from diptych.simulation.planning.plan_search import CapacityPlan, MeasuredLayout, PlanQuestion, TriedLayout
 from diptych.simulation.report.simulation_report import cost_notes, objectives, simulated_table
 
 
