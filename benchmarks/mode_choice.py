@@ -18,6 +18,7 @@ from typing import Any
 
 from common import report
 
+from diptych.advisor.twin import Twin
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import CacheConfig, EngineConfig, ShapeName, shape_preset
 from diptych.control.engine.reports import LoadReport
@@ -41,7 +42,6 @@ from diptych.control.planner.planner_events import (
     TwinSettings,
 )
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
-from diptych.simulation.twin.twin import Twin
 
 TERMS = (6e6, 2.4e4, 0.35, 1.5e4, 5.5)  # of a step, in nanoseconds: about an H100 with llama-3.1-8b
 NUM_BLOCKS, BLOCK_SIZE = 25_000, 16

@@ -25,14 +25,14 @@ from typing import Any
 
 from common import report
 
+from diptych.advisor.device_layout import LayoutName, PlannedDevice, WorkerKind
+from diptych.advisor.layout_runs import RunOptions
+from diptych.advisor.layout_space import FleetBudget, LayoutSpace
+from diptych.advisor.phase_search import phase_rates
+from diptych.advisor.plan_search import MeasuredLayout, PlanQuestion, PlanSearch
 from diptych.search.goodput_search import SearchConfig
 from diptych.simulation.hardware import catalogue_hardware
 from diptych.simulation.parallelism import Parallelism
-from diptych.simulation.planning.device_layout import LayoutShape, PlannedDevice, WorkerKind
-from diptych.simulation.planning.layout_runs import RunOptions
-from diptych.simulation.planning.layout_space import FleetBudget, LayoutSpace
-from diptych.simulation.planning.phase_search import phase_rates
-from diptych.simulation.planning.plan_search import MeasuredLayout, PlanQuestion, PlanSearch
 from diptych.simulation.settings import read_settings
 
 DISTSERVE = (  # model, TTFT and TPOT in ms, tensor parallelism of vLLM, of either phase; published gain
@@ -51,7 +51,7 @@ def device(name: str) -> PlannedDevice:
 
 
 def question(
-    settings: dict[str, Any], shapes: tuple[LayoutShape, ...], kinds: tuple[WorkerKind, ...], budget: FleetBudget,
+    settings: dict[str, Any], shapes: tuple[LayoutName, ...], kinds: tuple[WorkerKind, ...], budget: FleetBudget,
     processes: int, attainment: float = 0.9,
 ) -> PlanQuestion:  # fmt: skip
     """All kinds of workers in every role."""

@@ -35,6 +35,8 @@ from typing import Any
 
 from common import report
 
+from diptych.advisor.planned_fleet import PlannedFleet
+from diptych.advisor.twin import Twin
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import CacheConfig, EngineConfig, prefill_scheduler, shape_preset
 from diptych.control.planner.planner_config import PlannerConfig
@@ -45,8 +47,6 @@ from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.results import RequestTable
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.twin.planned_fleet import PlannedFleet
-from diptych.simulation.twin.twin import Twin
 from diptych.workload.spec import RequestSpec
 from diptych.workload.traces import Trace, load_trace
 

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 from document_settings import table_row
 
+from diptych.control.config import QuantizeName
 from diptych.runtime.dtypes import COMPUTE_DTYPES, DTYPES
 from diptych.runtime.gguf.ggml_types import GGML_TYPES
 from diptych.runtime.gguf.gguf_config import ARCHITECTURES
@@ -25,7 +26,6 @@ from diptych.serving.api.app import build_app
 from diptych.serving.api.ignored_fields import WITHOUT_EFFECT
 from diptych.serving.api.parameters import UNSUPPORTED
 from diptych.serving.async_llm import AsyncLLM
-from diptych.serving.link.engine_options import QuantizeName
 from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.hardware import hardware_names
 from diptych.simulation.models import model_names

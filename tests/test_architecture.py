@@ -36,20 +36,24 @@ MAY_IMPORT = {
     "simulation": {
         "class_hints", "compiled_modules", "control", "report", "search", "stop_signals", "timeline", "workload",
     },
+    "advisor": {"control", "report", "search", "simulation", "stop_signals", "workload"},
     "calibration": {"child_process", "control", "engine_steps", "runtime", "serving", "simulation"},
-    "diagnosis": {"control", "report", "simulation", "timeline", "workload"},
+    "diagnosis": {"advisor", "control", "report", "simulation", "timeline", "workload"},
     "serving": {
         "byte_size", "cgroups", "compiled_modules", "control", "engine_steps", "length_prefix", "limited_log",
         "private_files", "processor", "runtime", "stop_signals", "terminal_text", "timeline", "tls", "web",
     },
     "vllm_plugin": {"engine_steps"},
     "bench": {"control", "processor", "report", "search", "stop_signals", "terminal_text", "workload"},
-    "web": {"control", "diagnosis", "length_prefix", "report", "simulation", "stop_signals", "timeline", "workload"},
+    "web": {
+        "advisor", "control", "diagnosis", "length_prefix", "report", "simulation", "stop_signals", "timeline",
+        "workload",
+    },
     "bundled": set(),
     "cli": {
-        "byte_size", "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload", "report",
-        "search", "timeline", "calibration", "child_process", "compiled_modules", "private_files", "processor",
-        "stop_signals", "terminal_text", "tls", "__version__",
+        "advisor", "byte_size", "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload",
+        "report", "search", "timeline", "calibration", "child_process", "compiled_modules", "private_files",
+        "processor", "stop_signals", "terminal_text", "tls", "__version__",
     },
     "__init__": {"compiled_modules", "control", "serving"},
 }  # fmt: skip
@@ -202,6 +206,31 @@ def test_no_file_and_no_class_has_the_name_of_another() -> None:
         classes.update(facts(path).classes)
     assert [name for name, count in files.items() if count > 1] == []
     assert [name for name, count in classes.items() if count > 1] == []
+
+
+def literals(tree: ast.AST) -> Iterator[tuple[ast.Subscript, tuple[str, ...]]]:
+    """Each Literal of several members that is written out, with its members in their order by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("Literal", "typing.Literal"):
+            members = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            if len(members) > 1:
+                yield node, tuple(sorted(ast.unparse(member) for member in members))
+
+
+def test_a_literal_is_declared_once_and_its_name_means_one_thing() -> None:
+    """Two declarations of the same members part as soon as one of them gets another; import the first."""
+    places: dict[tuple[str, ...], list[str]] = {}
+    names = Counter[str]()
+    for _, path in modules():
+        tree = ast.parse(path.read_text())
+        for node, members in literals(tree):
+            places.setdefault(members, []).append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+        for statement in tree.body:
+            if isinstance(statement, ast.Assign) and any(statement.value is node for node, _ in literals(tree)):
+                names.update(target.id for target in statement.targets if isinstance(target, ast.Name))
+    assert {members: found for members, found in places.items() if len(found) > 1} == {}
+    assert [name for name, count in names.items() if count > 1] == []
+    assert len(names) > 20
 
 
 def test_no_variable_is_called_one() -> None:

@@ -4,9 +4,9 @@ import pytest
 from in_process_fleet import ALWAYS, expected, in_process_fleet
 from virtual_time import in_virtual_time
 
+from diptych.control.config import QuantizeName
 from diptych.control.router.topology import Role
 from diptych.serving.fleet.worker_groups import WorkerGroup
-from diptych.serving.link.engine_options import QuantizeName
 from diptych.timeline.ring import TransferRecord
 
 SMALL = WorkerGroup(name="small", max_model_len=512, kv_cache_tokens=8192)

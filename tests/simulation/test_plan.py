@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from diptych.advisor.device_layout import LayoutName, PlannedDevice, WorkerKind
+from diptych.advisor.layout_runs import RunOptions
+from diptych.advisor.layout_space import FleetBudget, LayoutSpace, spread
+from diptych.advisor.phase_search import PhaseRates, phase_settings
+from diptych.advisor.plan_search import PlanQuestion, PlanSearch
 from diptych.cli import main as cli
 from diptych.control.errors import ConfigError
 from diptych.search.goodput_search import SearchConfig
 from diptych.simulation.parallelism import Parallelism
-from diptych.simulation.planning.device_layout import LayoutShape, PlannedDevice, WorkerKind
-from diptych.simulation.planning.layout_runs import RunOptions
-from diptych.simulation.planning.layout_space import FleetBudget, LayoutSpace, spread
-from diptych.simulation.planning.phase_search import PhaseRates, phase_settings
-from diptych.simulation.planning.plan_search import PlanQuestion, PlanSearch
 from diptych.simulation.settings import Settings, settings_from
 from diptych.simulation.sweep import run_here
 
@@ -32,7 +32,7 @@ BASE = (
 )  # fmt: skip
 
 
-def space(*shapes: LayoutShape, **limits: Any) -> LayoutSpace:
+def space(*shapes: LayoutName, **limits: Any) -> LayoutSpace:
     """Of workers of one and two H100."""
     kinds = (ONE, TWO)
     return LayoutSpace(

@@ -7,6 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from diptych.advisor.planned_fleet import PlannedFleet
+from diptych.advisor.twin import Twin
+from diptych.advisor.twin_process import serve
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.compute_share import ComputeShare
@@ -28,9 +31,6 @@ from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.terms_cost import StepTermsCost
 from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.twin.planned_fleet import PlannedFleet
-from diptych.simulation.twin.twin import Twin
-from diptych.simulation.twin.twin_process import serve
 from diptych.workload.spec import RequestSpec
 
 TERMS = (5e6, 1e5, 0.0, 1e5, 10.0)

@@ -15,19 +15,23 @@ from diptych.control.slo import NS_PER_S, Slo
 from diptych.report.plots import linear_scale, linear_ticks, log_scale, log_ticks
 from diptych.report.text import class_table, dollars, latency_table, resource_table, service_table
 from diptych.simulation.costs.cost_choice import CostChoice
-from diptych.simulation.event_log import EventLog
+from diptych.simulation.event_log import EventLog, trace
 from diptych.simulation.faults import Fault
 from diptych.simulation.hardware import Hardware, load_hardware
 from diptych.simulation.models import load_model
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.prepare import PreparedPool
-from diptych.simulation.report.economy import economy, pool_rows
-from diptych.simulation.report.outcome import outcome, records
-from diptych.simulation.report.series import in_system, phase_series
-from diptych.simulation.report.simulation_page import Page, render
-from diptych.simulation.report.simulation_tables import cost_notes, simulated_table, sweep_table, sweep_tables
-from diptych.simulation.report.simulation_trace import trace
-from diptych.simulation.report.workload_figures import workload_figures
+from diptych.simulation.report.outcome import economy, outcome, pool_rows, records, workload_figures
+from diptych.simulation.report.simulation_report import (
+    Page,
+    cost_notes,
+    in_system,
+    phase_series,
+    render,
+    simulated_table,
+    sweep_table,
+    sweep_tables,
+)
 from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
 from diptych.simulation.run import simulate_with_log
 from diptych.simulation.scenario import Scenario

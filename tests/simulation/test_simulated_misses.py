@@ -8,7 +8,7 @@ from diptych.control.slo import NS_PER_S
 from diptych.serving.metrics.miss_metrics import CAUSES
 from diptych.simulation.faults import CHANNEL_FAULTS
 from diptych.simulation.report.outcome import misses
-from diptych.simulation.report.simulation_tables import MISS_CAUSES, misses_table
+from diptych.simulation.report.simulation_report import MISS_CAUSES, misses_table
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario, load_balancer
 from diptych.workload.spec import RequestSpec

@@ -9,6 +9,7 @@ from types import FunctionType
 import pytest
 from typer.testing import CliRunner
 
+from diptych.advisor.tier_worth import tier_sizes, worth_table
 from diptych.cli import main as cli
 from diptych.cli.simulate import overrides
 from diptych.control.config import (
@@ -40,7 +41,6 @@ from diptych.simulation.faults import Fault
 from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.fleet.simulated_disk import DiskModel, SimulatedDisk
 from diptych.simulation.fleet.simulated_hosts import SharedContents, SimulatedPeerReader
-from diptych.simulation.planning.tier_worth import tier_sizes, worth_table
 from diptych.simulation.results import SimulationResult, summarize
 from diptych.simulation.run import simulate, simulate_with_log
 from diptych.simulation.scenario import Scenario

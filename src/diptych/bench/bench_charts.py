@@ -10,6 +10,7 @@ from typing import Any
 from diptych.bench.option_grammar import time as in_words
 from diptych.bench.request_records import ClientRecord
 from diptych.control.slo import NS_PER_MS, NS_PER_S
+from diptych.report import charts
 from diptych.report.charts import distribution_chart, in_system_chart, time_scale, waits_chart
 from diptych.report.plots import Chart, Line, LineChart, Rule, Scale, linear_scale
 from diptych.report.statistics import count_over_time, cumulative
@@ -24,24 +25,19 @@ def latency_charts(records: Sequence[ClientRecord], slo_ms: Mapping[str, float])
     ttfts = [ttft / NS_PER_MS for record in done if (ttft := record.ttft_ns) is not None]
     tpots = [tpot / NS_PER_MS for record in done if (tpot := record.tpot_ns) is not None]
     gaps = [gap / NS_PER_MS for record in done for gap in record.gaps_ns()]
-    return [
-        distribution_chart(
-            "Time to first token, and to the last",
-            "Share of requests that had their first token (TTFT) and their whole answer (E2E) within a time, counted "
-            "from when they should have been sent. Upright lines: objectives.",
-            [
-                Line("TTFT", cumulative(ttfts), "s-prefill"),
-                Line("E2E", cumulative([record.e2e_ns / NS_PER_MS for record in done]), "s-whole"),
-            ],
-            _rules(slo_ms, {"ttft": "s-prefill", "e2e": "s-whole"}),
-        ),
-        distribution_chart(
-            "Pace of the answer",
-            "Share of requests by their mean time per token (TPOT), and of all gaps between events of a stream (ITL).",
-            [Line("TPOT", cumulative(tpots), "s-decode"), Line("ITL", cumulative(gaps), "s-mixed")],
-            _rules(slo_ms, {"tpot": "s-decode", "itl": "s-mixed"}),
-        ),
-    ]
+    lines = {
+        "TTFT": cumulative(ttfts),
+        "E2E": cumulative([record.e2e_ns / NS_PER_MS for record in done]),
+        "TPOT": cumulative(tpots),
+        "ITL": cumulative(gaps),
+    }
+    captions = (
+        "Share of requests that had their first token (TTFT) and their whole answer (E2E) within a time, counted "
+        "from when they should have been sent. Upright lines: objectives.",
+        "Share of requests by their mean time per token (TPOT), and of all gaps between events of a stream (ITL).",
+    )
+    waits, paces = {"ttft": "s-prefill", "e2e": "s-whole"}, {"tpot": "s-decode", "itl": "s-mixed"}
+    return charts.latency_charts(captions, lines, (_rules(slo_ms, waits), _rules(slo_ms, paces)))
 
 
 def time_charts(records: Sequence[ClientRecord], duration_ns: int) -> list[Chart]:
@@ -55,7 +51,7 @@ def time_charts(records: Sequence[ClientRecord], duration_ns: int) -> list[Chart
     gap_caption = f"By the time at which a gap ended. {each}"
     wait_caption = f"By the time at which the request should have left. {each}"
     return [
-        waits_chart("Gaps between tokens", gap_caption, gaps, duration_ns, NUM_BINS),
+        waits_chart("Gaps between tokens", gap_caption, gaps, duration_ns, NUM_BINS, ("s-decode-solid", "s-stall")),
         waits_chart("Time to first token", wait_caption, waits, duration_ns, NUM_BINS),
         in_system_chart("Due and not yet answered.", count_over_time(starts, ends, duration_ns), duration_ns),
         _output(records, duration_ns),
@@ -66,7 +62,7 @@ def gap_charts(found: Mapping[str, Any]) -> list[Chart]:
     """Gaps of streams without and with a long prompt beside them. found: see interference.py."""
     long_tokens, gaps_ms = found["config"]["long_tokens"], found["gaps_ms"]
     names = {"before": "before", "control": "as long, without that prompt", "during": f"beside {long_tokens:,} tokens"}
-    styles = dict(zip(names, ("s-decode", "s-whole", "s-prefill"), strict=True))
+    styles = dict(zip(names, ("s-decode", "s-whole", "s-stall"), strict=True))
     return [
         distribution_chart(
             "Gaps of the streams",

@@ -17,7 +17,7 @@ from diptych.control.slo import NS_PER_MS
 from diptych.workload.spec import RequestSpec
 
 Api = Literal["completions", "chat"]
-PromptKind = Literal["ids", "text"]
+PromptForm = Literal["ids", "text"]
 Prompt = list[int] | tuple[str, ...]  # units (prompts.py), or texts
 PROBES = (40, 240)  # words of the prompts that measure a tokenizer
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -37,7 +37,7 @@ class TargetConfig:
     api: Api = "completions"
     model: str | None = None
     api_key: str | None = None
-    prompts: PromptKind = "ids"
+    prompts: PromptForm = "ids"
     token_ids: tuple[int, int] = (100, 1000)
     exact_length: bool = True
     send_slo: bool = False
@@ -46,7 +46,7 @@ class TargetConfig:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, kinds in (("api", Api), ("prompts", PromptKind)):
+        for name, kinds in (("api", Api), ("prompts", PromptForm)):
             if getattr(self, name) not in get_args(kinds):
                 words = ", ".join(get_args(kinds))
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; one of {words}", param=name)

@@ -12,6 +12,7 @@ from diptych.cli.error_messages import errors_in_words
 from diptych.cli.examples import examples
 from diptych.cli.options import GB, model_path, tier_memory
 from diptych.cli.output import print_tables
+from diptych.control.config import DTypeName, QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.report.text import Table
 from diptych.runtime.tiers import folder_view
@@ -19,11 +20,9 @@ from diptych.runtime.tiers.extent_format import DiskCodecName
 from diptych.runtime.tiers.segment_folder import SegmentFolder
 from diptych.serving.link.engine_options import (
     DeviceOptions,
-    DTypeName,
     EngineOptions,
     InstructionSetName,
     MemoryOptions,
-    QuantizeName,
 )
 
 NS_PER_HOUR = 3600 * 10**9

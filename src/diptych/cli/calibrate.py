@@ -17,13 +17,13 @@ from diptych.cli.calibrate_engine import calibrate_engine, refuse_others
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import Text, model_name, model_path
 from diptych.cli.output import check_folders, drawn, progress_bar
+from diptych.control.config import QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.serving.link.engine_options import (
     DeviceOptions,
     EngineOptions,
     InstructionSetName,
     MemoryOptions,
-    QuantizeName,
     parse_bytes,
 )
 from diptych.serving.start_checks import check_start

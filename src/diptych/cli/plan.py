@@ -1,6 +1,6 @@
 """``diptych plan``: which fleet to run for a load, by simulating the candidates.
 
-What the options ask for, and the output in the terminal; the search is in simulation/planning/.
+What the options ask for, and the output in the terminal; the search is in advisor/.
 """
 
 import os
@@ -21,9 +21,9 @@ from diptych.cli.simulate_options import PATHS
 from diptych.control.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diptych.simulation.planning.device_layout import FleetLayout, LayoutShape, PlannedDevice, WorkerKind
-    from diptych.simulation.planning.layout_space import LayoutSpace
-    from diptych.simulation.planning.plan_search import CapacityPlan, MeasuredLayout, PlanQuestion, PlanSearch
+    from diptych.advisor.device_layout import FleetLayout, LayoutName, PlannedDevice, WorkerKind
+    from diptych.advisor.layout_space import LayoutSpace
+    from diptych.advisor.plan_search import CapacityPlan, MeasuredLayout, PlanQuestion, PlanSearch
     from diptych.simulation.settings import Settings
 
 DEFAULT_PARALLEL = "tp1,tp2,tp4,tp8"
@@ -40,9 +40,15 @@ def plan(options: dict[str, Any]) -> None:
     given = {name: value for name, value in options.items() if value is not None and value is not False and value != []}
     with errors_in_words():
         given = with_objectives(given)
-        from diptych.simulation.planning.tier_worth import tier_sizes, tier_worth, worth_table
-        from diptych.simulation.report.plan_page import plan_lead, render
-        from diptych.simulation.report.plan_tables import plain_plan, plan_notes, plan_tables, start_words
+        from diptych.advisor.plan_report import (
+            plain_plan,
+            plan_lead,
+            plan_notes,
+            plan_tables,
+            render,
+            start_words,
+        )
+        from diptych.advisor.tier_worth import tier_sizes, tier_worth, worth_table
 
         asked = plan_question(given)
         sizes = tier_sizes(given.get("kv_host_gb"), given.get("kv_disk_gb"))
@@ -68,7 +74,7 @@ def plan(options: dict[str, Any]) -> None:
 
 def _found(asked: "PlanQuestion", given: Mapping[str, Any]) -> "CapacityPlan":
     """The plan. After an interrupt what was simulated is printed; raises typer.Exit then."""
-    from diptych.simulation.planning.plan_search import PlanSearch
+    from diptych.advisor.plan_search import PlanSearch
 
     with progress_bar(quiet="as_json" in given) as show:
         search = PlanSearch(asked, show)
@@ -83,7 +89,7 @@ def _found(asked: "PlanQuestion", given: Mapping[str, Any]) -> "CapacityPlan":
 
 def _print_unfinished(search: "PlanSearch", *, as_json: bool) -> None:
     """What an interrupted search has simulated."""
-    from diptych.simulation.report.plan_tables import plain_tried, tried_table
+    from diptych.advisor.plan_report import plain_tried, tried_table
 
     layouts = plain_tried(search.tried())
     cut_off = f"interrupted: {search.num_runs} simulations are done, layouts: {len(layouts)}; there is no plan yet"
@@ -97,7 +103,7 @@ def _print_unfinished(search: "PlanSearch", *, as_json: bool) -> None:
 
 
 def _search(search: "PlanSearch", asked: "PlanQuestion", placement: str, show: Any) -> "CapacityPlan":
-    from diptych.simulation.planning.phase_search import phase_rates
+    from diptych.advisor.phase_search import phase_rates
 
     if placement not in PLACEMENTS:
         raise ConfigError(f"placement is {placement!r}; one of {', '.join(PLACEMENTS)}", param="placement")
@@ -113,10 +119,10 @@ def _search(search: "PlanSearch", asked: "PlanQuestion", placement: str, show: A
 
 def plan_question(given: Mapping[str, Any]) -> "PlanQuestion":
     """What the options ask. Raises ConfigError."""
+    from diptych.advisor.layout_runs import RunOptions
+    from diptych.advisor.plan_search import PlanQuestion
     from diptych.bench.option_grammar import duration_s
     from diptych.search.goodput_search import SearchConfig
-    from diptych.simulation.planning.layout_runs import RunOptions
-    from diptych.simulation.planning.plan_search import PlanQuestion
     from diptych.simulation.settings import read_settings
     from diptych.simulation.sweep import assigned
 
@@ -140,7 +146,7 @@ def plan_question(given: Mapping[str, Any]) -> "PlanQuestion":
 
 def layout_space(given: Mapping[str, Any], base: "Settings") -> "LayoutSpace":
     """The layouts that the options allow. Raises ConfigError."""
-    from diptych.simulation.planning.layout_space import FleetBudget, LayoutSpace
+    from diptych.advisor.layout_space import FleetBudget, LayoutSpace
 
     own = [base.hardware] if isinstance(base.hardware, str) else []
     common = _devices(given.get("hardware", own))
@@ -162,10 +168,10 @@ def layout_space(given: Mapping[str, Any], base: "Settings") -> "LayoutSpace":
     )
 
 
-def _shapes(text: str | None) -> "tuple[LayoutShape, ...]":
-    from diptych.simulation.planning.device_layout import LayoutShape
+def _shapes(text: str | None) -> "tuple[LayoutName, ...]":
+    from diptych.advisor.device_layout import LayoutName
 
-    known: tuple[LayoutShape, ...] = get_args(LayoutShape)
+    known: tuple[LayoutName, ...] = get_args(LayoutName)
     wanted = known if text is None else text.split(",")
     for shape in wanted:
         if shape not in known:
@@ -174,16 +180,16 @@ def _shapes(text: str | None) -> "tuple[LayoutShape, ...]":
 
 
 def _devices(names: Sequence[str]) -> "tuple[PlannedDevice, ...]":
+    from diptych.advisor.device_layout import PlannedDevice
     from diptych.simulation.hardware import load_hardware
-    from diptych.simulation.planning.device_layout import PlannedDevice
 
     entries = [(name, load_hardware(name)) for name in dict.fromkeys(names)]
     return tuple(PlannedDevice(name, entry.price_per_hour or None, entry.power_w) for name, entry in entries)
 
 
 def _kinds(devices: "Sequence[PlannedDevice]", given: Mapping[str, Any]) -> "tuple[WorkerKind, ...]":
+    from diptych.advisor.device_layout import WorkerKind
     from diptych.simulation.parallelism import Parallelism
-    from diptych.simulation.planning.device_layout import WorkerKind
 
     ways = []
     for text in given.get("parallel", DEFAULT_PARALLEL).split(","):

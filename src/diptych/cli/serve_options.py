@@ -9,7 +9,7 @@ import typer
 from diptych.cli.http_options import SERVER
 from diptych.cli.options import SLO_HELP, Number, Strings, Text, Whole, option
 from diptych.control.cluster.cluster_config import OnFailure
-from diptych.control.config import BudgetName, OrderName, PreemptionName, ShapeName
+from diptych.control.config import BudgetName, DTypeName, OrderName, PreemptionName, QuantizeName, ShapeName
 from diptych.control.planner.planner_config import PlanMode
 from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
 from diptych.runtime.tiers.extent_format import DiskCodecName
@@ -17,10 +17,8 @@ from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import CodecName
 from diptych.serving.link.engine_options import (
     DeviceName,
-    DTypeName,
     ExplainMisses,
     InstructionSetName,
-    QuantizeName,
     SpeculationName,
 )
 

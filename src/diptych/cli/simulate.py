@@ -121,9 +121,15 @@ def _answer(given: Mapping[str, Any], asked: "Question") -> None:
     """One search."""
     from diptych.report.text import goodput_table, latency_table, runs_table, service_table
     from diptych.simulation.questions import answer
-    from diptych.simulation.report.simulation_page import Page, render
-    from diptych.simulation.report.simulation_tables import cost_notes, fleet_search_tables, simulated_table
-    from diptych.simulation.report.titles import search_lead, title
+    from diptych.simulation.report.simulation_report import (
+        Page,
+        cost_notes,
+        fleet_search_tables,
+        render,
+        search_lead,
+        simulated_table,
+        title,
+    )
     from diptych.simulation.settings import read_settings
 
     _only_single(given, "a search")
@@ -197,8 +203,7 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
         _fail_if_all_failed([run.point])
         return
     from diptych.report.text import class_table, latency_table, pool_table, resource_table, service_table
-    from diptych.simulation.report.simulation_tables import cost_notes, misses_table, simulated_table
-    from diptych.simulation.report.titles import lead, title
+    from diptych.simulation.report.simulation_report import cost_notes, lead, misses_table, simulated_table, title
 
     point = run.point
     tables = [latency_table(point["summary"])]
@@ -218,9 +223,7 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
 
 def _simulate_sweep(given: Mapping[str, Any], asked: "Question | None") -> None:
     from diptych.simulation.questions import answer_points
-    from diptych.simulation.report.simulation_page import Page, render
-    from diptych.simulation.report.simulation_tables import cost_notes, sweep_tables
-    from diptych.simulation.report.titles import sweep_lead, title
+    from diptych.simulation.report.simulation_report import Page, cost_notes, render, sweep_lead, sweep_tables, title
     from diptych.simulation.settings import read_settings
     from diptych.simulation.sweep import grid, parse_sweep, run_points
 
@@ -272,15 +275,14 @@ def _write_files(run: "Run", settings: "Settings", window: "Window", given: Mapp
     if "timeline" in given:
         import msgspec
 
-        from diptych.simulation.report.simulation_trace import trace
+        from diptych.simulation.event_log import trace
 
         events = run.log or ()
         data, note = trace(events, run.result.duration_ns, faults=run.prepared.scenario.faults, window=window)
         notes.append(write_file(given["timeline"], [msgspec.json.encode(data)]))
         notes += [note] if note else []
     if "report" in given:
-        from diptych.simulation.report.simulation_page import render
-        from diptych.simulation.report.titles import page
+        from diptych.simulation.report.simulation_report import page, render
 
         notes.append(write_file(given["report"], [render(page(run, settings, command_line(given))).encode()]))
         if run.log is None:
@@ -329,7 +331,7 @@ def _end_if_cut(cut_off: Sequence[str]) -> None:
 
 def _announcement(settings: "Settings", asked: "Question | None" = None) -> str:
     """What is about to be simulated."""
-    from diptych.simulation.report.titles import title
+    from diptych.simulation.report.simulation_report import title
     from diptych.workload.workload_words import workload_words
 
     varied = {"goodput": ", at several rates", "devices": ", on several fleets"}

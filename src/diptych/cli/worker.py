@@ -6,17 +6,18 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from diptych.cli.error_messages import errors_in_words
+from diptych.cli.http_options import LogLevel
 from diptych.cli.options import Text, Whole, model_path, option
 from diptych.control.errors import ConfigError
+from diptych.control.router.topology import Role
 from diptych.runtime.transfer.stream.addresses import parse_address
 from diptych.serving.link.engine_options import (
     DeviceName,
     DeviceOptions,
     InstructionSetName,
-    RoleName,
     parse_bytes,
     parse_cores,
 )
@@ -38,8 +39,8 @@ def worker(
     model: Annotated[Text, option("The model of the front end, here. Default: bundled.", FRONT)] = None,
     grace: Annotated[float, option(GRACE_HELP, FRONT)] = 300.0,
     drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", FRONT)] = 30.0,
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], option("How much it logs.", FRONT)] = "warning",
-    role: Annotated[RoleName, option("What it is for; it can change while it serves.", PLACE)] = "both",
+    log_level: Annotated[LogLevel, option("How much it logs.", FRONT)] = "warning",
+    role: Annotated[Role, option("What it is for; it can change while it serves.", PLACE)] = "both",
     host_name: Annotated[Text, option("Name of this host. Default: its own.", PLACE)] = None,
     rack: Annotated[str, option("Name of its rack, for the choice of workers.", PLACE)] = "",
     kv_listen: Annotated[Text, option(KV_HELP, PLACE)] = None,

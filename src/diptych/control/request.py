@@ -19,7 +19,8 @@ from diptych.control.slo import Slo
 MAX_LOGPROBS = 20
 Pooling = Literal["last", "mean"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
-SERVICE_CLASSES: tuple[str, ...] = ("interactive", "standard", "batch")
+ServiceClass = Literal["interactive", "standard", "batch"]
+SERVICE_CLASSES: tuple[str, ...] = get_args(ServiceClass)
 MAX_SEED = 2**63 - 1
 
 

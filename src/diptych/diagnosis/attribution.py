@@ -17,6 +17,8 @@ from diptych.diagnosis.request_parts import RequestParts
 Z = 1.96  # standard deviations of a 95 % interval
 TAIL = 0.95  # the slowest requests: beyond this share
 
+LatencyName = Literal["ttft", "itl"]
+
 
 @dataclass(frozen=True, slots=True)
 class AccountPart:
@@ -35,7 +37,7 @@ class Waterfall:
     """One latency. measured_s: its mean, as measured. residual_s: measured, less the parts. tail_s: mean of the slowest
     5 %."""
 
-    latency: Literal["ttft", "itl"]
+    latency: LatencyName
     measured_s: float
     parts: tuple[AccountPart, ...]
     count: int
@@ -57,7 +59,7 @@ def waterfalls(observation: Observation) -> tuple[Waterfall, ...]:
     return tuple(waterfall for waterfall in found if waterfall is not None)
 
 
-def _exact(latency: Literal["ttft", "itl"], requests: Sequence[RequestParts]) -> Waterfall | None:
+def _exact(latency: LatencyName, requests: Sequence[RequestParts]) -> Waterfall | None:
     """TTFT per request; ITL per token, as the ratio of two sums."""
     if latency == "itl":
         requests = [parts for parts in requests if parts.num_output_tokens > 1]
@@ -96,7 +98,7 @@ def _half(values: Sequence[int], weights: Sequence[int], mean: float) -> float:
     return Z * sqrt(residuals / (count - 1) / count) * count / sum(weights)
 
 
-def _estimated(latency: Literal["ttft", "itl"], estimate: Estimate | None) -> Waterfall | None:
+def _estimated(latency: LatencyName, estimate: Estimate | None) -> Waterfall | None:
     if estimate is None or not estimate.count:
         return None
     share = estimate.half_s / estimate.measured_s if estimate.measured_s else 0.0

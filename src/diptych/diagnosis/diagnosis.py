@@ -19,7 +19,7 @@ from diptych.diagnosis.diagnosis_table import BY_CAUSE, CauseRow
 from diptych.diagnosis.observation import Missing, Observation
 from diptych.diagnosis.request_parts import RequestParts
 
-Verdict = Literal["healthy", "limited", "no objective", "too few requests"]
+DiagnosisVerdict = Literal["healthy", "limited", "no objective", "too few requests"]
 FEWEST = 8  # requests below which nothing is said
 MISSES = 0.05  # share of missed objectives from which a server is not healthy
 NAMED_SHARE = 0.1  # of the misses (or of a latency): below, a cause is not named
@@ -56,7 +56,7 @@ class Diagnosis:
     request takes alone."""
 
     observation: Observation
-    verdict: Verdict
+    verdict: DiagnosisVerdict
     slo: Slo
     waterfalls: tuple[Waterfall, ...]
     causes: tuple[Cause, ...]
@@ -291,7 +291,7 @@ def _cause(observation: Observation, found: _Found, name: str, seconds: Interval
     )
 
 
-def _verdict(found: _Found, causes: Sequence[Cause], num_unserved: int) -> Verdict:
+def _verdict(found: _Found, causes: Sequence[Cause], num_unserved: int) -> DiagnosisVerdict:
     total = found.num_requests + num_unserved
     if total >= FEWEST and num_unserved >= 2 and num_unserved > MISSES * total:
         return "limited"

@@ -1,17 +1,17 @@
 """Which shape the present workers should have: each shape with the same workers and the same requests, simulated.
 
-The rule is that of ``diptych plan`` (simulation/planning/shape_preference.py).
+The rule is that of ``diptych plan`` (advisor/layout_preference.py).
 """
 
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from diptych.advisor.device_layout import LayoutName
+from diptych.advisor.layout_preference import LayoutOffer, preferred
 from diptych.control.config import prefill_scheduler, reshaped
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_S
 from diptych.diagnosis.twin_model import TwinModel
-from diptych.simulation.planning.device_layout import LayoutShape
-from diptych.simulation.planning.shape_preference import ShapeOffer, preferred
 from diptych.simulation.results import RequestTable
 
 TARGET = 0.9  # the share of the requests that must meet their objectives
@@ -23,7 +23,7 @@ class SimulatedShape:
     """A shape on these requests. attainment: share that meets its objectives (None: there are none). option: how serve
     is started with it."""
 
-    shape: LayoutShape
+    shape: LayoutName
     words: str
     option: str
     attainment: float | None
@@ -76,16 +76,16 @@ def choose_shape(model: TwinModel) -> ShapeChoice:
     return ShapeChoice((best, *others))
 
 
-def _offer(shape: SimulatedShape, found: list[SimulatedShape]) -> ShapeOffer:
+def _offer(shape: SimulatedShape, found: list[SimulatedShape]) -> LayoutOffer:
     """Without objectives: how near its TTFT comes to the shortest."""
     share = shape.attainment
     if share is None:  # no time: no request was finished
         shortest = min((other.ttft_s for other in found if other.ttft_s), default=0.0)
         share = shortest / shape.ttft_s if shape.ttft_s else 0.0
-    return ShapeOffer(shape.shape, share)
+    return LayoutOffer(shape.shape, share)
 
 
-def _simulated(model: TwinModel, shape: LayoutShape, num_prefill: int) -> SimulatedShape:
+def _simulated(model: TwinModel, shape: LayoutName, num_prefill: int) -> SimulatedShape:
     count = len(model.roles)
     base = model.engines[0]
     preset = reshaped(base.scheduler, "unified" if shape == "unified" else "chunked")
@@ -104,7 +104,7 @@ def _simulated(model: TwinModel, shape: LayoutShape, num_prefill: int) -> Simula
     return _measured(shape, words, option, table, model)
 
 
-def _measured(shape: LayoutShape, words: str, option: str, table: RequestTable, model: TwinModel) -> SimulatedShape:
+def _measured(shape: LayoutName, words: str, option: str, table: RequestTable, model: TwinModel) -> SimulatedShape:
     rows = table.completed_rows()
     late = slow = 0
     for row in rows:

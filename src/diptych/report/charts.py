@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from diptych.control.slo import NS_PER_S
-from diptych.report.plots import SHARES, Chart, Line, LineChart, Rule, Scale, linear_scale, log_scale
+from diptych.report.plots import SHARES, Chart, Line, LineChart, Point, Rule, Scale, linear_scale, log_scale
 from diptych.report.statistics import median_and_longest, wilson
 from diptych.report.text import milliseconds, percent
 
@@ -23,17 +23,35 @@ def distribution_chart(title: str, caption: str, lines: Sequence[Line], rules: S
     return LineChart(title, caption, facts, shown, x, SHARES, rules)
 
 
+def latency_charts(
+    captions: tuple[str, str], lines: Mapping[str, Sequence[Point]], rules: tuple[Sequence[Rule], Sequence[Rule]]
+) -> list[Chart]:
+    """The waits of requests, and the pace of their answers: a chart of TTFT and E2E, and one of TPOT and ITL. lines:
+    by these names, as ``report.statistics.cumulative`` gives them."""
+    titles = "Time to first token, and to the last", "Pace of the answer"
+    styles = {"TTFT": "s-prefill", "E2E": "s-whole"}, {"TPOT": "s-decode", "ITL": "s-mixed"}
+    return [
+        distribution_chart(title, caption, [Line(name, lines[name], style) for name, style in names.items()], marks)
+        for title, caption, names, marks in zip(titles, captions, styles, rules, strict=True)
+    ]
+
+
 def waits_chart(
-    title: str, caption: str, values: Iterable[tuple[int, int]], duration_ns: int, num_bins: int
+    title: str,
+    caption: str,
+    values: Iterable[tuple[int, int]],
+    duration_ns: int,
+    num_bins: int,
+    styles: tuple[str, str] = ("s-prefill", "s-mixed"),
 ) -> LineChart:
-    """The median and the longest of (when, how long), in nanoseconds, in each bin of a run."""
+    """The median and the longest of (when, how long), in nanoseconds, in each bin of a run. styles: of the two."""
     middle, longest = median_and_longest(values, duration_ns, num_bins)
     most = max((height for _, height in longest), default=0.0)
     return LineChart(
         title,
         caption,
         f"The longest is {milliseconds(most)} ms.",
-        [Line("median", middle, "s-prefill"), Line("longest", longest, "s-mixed")],
+        [Line("median", middle, styles[0]), Line("longest", longest, styles[1])],
         time_scale(duration_ns),
         linear_scale([most], "milliseconds"),
     )

@@ -1,8 +1,10 @@
-"""Report pages: one self-contained HTML file each, without scripts and without a request to anywhere.
+"""Report pages: one self-contained HTML file each, without scripts and without a request to anywhere; and pictures, the
+same charts as one SVG file.
 
 What a page holds is data; templates/report.html lays it out, and jinja2 escapes every word of it.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -10,11 +12,13 @@ from pathlib import Path
 
 import jinja2
 
-from diptych.report.plots import Chart
+from diptych.report.plots import LANES_WIDTH, RIGHT, Chart, LaneChart
 from diptych.report.text import Table
 
 TEMPLATES = Path(__file__).parent / "templates"
 PALETTE = TEMPLATES / "palette.css"
+COLOUR = re.compile(r"--([a-z-]+): (?:light-dark\((#\w+), (#\w+)\)|(#\w+));")
+HEADING_HEIGHT, KEY_HEIGHT, KEY_WIDTH = 46.0, 40.0, 240.0  # of pictures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +61,36 @@ def environment(folder: Path) -> jinja2.Environment:
 
 def render(report: Report) -> str:
     """The whole file as text; the same report gives the same text."""
-    return _template().render(report=report)
+    return _template("report.html").render(report=report)
+
+
+def picture(charts: Sequence[LaneChart], label: str) -> str:
+    """Lane charts under one another as an SVG file that needs no page around it, with the legend of the first at its
+    foot; light or dark as its reader prefers. label: what it shows, for those who do not see it."""
+    top, placed = 0.0, []
+    for chart in charts:
+        placed.append({"top": top, "height": chart.height, "content": chart})
+        top += HEADING_HEIGHT + chart.height + RIGHT
+    legend = [(name, style, RIGHT + KEY_WIDTH * index) for index, (name, style) in enumerate(charts[0].legend)]
+    light, dark = (colours(is_dark=is_dark) for is_dark in (False, True))
+    return _template("picture.svg").render(
+        label=label,
+        charts=placed,
+        legend=legend,
+        margin=RIGHT,
+        width=LANES_WIDTH,
+        height=top + KEY_HEIGHT,
+        light=light,
+        dark={name: colour for name, colour in dark.items() if colour != light[name]},
+    )
+
+
+def colours(*, is_dark: bool) -> dict[str, str]:
+    """The palette of one theme: colours by name."""
+    found = COLOUR.findall(PALETTE.read_text())
+    return {name: both or (dark if is_dark else light) for name, light, dark, both in found}
 
 
 @cache
-def _template() -> jinja2.Template:
-    return environment(TEMPLATES).get_template("report.html")
+def _template(name: str) -> jinja2.Template:
+    return environment(TEMPLATES).get_template(name)

@@ -1,6 +1,6 @@
-"""Line and area charts as inline SVG, drawn here with nothing but strings.
+"""Line, area and lane charts as inline SVG, drawn here with nothing but strings.
 
-Colours and dashes are classes of templates/report.css. Every chart carries a title and a description for those who do
+Colours and dashes are classes of templates/chart.css. Every chart carries a title and a description for those who do
 not see it, and no line is told apart by its colour alone.
 """
 
@@ -14,6 +14,8 @@ WIDTH, HEIGHT = 440.0, 264.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 24.0, 44.0
 LETTER_WIDTH = 7.0  # of words, about
 UNIT_ROOM = 18.0  # over the words of rules, for the unit of y
+LANES_WIDTH, LANES_LEFT = 920.0, 118.0
+LANE_HEIGHT, LANE_STEP, SPAN_GAP = 22.0, 27.0, 2.0
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
 Point = tuple[float, float]
@@ -198,12 +200,55 @@ class StackedChart:
         return _drawing(f"{self.title}, by {x.unit}", self.facts, marks)
 
 
-Chart: TypeAlias = LineChart | StackedChart
+@dataclass(frozen=True, slots=True)
+class ChartLane:
+    """What a request or a worker did over time. spans: (start, end, style), in the unit of the chart's x."""
+
+    name: str
+    spans: Sequence[tuple[float, float, str]]
 
 
-def _drawing(title: str, facts: str, marks: Sequence[str], above: float = 0.0) -> str:
+@dataclass(frozen=True, slots=True)
+class LaneChart:
+    """Lanes under one another over a common x axis, which is not drawn: what counts is what stands over what."""
+
+    title: str
+    caption: str
+    facts: str
+    lanes: Sequence[ChartLane]
+    x: Scale
+    legend: Sequence[tuple[str, str]] = ()
+    is_stacked: ClassVar[bool] = True
+
+    @property
+    def height(self) -> float:
+        """Of the drawing, which is LANES_WIDTH wide."""
+        return LANE_STEP * len(self.lanes)
+
+    def svg(self) -> str:
+        """The drawing, as markup."""
+        marks = []
+        width = LANES_WIDTH - LANES_LEFT - RIGHT
+        for row, lane in enumerate(self.lanes):
+            top = LANE_STEP * row
+            marks.append(f'<text x="{RIGHT:g}" y="{top + 16:g}">{escape(lane.name)}</text>')
+            for start, end, style in lane.spans:
+                left, right = (LANES_LEFT + width * self.x.place(at) for at in (start, end))
+                inner = max(1.0, right - left - SPAN_GAP)
+                size = f'x="{left:.1f}" y="{top:g}" width="{inner:.1f}" height="{LANE_HEIGHT:g}"'
+                marks.append(f'<rect class="band {style}" {size} rx="3"/>')
+        return _drawing(self.title, self.facts, marks, size=(LANES_WIDTH, self.height))
+
+
+Chart: TypeAlias = LineChart | StackedChart | LaneChart
+
+
+def _drawing(
+    title: str, facts: str, marks: Sequence[str], above: float = 0.0, size: tuple[float, float] = (WIDTH, HEIGHT)
+) -> str:
+    width, height = size
     return (
-        f'<svg class="chart" viewBox="0 {-above:g} {WIDTH:g} {HEIGHT + above:g}" role="img">'
+        f'<svg class="chart" viewBox="0 {-above:g} {width:g} {height + above:g}" role="img">'
         f"<title>{escape(title)}</title><desc>{escape(facts)}</desc>{''.join(marks)}</svg>"
     )
 

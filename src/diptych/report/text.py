@@ -1,7 +1,7 @@
 """The figures of a run as tables of words: what the terminal and the page both show.
 
 Owns the choice of rows, their order and how a number is written. Must never compute a figure of its own (see
-results.py and economy.py) and must never know how a table is drawn.
+simulation/results.py and its report/outcome.py) and must never know how a table is drawn.
 """
 
 from collections.abc import Mapping, Sequence

@@ -12,7 +12,7 @@ from typing import Literal
 from diptych.control.errors import ConfigError
 from diptych.report.statistics import Interval, wilson
 
-Verdict = Literal["above", "below", "unclear"]
+RateVerdict = Literal["above", "below", "unclear"]
 MOST = 1e6  # requests per second
 HALVINGS = 6  # below the first rate: then the answer is that there is no such rate
 
@@ -115,7 +115,7 @@ class GoodputSearch:
         """Of the attainment at a rate."""
         return wilson(known.met, known.judged, self._config.confidence)
 
-    def verdict(self, known: RateResult) -> Verdict:
+    def verdict(self, known: RateResult) -> RateVerdict:
         """Whether the attainment is surely at least the target, surely below it, or neither."""
         interval = self.interval(known)
         if interval.low >= self._config.attainment:

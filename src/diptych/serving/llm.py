@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.control.config import ShapeName, shape_preset
+from diptych.control.config import DTypeName, QuantizeName, ShapeName, shape_preset
 from diptych.control.errors import BrokenInvariantError, ConfigError, CoreFailedError, WorkerError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
 from diptych.control.request import FinishReason, Pooling, SamplingParams
@@ -32,11 +32,9 @@ from diptych.serving.link.engine_options import (
     BUNDLED_MODEL,
     DeviceName,
     DeviceOptions,
-    DTypeName,
     EngineOptions,
     InstructionSetName,
     MemoryOptions,
-    QuantizeName,
     SpeculationName,
     parse_cores,
 )

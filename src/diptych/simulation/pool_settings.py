@@ -12,16 +12,16 @@ file and on the command line alike:
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
-from diptych.control.config import ShapeName
+from diptych.control.config import DTypeName, QuantizeName, ShapeName
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, Role
 from diptych.simulation.number_limits import AtLeastOne, AtLeastZero, NotNegative, Share
 from diptych.simulation.scheduler_settings import SchedulerSettings
-from diptych.simulation.weight_precision import QuantizeName
+from diptych.simulation.weight_precision import WeightBits
 from diptych.workload.description import SettingsTable
 
 PARALLEL = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "ep": "expert_parallel", "dp": "data_parallel"}
@@ -42,13 +42,13 @@ class PoolSettings(SettingsTable, frozen=True, kw_only=True):
     expert_parallel: AtLeastOne | None = None
     data_parallel: AtLeastOne | None = None
     cost: str | None = None
-    weight_bits: Literal[4, 8, 16] | None = None
+    weight_bits: WeightBits | None = None
     quantize: QuantizeName | None = None
     kv_cache_tokens: AtLeastOne | None = None
     kv_cache_bytes: AtLeastOne | None = None
     gpu_memory_utilization: Share | None = None
     max_model_len: Annotated[int, msgspec.Meta(ge=2)] | None = None
-    dtype: Literal["auto", "bfloat16", "float32"] | None = None
+    dtype: DTypeName | None = None
     cores: str | AtLeastOne | None = None
     shape: ShapeName | None = None
     scheduler: SchedulerSettings = SchedulerSettings()

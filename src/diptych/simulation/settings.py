@@ -16,7 +16,7 @@ import msgspec.inspect
 import msgspec.structs
 
 from diptych.control.cluster.cluster_config import ClusterConfig, OnFailure, cluster_config
-from diptych.control.config import ShapeName
+from diptych.control.config import QuantizeName, ShapeName
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
@@ -51,7 +51,7 @@ from diptych.simulation.pool_settings import (
 from diptych.simulation.prepare import PreparedPool, fleet_pools, prepare_pool
 from diptych.simulation.scenario import ADMIT_ALL, Scenario
 from diptych.simulation.scheduler_settings import SchedulerSettings
-from diptych.simulation.weight_precision import QuantizeName
+from diptych.simulation.weight_precision import WeightBits
 from diptych.workload.build import build
 from diptych.workload.description import SettingsTable, WorkloadConfig
 
@@ -169,7 +169,7 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     pipeline_parallel: AtLeastOne = 1
     expert_parallel: AtLeastOne = 1
     data_parallel: AtLeastOne = 1
-    weight_bits: Literal[4, 8, 16] | None = None
+    weight_bits: WeightBits | None = None
     quantize: QuantizeName | None = None
     kv_bits: Literal[8, 16] = 16
     cost: str = "auto"

@@ -8,10 +8,11 @@ lm_head included, multiplied in 8 bits because activations are quantised when th
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from diptych.control.config import QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.simulation.hardware import Hardware
 
-QuantizeName = Literal["none", "int8", "int4"]
+WeightBits = Literal[4, 8, 16]  # on a GPU
 
 SCALE_BITS, GROUP_SCALE_BITS, GROUP_SIZE = 32, 16, 32  # of an output channel; of a group of so many columns
 

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from diptych.control.errors import ConfigError
+from diptych.control.request import ServiceClass
 from diptych.control.slo import NS_PER_MS, Slo
 
 ArrivalKind = Literal["poisson", "gamma", "constant", "on_off", "closed"]
@@ -190,7 +191,7 @@ class ClassConfig(SettingsTable, frozen=True, kw_only=True):
     prefix: PrefixConfig | None = None
     slo: SloConfig | None = None
     priority: int = 0
-    service_class: Literal["interactive", "standard", "batch"] = "standard"
+    service_class: ServiceClass = "standard"
     patience_s: float | None = None
 
     def __post_init__(self) -> None:

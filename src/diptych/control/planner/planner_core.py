@@ -40,6 +40,7 @@ from diptych.control.planner.planner_events import (
     Observed,
     PlannerCommand,
     PlannerEvent,
+    PlannerVerdict,
     Prediction,
     PromptBegun,
     RemoveWorker,
@@ -50,7 +51,6 @@ from diptych.control.planner.planner_events import (
     TwinAnswered,
     TwinFailed,
     TwinQuestion,
-    Verdict,
 )
 from diptych.control.planner.pressure import OfferedWork, pressure, work_of
 from diptych.control.slo import NS_PER_MS, NS_PER_S
@@ -366,7 +366,7 @@ class PlannerCore:
 
     def _decide(
         self,
-        verdict: Verdict,
+        verdict: PlannerVerdict,
         reason: str,
         chosen: Layout,
         demand: DemandSummary,

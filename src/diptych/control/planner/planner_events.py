@@ -220,7 +220,7 @@ class CandidateScore:
     prediction: Prediction
 
 
-Verdict = Literal["hold", "keep", "advise", "change"]
+PlannerVerdict = Literal["hold", "keep", "advise", "change"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ class Decision:
 
     number: int
     time_ns: int
-    verdict: Verdict
+    verdict: PlannerVerdict
     reason: str
     present: str
     chosen: str

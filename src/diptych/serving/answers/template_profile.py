@@ -13,6 +13,8 @@ from typing import Any, Literal
 from diptych.serving.answers.chat_template import said
 
 Fate = Literal["taken", "left out", "refused"]
+NullContent = Literal["absent", "null", "empty"]  # how a message without text has its content
+ArgumentsForm = Literal["object", "text"]  # of a call
 Render = Callable[..., str]
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -47,8 +49,8 @@ class TemplateProfile:
 
     error: str = ""
     warnings: tuple[str, ...] = ()
-    null_content: Literal["absent", "null", "empty"] = "absent"
-    arguments: Literal["object", "text"] = "object"
+    null_content: NullContent = "absent"
+    arguments: ArgumentsForm = "object"
     text_arguments: bool = False
     parts: tuple[str, ...] = ()
     only_parts: tuple[str, ...] = ()
@@ -192,13 +194,13 @@ class _Prober:
         given = _ARGUMENTS if arguments == "object" else _ARGUMENTS_TEXT
         return [dict(_USER), _calling(null_content, given)]
 
-    def call_form(self) -> tuple[Literal["absent", "null", "empty"], Literal["object", "text"], bool]:
+    def call_form(self) -> tuple[NullContent, ArgumentsForm, bool]:
         """How content that is null and arguments are given so that the call is written, and whether it is at all.
 
         Without the key first, as transformers gives it; arguments first as an object, which a template that only
         prints them would write as Python does."""
-        nulls: tuple[Literal["absent", "null", "empty"], ...] = ("absent", "null", "empty")
-        forms: tuple[Literal["object", "text"], ...] = ("object", "text")
+        nulls: tuple[NullContent, ...] = ("absent", "null", "empty")
+        forms: tuple[ArgumentsForm, ...] = ("object", "text")
         for null_content in nulls:
             for arguments in forms:
                 history = self.history(null_content, arguments)

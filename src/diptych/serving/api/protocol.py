@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from diptych.control.request import ServiceClass
 from diptych.serving import edge_limits
 from diptych.serving.api.miss_views import PrefixMissReply
 from diptych.serving.long_work import check_wanted
@@ -123,7 +124,7 @@ class OptionsBody(Fields):
     model: str | None = Field(None, description="The served model's name; may be left out.")
     priority: Int32 | None = Field(None, description="Lower is served earlier (with --order priority).")
     ttft_slo_ms: Milliseconds | None = Field(None, description="Objective for the time to the first token.")
-    service_class: Literal["interactive", "standard", "batch"] | None = Field(
+    service_class: ServiceClass | None = Field(
         None, description="interactive goes before standard, batch uses what others leave."
     )
     gives_way_ms: Annotated[float, Field(ge=0, le=1e12)] | None = Field(

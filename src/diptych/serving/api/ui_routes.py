@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from diptych import __version__
 from diptych.control.engine.reports import TierStats
-from diptych.control.planner.planner_events import Decision
+from diptych.control.planner.planner_events import Decision, PlannerVerdict
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.serving.api.admin_routes import is_operator
 from diptych.serving.api.diagnosis_routes import add_diagnosis_routes, add_engine_diagnosis_routes
@@ -128,7 +128,7 @@ class PlanDecision(BaseModel):
 
     number: int
     age_s: float
-    verdict: Literal["hold", "keep", "advise", "change"]
+    verdict: PlannerVerdict
     reason: str
     present: str
     chosen: str

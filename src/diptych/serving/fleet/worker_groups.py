@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from diptych.control.config import SchedulerConfig
+from diptych.control.config import DTypeName, QuantizeName, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, Role
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
-from diptych.serving.link.engine_options import DTypeName, EngineOptions, QuantizeName, parse_cores
+from diptych.serving.link.engine_options import EngineOptions, parse_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

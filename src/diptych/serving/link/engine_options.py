@@ -9,21 +9,18 @@ from typing import Literal
 import msgspec
 
 import diptych
-from diptych.control.config import SchedulerConfig
+from diptych.control.config import DTypeName, QuantizeName, SchedulerConfig
 from diptych.control.errors import ConfigError
+from diptych.control.router.topology import Role
 from diptych.control.slo import Slo
 from diptych.processor import parse_cpu_list
 from diptych.runtime.tiers.extent_format import DiskCodecName
 from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S, CodecName
 
-DTypeName = Literal["auto", "bfloat16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-InstructionSetName = Literal[
-    "auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"
-]  # runtime/kernels/instruction_set.py
-QuantizeName = Literal["none", "int8", "int4"]  # runtime/weights/quantized_weight.py
+# The words are those of runtime/kernels/instruction_set.py.
+InstructionSetName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"]
 SpeculationName = Literal["auto", "on", "off"]  # runtime/step/model_runner.py
-RoleName = Literal["prefill", "decode", "both"]
 ExplainMisses = Literal["off", "on", "text"]
 
 BUNDLED_MODEL = Path(diptych.__file__).parent / "bundled" / "stdlib-python"
@@ -80,7 +77,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     transfer: str
     number: int = 0
-    role: RoleName = "both"
+    role: Role = "both"
     pool: PoolShare | None = None
     weights_fd: int | None = None
     codec: CodecName = "none"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from diptych.control.config import QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.costs.engine_cost import EngineCost
@@ -36,7 +37,10 @@ from diptych.simulation.hardware import Hardware, load_hardware
 from diptych.simulation.models import ModelSpec, load_model
 from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
 from diptych.simulation.serving_engine import ServingEngine, load_engine
-from diptych.simulation.weight_precision import QuantizeName, WeightPrecision, weight_precision
+from diptych.simulation.weight_precision import (
+    WeightPrecision,
+    weight_precision,
+)
 
 NO_FRONT_END = FrontEnd()
 COSTS = ("auto", "tables", "operators", "roofline")

@@ -1,1 +1,1 @@
-"""How a simulation is shown: tables, a page, a timeline."""
+"""How simulations and plans are shown: the record of a run, tables, pages."""

@@ -1,6 +1,6 @@
 """Which shape to take: from measured candidates to a recommendation with its reasons and the command.
 
-Owns the words; the rule is that of ``diptych plan`` (simulation/planning/shape_preference.py).
+Owns the words; the rule is that of ``diptych plan`` (advisor/layout_preference.py).
 """
 
 import shlex
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from diptych.simulation.planning.shape_preference import ROOM, TIE, ShapeOffer, preferred
+from diptych.advisor.layout_preference import ROOM, TIE, LayoutOffer, preferred
 from diptych.web.panels.formula import milliseconds, percent, significant
 from diptych.web.panels.machine import Machine
 
@@ -86,7 +86,7 @@ def recommend(
 def best_of(found: Sequence[AdvisedShape], rate: float) -> AdvisedShape:
     """The one to take, by the rule of ``diptych plan``."""
     offers = [
-        ShapeOffer(
+        LayoutOffer(
             "split" if shape.shape == "disaggregated" else shape.shape,
             shape.attainment,
             worth=shape.capacity_rps,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from diptych.control.config import BudgetConfig, ShapeName
+from diptych.control.config import BudgetConfig, BudgetName, ShapeName
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS
 from diptych.simulation.scenario import Scenario
@@ -34,7 +34,7 @@ class ChunkedQuery(Query, frozen=True, kw_only=True):
     streams: Annotated[int, Meta(ge=0, le=MAX_STREAMS)] = 4
     tokens: Annotated[int, Meta(ge=2, le=256)] = 96
     prompts: str = "200:8192:16,210:8192:16,230:128:16"
-    mode: Literal["whole", "fixed", "slo"] = "fixed"
+    mode: BudgetName = "fixed"
     chunk: Annotated[int, Meta(ge=64, le=8192)] = 512
     tpot_ms: Annotated[float, Meta(ge=1, le=1000)] = 25.0
     partial: Annotated[int, Meta(ge=0, le=8)] = 2

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 from msgspec.structs import replace
 
+from diptych.control.config import QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 from diptych.simulation.fleet.links import GB, LINKS
@@ -51,7 +52,7 @@ class TransferQuery(Query, frozen=True, kw_only=True):
     attention: AttentionKind = "own"
     kv_heads: Literal[1, 2, 4, 8, 16, 32] = 8
     dtype: Literal["fp32", "bf16", "fp8"] = "bf16"
-    codec: Literal["none", "int8", "int4"] = "none"
+    codec: QuantizeName = "none"
     link: str = "ib400"
     rate: Literal["usable", "paper"] = "usable"
     gbytes: Annotated[float, Meta(ge=0, le=2000)] = 0.0

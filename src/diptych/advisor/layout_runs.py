@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from diptych.advisor.device_layout import FleetLayout
 from diptych.control.errors import DiptychError
 from diptych.report.statistics import wilson
 from diptych.search.goodput_search import GoodputResult, GoodputSearch, SearchConfig
-from diptych.simulation.planning.device_layout import FleetLayout
 from diptych.simulation.questions import OBJECTIVES, Question, answer, at_rate, sustained_share
 from diptych.simulation.settings import Settings, settings_from
 from diptych.simulation.sweep import Task, run_here, run_tasks

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from functools import partial
 
+from diptych.advisor.twin import Twin, settings_for
 from diptych.control.cluster.cluster_events import ClusterEvent
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.commands import Command
@@ -30,7 +31,6 @@ from diptych.control.planner.planner_events import (
 from diptych.simulation.environment import MESSAGE
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.scenario import Scenario, WorkerChange
-from diptych.simulation.twin.twin import Twin, settings_for
 
 TWIN_REQUEST_NS = 500_000  # of processor time that the compiled twin takes for each request that it simulates
 

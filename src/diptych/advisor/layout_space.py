@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from diptych.advisor.device_layout import FleetLayout, LayoutGroup, LayoutName, WorkerKind
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
-from diptych.simulation.planning.device_layout import FleetLayout, LayoutGroup, LayoutShape, WorkerKind
 
 MOST_SPLITS = 8  # numbers of workers that are tried for given kinds of workers
 MOST_WORKERS = 1024
 ROUNDING = 1e-9
-ROLES_OF: dict[LayoutShape, tuple[Role, ...]] = {
+ROLES_OF: dict[LayoutName, tuple[Role, ...]] = {
     "unified": ("both",),
     "chunked": ("both",),
     "split": ("prefill", "decode"),
@@ -59,7 +59,7 @@ class LayoutSpace:
     """shapes: those to be tried. kinds: of workers that do both. prefill_kinds, decode_kinds: of the pools of a split
     fleet. The workers between the pools of a mixed fleet are like those that decode, as in Splitwise."""
 
-    shapes: tuple[LayoutShape, ...]
+    shapes: tuple[LayoutName, ...]
     kinds: tuple[WorkerKind, ...]
     prefill_kinds: tuple[WorkerKind, ...]
     decode_kinds: tuple[WorkerKind, ...]
@@ -75,12 +75,12 @@ class LayoutSpace:
                 )
 
     @staticmethod
-    def layout(shape: LayoutShape, kinds: tuple[WorkerKind, ...], counts: tuple[int, ...]) -> FleetLayout:
+    def layout(shape: LayoutName, kinds: tuple[WorkerKind, ...], counts: tuple[int, ...]) -> FleetLayout:
         """So many workers of each kind, in the roles that the shape has."""
         groups = zip(ROLES_OF[shape], counts, kinds, strict=True)
         return FleetLayout(shape, tuple(LayoutGroup(role, count, kind) for role, count, kind in groups))
 
-    def kinds_of(self, shape: LayoutShape) -> Iterator[tuple[WorkerKind, ...]]:
+    def kinds_of(self, shape: LayoutName) -> Iterator[tuple[WorkerKind, ...]]:
         """The kinds of workers of a shape's groups, in every choice."""
         if shape in ("unified", "chunked"):
             yield from ((kind,) for kind in self.kinds)

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from diptych.advisor.device_layout import FleetLayout, LayoutGroup, WorkerKind
+from diptych.advisor.layout_runs import LayoutRuns, OnStage
+from diptych.advisor.layout_space import FleetBudget, LayoutSpace
+from diptych.advisor.plan_search import FIRST_RATE, PlanQuestion
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
-from diptych.simulation.planning.device_layout import FleetLayout, LayoutGroup, WorkerKind
-from diptych.simulation.planning.layout_runs import LayoutRuns, OnStage
-from diptych.simulation.planning.layout_space import FleetBudget, LayoutSpace
-from diptych.simulation.planning.plan_search import FIRST_RATE, PlanQuestion
 from diptych.simulation.settings import Settings, SloSettings
 
 OTHERS = 8  # workers of the phase that is not measured

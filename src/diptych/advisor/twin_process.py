@@ -1,4 +1,4 @@
-"""``python -m diptych.simulation.twin.twin_process``: a twin in a process of its own, of the lowest priority.
+"""``python -m diptych.advisor.twin_process``: a twin in a process of its own, of the lowest priority.
 
     in    TwinSettings, then TwinQuestions       one JSON record a line
     out   TwinAnswered or TwinFailed             one for each question
@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 import msgspec
 
+from diptych.advisor.twin import Twin
 from diptych.control.planner.planner_events import TwinAnswered, TwinFailed, TwinQuestion, TwinSettings
-from diptych.simulation.twin.twin import Twin
 from diptych.stop_signals import leave_terminal_to_parent
 
 LOWEST_PRIORITY = 19

@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from diptych.advisor.device_layout import FleetLayout, LayoutName
+from diptych.advisor.layout_preference import LayoutOffer, preferred
+from diptych.advisor.layout_runs import LayoutRuns, OnStage, Point, RunOptions
+from diptych.advisor.layout_space import LayoutSpace
 from diptych.control.errors import ConfigError
-from diptych.simulation.planning.device_layout import FleetLayout, LayoutShape
-from diptych.simulation.planning.layout_runs import LayoutRuns, OnStage, Point, RunOptions
-from diptych.simulation.planning.layout_space import LayoutSpace
-from diptych.simulation.planning.shape_preference import ShapeOffer, preferred
 from diptych.simulation.questions import OBJECTIVES
-from diptych.simulation.report.workload_figures import workload_figures
+from diptych.simulation.report.outcome import workload_figures
 from diptych.simulation.settings import Settings
 from diptych.workload.build import build
 from diptych.workload.spec import ClosedLoop
@@ -89,7 +89,7 @@ class TriedLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPlan:
-    """fleets: the best of each shape, the one to take first (see shape_preference). refused: what could not be
+    """fleets: the best of each shape, the one to take first (see layout_preference). refused: what could not be
     simulated, by layout, with the reason. num_runs: simulations. twice: what carries twice the asked rate, in the best
     shape (None: there is no asked rate, or no such fleet)."""
 
@@ -123,7 +123,7 @@ class PlanSearch:
     def within_budget(self, layouts: Iterable[FleetLayout]) -> CapacityPlan:
         """The best of these and of their neighbours in the space: of those that keep the objectives at the asked rate
         (if any does) the one that carries the most for its cost. Raises ConfigError where none can be simulated."""
-        by_shape: dict[LayoutShape, list[FleetLayout]] = {}
+        by_shape: dict[LayoutName, list[FleetLayout]] = {}
         for layout in layouts:
             by_shape.setdefault(layout.shape, []).append(layout)
         finalists: list[FleetLayout] = []
@@ -143,7 +143,7 @@ class PlanSearch:
             for kinds in self._space.kinds_of(shape)
         ]
         sized = [layout for layout in self._runs.smallest(ones, self._asked) if layout is not None]
-        cheapest: dict[LayoutShape, FleetLayout] = {}
+        cheapest: dict[LayoutName, FleetLayout] = {}
         for layout in sorted(sized, key=_size):
             cheapest.setdefault(layout.shape, layout)
         if not cheapest and len(self._runs.refused) < len(ones):
@@ -212,7 +212,7 @@ class PlanSearch:
         def rank(fleet: MeasuredLayout) -> tuple[float, float]:
             return min(fleet.attainment, self._wanted), worth(fleet)
 
-        best: dict[LayoutShape, MeasuredLayout] = {}
+        best: dict[LayoutName, MeasuredLayout] = {}
         for fleet in sorted(self._measured(finalists), key=rank, reverse=True):
             best.setdefault(fleet.layout.shape, fleet)
         if not best:
@@ -229,9 +229,9 @@ class PlanSearch:
             twice=twice,
         )
 
-    def _offer(self, fleet: MeasuredLayout, worth: Callable[[MeasuredLayout], float]) -> ShapeOffer:
+    def _offer(self, fleet: MeasuredLayout, worth: Callable[[MeasuredLayout], float]) -> LayoutOffer:
         highest, asked = fleet.highest_rate_rps, self._asked
-        return ShapeOffer(
+        return LayoutOffer(
             fleet.layout.shape,
             fleet.attainment,
             worth(fleet),

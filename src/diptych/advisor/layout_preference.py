@@ -8,27 +8,27 @@ best, the simpler one is taken.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diptych.simulation.planning.device_layout import LayoutShape
+from diptych.advisor.device_layout import LayoutName
 
 TIE = 0.05
 ROOM = 1.25  # a fleet that carries so many times the asked rate holds it at ease
-SIMPLER: tuple[LayoutShape, ...] = ("chunked", "unified", "split", "mixed")
+SIMPLER: tuple[LayoutName, ...] = ("chunked", "unified", "split", "mixed")
 
 
 @dataclass(frozen=True, slots=True)
-class ShapeOffer:
+class LayoutOffer:
     """One fleet. attainment: share of the requests, at the asked rate, that meet their objectives. worth: what is
     compared between fleets that hold the load, such as the highest rate for the cost. cost: of the fleet, in any unit.
     headroom: the highest rate over the asked one (None: not known)."""
 
-    shape: LayoutShape
+    shape: LayoutName
     attainment: float
     worth: float = 1.0
     cost: float = 1.0
     headroom: float | None = None
 
 
-def preferred(offers: Sequence[ShapeOffer], target: float) -> int:
+def preferred(offers: Sequence[LayoutOffer], target: float) -> int:
     """The index of the one to take. target: share of the requests that a fleet must serve well to hold the load;
     where none does, all are compared. Needs at least one offer."""
     known = range(len(offers))

@@ -15,7 +15,7 @@ from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.pool_settings import PoolSettings
 from diptych.simulation.settings import Settings
 
-LayoutShape = Literal["unified", "chunked", "split", "mixed"]
+LayoutName = Literal["unified", "chunked", "split", "mixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class LayoutGroup:
 class FleetLayout:
     """groups: one of each role that the shape has, in the order prefill, decode, both."""
 
-    shape: LayoutShape
+    shape: LayoutName
     groups: tuple[LayoutGroup, ...]
 
     @property

@@ -1,1 +1,0 @@
-"""Which fleet to run for a load: layouts, the search among them, and what it found."""
