@@ -31,6 +31,7 @@ from diptych.serving.api.bodies import read_checked
 from diptych.serving.api.cross_origin import ADMIN_PREFIX, unknown_host
 from diptych.serving.api.manners import is_loopback, is_own_name
 from diptych.serving.api.middleware import given_key
+from diptych.serving.api.other_scopes import HTTP, is_refused
 from diptych.serving.fleet.worker_changes import WorkerChanges
 from diptych.serving.fleet.worker_port import WorkerState
 from diptych.serving.keys.keyring import Keyring
@@ -109,7 +110,9 @@ class AdminAccess:
         self._needs_key = asks_admin_key(key, keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(ADMIN_PREFIX):
+        if await is_refused(scope, send):
+            return
+        if scope["type"] == HTTP and scope["path"].startswith(ADMIN_PREFIX):
             headers = Headers(scope=scope)
             if self._needs_key:
                 error = self._refused_key(scope, given_key(headers))

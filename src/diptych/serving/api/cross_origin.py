@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diptych.control.errors import PermissionDeniedError
 from diptych.serving.api.error_responses import error_response
 from diptych.serving.api.manners import ANY_ORIGIN, host_name, is_own_name
+from diptych.serving.api.other_scopes import HTTP, is_refused
 
 ADMIN_PREFIX = "/admin/"
 _RATE_LIMITS = (  # as the replies to a limited key name them, in OpenAI's dialect and in Anthropic's
@@ -27,7 +28,7 @@ _KEPT_S = 600  # that a browser remembers the reply to a preflight
 class CrossOrigin:
     """Answers the preflights of pages of ``origins``, lets them read replies, and refuses what pages of other origins
     send. hosts: names under which the server may be called, besides addresses and localhost (None: any). Never lets a
-    page of another origin read ``/admin/``."""
+    page of another origin read ``/admin/``. Lets nothing through that is not HTTP."""
 
     def __init__(self, app: ASGIApp, origins: Sequence[str], hosts: Sequence[str] | None) -> None:
         self._app = app
@@ -35,7 +36,9 @@ class CrossOrigin:
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if await is_refused(scope, send):
+            return
+        if scope["type"] != HTTP:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

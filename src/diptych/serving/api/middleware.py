@@ -18,6 +18,7 @@ from diptych.serving.api.dialect import dialect_of
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_format import http_error
 from diptych.serving.api.error_responses import error_response
+from diptych.serving.api.other_scopes import HTTP, is_refused
 from diptych.serving.keys.keyring import Keyring
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,9 @@ class ApiKey:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not _is_open(scope["path"]):
+        if await is_refused(scope, send):
+            return
+        if scope["type"] == HTTP and not _is_open(scope["path"]):
             headers = Headers(scope=scope)
             record = self._keys.find(given_key(headers) or headers.get("x-api-key", "").encode("latin-1", "replace"))
             if record is None or self._keys.is_expired(record):
