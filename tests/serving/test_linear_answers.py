@@ -13,11 +13,16 @@ from answer_texts import FORMATS, NAMES, written
 from copies import Copies
 from tests.laws import law
 
+from diptych.control.request import SamplingParams
+from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.response.bundled_templates import TEMPLATES
 from diptych.serving.answers.response.held_text import PIECE, HeldText
 from diptych.serving.answers.response.json_text import JsonText
 from diptych.serving.answers.response.response_parser import ResponseParser
 from diptych.serving.answers.response.response_template import load_response_template
+from diptych.serving.answers.tokenizer import Tokenizer
+from diptych.serving.api.text_argument import TextArgument
+from diptych.serving.link.engine_options import BUNDLED_MODEL
 
 ALL = {name: load_response_template(name, spec) for name, spec in TEMPLATES.items() if name != "thinking"}
 STRING = {"type": "string"}
@@ -27,6 +32,7 @@ RUNS = ("a", " ", "\n", "\\", "`", "<", "{", "[", "(", ",", '"', "'", "<a>", "\\
         "</parameter>", "</think>", "<tool_call>")  # fmt: skip
 LENGTH = 4000
 TOKEN = 40
+TOKENIZER = Tokenizer(BUNDLED_MODEL)
 MOST = 8  # copies of a character; the square would be LENGTH / TOKEN / 2
 
 
@@ -100,3 +106,70 @@ def test_held_text_is_taken_as_it_came(seed: int) -> None:
             assert not len(before)
         assert len(held) == len(whole)
     assert held.take() == whole
+
+
+@law(weight=0.3)
+def test_the_text_of_a_custom_call_is_the_same_however_its_json_is_cut(seed: int) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choices(["a", '"', "\\", "\n", "é", "😀", "u", "d83d", "\ud800", "\udc00"], k=rng.randrange(20)))
+    given = json.dumps({"input": text})
+    space = " \n" * rng.choice((0, 1, 20))
+    given = space + given[:1] + space + given[1:]
+    if rng.random() < 0.3:  # and what is no JSON
+        at = rng.randrange(len(given))
+        given = given[:at] + rng.choice(("\\u12", "\\q", "\\ud83d", '"', "{")) + given[at:]
+    whole, cut = TextArgument(), TextArgument()
+    said = whole.feed(given) + whole.rest()
+    told = "".join(cut.feed(piece) for piece in pieces_of(given, rng)) + cut.rest()
+    assert told == said
+    said.encode()  # no halves of pairs
+    try:
+        value = json.loads(given)
+    except ValueError:
+        return
+    if isinstance(value, dict) and list(value) == ["input"]:
+        assert said == value["input"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def pieces_of(text: str, rng: random.Random) -> list[str]:
+    pieces, at = [], 0
+    while at < len(text):
+        size = rng.randint(1, 6)
+        pieces.append(text[at : at + size])
+        at += size
+    return pieces
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        '{"input": "' + "a" * LENGTH,
+        " " * LENGTH + '{"input": "a"}',
+        '{"other": "' + "a" * LENGTH,
+        '{"input": "\\ud800' + "a" * LENGTH,
+        '{"input": "\\uzzzz' + "a" * LENGTH,
+        '{"input": "' + "\\u00e4" * (LENGTH // 6),
+        "a" * LENGTH,
+    ],
+)
+def test_no_text_of_a_custom_call_is_copied_with_each_token(given: str) -> None:
+    argument = TextArgument()
+    copies = Copies(argument)
+    for at in range(0, len(given), TOKEN):
+        argument.feed(given[at : at + TOKEN])
+        copies.look()
+    assert copies.num_characters <= MOST * len(given)
+
+
+def test_no_text_that_waits_for_its_reader_is_copied_with_each_token() -> None:
+    """The reader may be a client that does not read."""
+    stream = AnswerStream("a", 0, [1], SamplingParams(max_tokens=2000), TOKENIZER)
+    Generation("a", [stream])
+    tokens = TOKENIZER.encode("some words that are said again and again" * 100)
+    copies = Copies(stream)
+    for token in tokens:
+        stream.push(token)
+        copies.look()
+    text = stream.take().text
+    assert copies.num_characters <= MOST * len(text)
+    assert text == TOKENIZER.decode(tokens)

@@ -7,9 +7,11 @@ such call is refused, and is content. Formats that are not JSON: tagged_calls.py
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Protocol
 
 from diptych.serving.answers.response.held_text import HeldText
@@ -80,6 +82,15 @@ def call_parts(name: str, arguments: str) -> list[AnswerPart]:
     """A call with these first arguments."""
     begun = [AnswerPart(PartKind.CALL, name)]
     return [*begun, AnswerPart(PartKind.ARGUMENTS, arguments)] if arguments else begun
+
+
+def joined_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
+    """The parts, with neighbours of a kind as one."""
+    joined: list[AnswerPart] = []
+    for kind, group in groupby(parts, key=attrgetter("kind")):
+        texts = [part.text for part in group]
+        joined += [AnswerPart(kind, text) for text in (texts if kind is PartKind.CALL else ["".join(texts)])]
+    return joined
 
 
 class _Arguments:

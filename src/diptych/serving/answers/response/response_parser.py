@@ -13,7 +13,15 @@ All text is in some part, but for the marks of the format and white space around
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
-from diptych.serving.answers.response.call_readers import AnswerPart, CallReader, NamedCall, PartKind, Reading, Tools
+from diptych.serving.answers.response.call_readers import (
+    AnswerPart,
+    CallReader,
+    NamedCall,
+    PartKind,
+    Reading,
+    Tools,
+    joined_parts,
+)
 from diptych.serving.answers.response.choose_reader import reader_of
 from diptych.serving.answers.response.code_tracker import CodeTracker
 from diptych.serving.answers.response.held_calls import Enclosure, HeldCalls
@@ -41,15 +49,21 @@ class ReadAnswer:
 
     def add(self, parts: Iterable[AnswerPart]) -> None:
         """More of it."""
-        for part in parts:
+        content: list[str] = []
+        reasoning: list[str] = []
+        for part in joined_parts(parts):
             if part.kind is PartKind.CONTENT:
-                self.content = (self.content or "") + part.text
+                content.append(part.text)
             elif part.kind is PartKind.REASONING:
-                self.reasoning = (self.reasoning or "") + part.text
+                reasoning.append(part.text)
             elif part.kind is PartKind.CALL:
                 self.calls.append(ReadCall(part.text))
             else:
                 self.calls[-1].arguments += part.text
+        if content:
+            self.content = "".join([self.content or "", *content])
+        if reasoning:
+            self.reasoning = "".join([self.reasoning or "", *reasoning])
 
 
 @dataclasses.dataclass(slots=True)
