@@ -5,9 +5,10 @@ Owns the accumulated texts and tokens of one Generation.
 
 from collections.abc import Iterable, Sequence
 
+from diptych.control.step import TokenLogprobs
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 from diptych.serving.answers.tokenizer import Tokenizer
-from diptych.serving.outputs import CompletionOutput, RequestMetrics, RequestOutput, logprobs_at
+from diptych.serving.outputs import CompletionOutput, LogprobsAtPosition, RequestMetrics, RequestOutput, logprobs_at
 
 
 class OutputBuilder:
@@ -17,6 +18,8 @@ class OutputBuilder:
         self.generation = generation
         self._prompt = prompt
         self._tokenizer = tokenizer
+        self._texts: list[list[str]] = [[] for _ in generation.streams]  # pieces that their outputs do not have yet
+        self._of_prompt: list[tuple[TokenLogprobs | None, LogprobsAtPosition | None]] = []  # as they came, and shown
         self._outputs = [
             CompletionOutput(stream.index, logprobs=None if stream.sampling.logprobs is None else [])
             for stream in generation.streams
@@ -26,7 +29,7 @@ class OutputBuilder:
         """Take in what is new."""
         for delta in deltas:
             output = self._outputs[delta.index]
-            output.text += delta.text
+            self._texts[delta.index].append(delta.text)
             output.token_ids.extend(delta.token_ids)
             if output.logprobs is not None:
                 output.logprobs.extend(logprobs_at(entry, self._tokenizer.token_text) for entry in delta.logprobs)
@@ -46,16 +49,25 @@ class OutputBuilder:
             outputs=[self._copy(output) for output in self._outputs],
             finished=finished,
             num_cached_tokens=first.cached_tokens,
-            prompt_logprobs=None
-            if first.prompt_logprobs is None
-            else [
-                None if entry is None else logprobs_at(entry, self._tokenizer.token_text)
-                for entry in first.prompt_logprobs
-            ],
+            prompt_logprobs=None if first.prompt_logprobs is None else self._shown_of_prompt(first.prompt_logprobs),
             metrics=request_metrics(sequences) if finished else None,
         )
 
+    def _shown_of_prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[LogprobsAtPosition | None]:
+        """Those of the prompt; what has not changed since the last output is not looked up again."""
+        before = self._of_prompt or [(None, None)] * len(entries)
+        self._of_prompt = [
+            known
+            if known[0] is entry
+            else (entry, None if entry is None else logprobs_at(entry, self._tokenizer.token_text))
+            for known, entry in zip(before, entries, strict=True)
+        ]
+        return [shown for _, shown in self._of_prompt]
+
     def _copy(self, output: CompletionOutput) -> CompletionOutput:
+        pieces = self._texts[output.index]
+        output.text = "".join([output.text, *pieces])
+        pieces.clear()
         return CompletionOutput(
             output.index,
             output.text,

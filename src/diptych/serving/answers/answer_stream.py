@@ -35,7 +35,7 @@ class AnswerStream:
         "_detokenizer",
         "_logprobs",
         "_new_ids",
-        "_new_text",
+        "_new_texts",
         "_stops",
         "attempt_id",
         "cached_tokens",
@@ -94,7 +94,7 @@ class AnswerStream:
         self._detokenizer = tokenizer.detokenizer(prompt_token_ids, shown)
         self._stops = StopStrings(sampling.stop) if sampling.stop else None
         self._new_ids: list[int] = []
-        self._new_text = ""
+        self._new_texts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
 
     @property
@@ -123,7 +123,7 @@ class AnswerStream:
             self.stop_reason = token_id
             if self.sampling.include_stop_str_in_output and self._detokenizer is not None:
                 held = self._stops.flush() if self._stops is not None else ""
-                self._new_text += held + self._detokenizer.push(token_id)
+                self._new_texts += held, self._detokenizer.push(token_id)
         elif self._detokenizer is not None and (text := self._detokenizer.push(token_id)):
             return self._add_text(text)
         return False
@@ -149,7 +149,7 @@ class AnswerStream:
                 self._add_text(self._detokenizer.flush())
             matched = self._stops is not None and self._stops.matched is not None
             if self._stops is not None:
-                self._new_text += self._stops.flush()
+                self._new_texts.append(self._stops.flush())
         self.finish_reason = str(FinishReason.STOP if matched else finished.reason)
 
     def mark(self) -> "Generation":
@@ -159,24 +159,24 @@ class AnswerStream:
 
     def take(self) -> Delta:
         """What is new since the last call."""
-        delta = Delta(self.index, self._new_text, self._new_ids, self._logprobs, self.finish_reason)
-        self._new_text, self._new_ids, self._logprobs = "", [], []
+        delta = Delta(self.index, "".join(self._new_texts), self._new_ids, self._logprobs, self.finish_reason)
+        self._new_texts, self._new_ids, self._logprobs = [], [], []
         self.is_dirty = False
         return delta
 
     def _add_text(self, text: str) -> bool:
         if self._stops is None:
-            self._new_text += text
+            self._new_texts.append(text)
             return False
         if self.num_tokens < self.sampling.min_tokens:  # text before min_tokens is never searched
-            self._new_text += self._stops.flush() + text
+            self._new_texts += self._stops.flush(), text
             return False
-        self._new_text += self._stops.push(text)
+        self._new_texts.append(self._stops.push(text))
         if self._stops.matched is None:
             return False
         self.stop_reason = self._stops.matched
         if self.sampling.include_stop_str_in_output:
-            self._new_text += self._stops.matched
+            self._new_texts.append(self._stops.matched)
         return True
 
 

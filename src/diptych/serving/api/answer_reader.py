@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from diptych.serving.answers.answer_stream import Delta
-from diptych.serving.answers.response.call_readers import AnswerPart, PartKind
+from diptych.serving.answers.response.call_readers import AnswerPart, PartKind, joined_parts
 from diptych.serving.answers.response.response_parser import ReadAnswer, ResponseParser
 
 
@@ -29,7 +29,7 @@ class AnswerReader:
         parts = parser.push(delta.text) if delta.text else []
         if delta.finish_reason is not None:
             parts = parts + parser.finish(is_cut=delta.finish_reason == "length")
-        return _joined(parts)
+        return joined_parts(parts)
 
     def whole(self, delta: Delta) -> ReadAnswer:
         """A whole answer, given as a single delta."""
@@ -40,13 +40,3 @@ class AnswerReader:
     def has_calls(self, index: int) -> bool:
         """Whether an answer has called a tool so far."""
         return bool(self._parsers) and self._parsers[index].num_calls > 0
-
-
-def _joined(parts: list[AnswerPart]) -> list[AnswerPart]:
-    joined: list[AnswerPart] = []
-    for part in parts:
-        if joined and joined[-1].kind is part.kind and part.kind is not PartKind.CALL:
-            joined[-1] = AnswerPart(part.kind, joined[-1].text + part.text)
-        else:
-            joined.append(part)
-    return joined

@@ -104,12 +104,15 @@ def arguments_object(arguments: str) -> dict[str, Any]:
 def gather(deltas: Iterable[Delta], count: int) -> list[Delta]:
     """All deltas of each of ``count`` sequences as one."""
     whole = [Delta(index, "", [], []) for index in range(count)]
+    texts: list[list[str]] = [[] for _ in whole]
     for delta in deltas:
         answer = whole[delta.index]
-        answer.text += delta.text
+        texts[delta.index].append(delta.text)
         answer.token_ids += delta.token_ids
         answer.logprobs += delta.logprobs
         answer.finish_reason = delta.finish_reason or answer.finish_reason
+    for answer, pieces in zip(whole, texts, strict=True):
+        answer.text = "".join(pieces)
     return whole
 
 

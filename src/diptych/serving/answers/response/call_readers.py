@@ -7,11 +7,14 @@ such call is refused, and is content. Formats that are not JSON: tagged_calls.py
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Protocol
 
+from diptych.serving.answers.response.held_text import HeldText
 from diptych.serving.answers.response.json_text import JsonText
 from diptych.serving.answers.response.pattern import Pattern, Search
 
@@ -81,6 +84,15 @@ def call_parts(name: str, arguments: str) -> list[AnswerPart]:
     return [*begun, AnswerPart(PartKind.ARGUMENTS, arguments)] if arguments else begun
 
 
+def joined_parts(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
+    """The parts, with neighbours of a kind as one."""
+    joined: list[AnswerPart] = []
+    for kind, group in groupby(parts, key=attrgetter("kind")):
+        texts = [part.text for part in group]
+        joined += [AnswerPart(kind, text) for text in (texts if kind is PartKind.CALL else ["".join(texts)])]
+    return joined
+
+
 class _Arguments:
     """The JSON of a call's arguments. Where it is no JSON, it ends at the closing mark of the field, or not at all."""
 
@@ -88,7 +100,7 @@ class _Arguments:
         self._json = JsonText(marks)
         self._close = close
         self._search: Search | None = None
-        self._text = ""  # behind the place where it broke
+        self._held, self._base = HeldText(), 1  # behind the place where it broke; where in the search that begins
         self.is_over = False
 
     @property
@@ -109,20 +121,18 @@ class _Arguments:
                 return written, text
             if not self._json.is_broken:
                 return written, ""
-            self._search = Search([self._close] if self._close is not None else [], 1)
-        start, self._text = len(self._text), self._text + text
-        base = self._search.position - start
-        match = self._search.push(self._text, start)
+            self._search = Search([self._close] if self._close is not None else [], self._base)
+        match = self._search.push(text)
+        self._held.append(text)
         if match is not None:
             self.is_over = True
-            return written + self._text[: match.start - base], self._text[match.start - base :]
-        sure = self._search.hold - base
-        written, self._text = written + self._text[:sure], self._text[sure:]
-        return written, ""
+            return written + self._held.take(match.start - self._base), self._held.take()
+        size, self._base = self._search.hold - self._base, self._search.hold
+        return written + self._held.take(size), ""
 
     def end(self) -> str:
         """The answer ends within them: what was held back."""
-        return self._json.end() + self._text
+        return self._json.end() + self._held.take()
 
 
 class NamedCall:
@@ -193,7 +203,8 @@ class JsonCalls:
         self._arguments_keys = {keys[1], "arguments", "parameters"}
         self._names, self._close, self._marks = names, close, marks
         self._needs_arguments = needs_arguments
-        self._text, self._at = "", 0  # what is not certain yet, and how far it was read
+        self._waiting: list[str] = []  # what is not certain yet, before the present piece
+        self._piece, self._begin, self._at = "", 0, 0  # what is not certain of it, and how far it was read
         self._next = self._between
         self._is_list = False
         self._begin_object()
@@ -206,6 +217,7 @@ class JsonCalls:
         self._is_called = False
         self._others: list[AnswerPart] = []  # members that a call does not have: they are content
         self._value: JsonText | None = None
+        self._pieces: list[str] = []  # of that value
         self._written = ""
         self._arguments = _Arguments(self._close, self._marks)
 
@@ -219,13 +231,16 @@ class JsonCalls:
 
     def push(self, text: str) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
-        self._text += text
-        while self._at < len(self._text) and self.reading in (Reading.OPEN, Reading.CALLING):
+        self._piece, self._begin, self._at = text, 0, 0
+        while self._at < len(self._piece) and self.reading in (Reading.OPEN, Reading.CALLING):
             if self._next != self._in_value and self._next != self._in_arguments:
-                self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]
-                if self._at == len(self._text):
+                self._at = _SPACE.match(self._piece, self._at).end()  # type: ignore[union-attr]
+                if self._at == len(self._piece):
                     break
-            parts += self._next(self._text[self._at])
+            parts += self._next(self._piece[self._at])
+        if self.reading in (Reading.OPEN, Reading.CALLING):
+            self._waiting.append(self._piece[self._begin :])
+        self._piece = ""
         return parts
 
     def end(self, *, is_cut: bool) -> list[AnswerPart]:
@@ -239,12 +254,12 @@ class JsonCalls:
 
     def _sure(self) -> None:
         """The text so far belongs to calls."""
-        self._text = self._text[self._at :]
-        self._at = 0
+        self._waiting.clear()
+        self._begin = self._at
 
     def _refuse(self) -> list[AnswerPart]:
         """What follows the text that is certain is no call."""
-        self.rest = self._text
+        self.rest = "".join([*self._waiting, self._piece[self._begin :]])
         self.reading = Reading.OVER if self.reading is Reading.CALLING else Reading.REFUSED
         return []
 
@@ -264,7 +279,7 @@ class JsonCalls:
             self._sure()
             return self._refuse()
         elif character in ",;" and not is_first:
-            self._at = _GAP.match(self._text, self._at).end()  # type: ignore[union-attr]
+            self._at = _GAP.match(self._piece, self._at).end()  # type: ignore[union-attr]
         else:
             return self._refuse()
         return []
@@ -275,20 +290,22 @@ class JsonCalls:
             return self._end_object()
         if character in "{[":
             return self._refuse()
-        self._value, self._written, self._key = JsonText(self._marks), "", None
+        self._value, self._key = JsonText(self._marks), None
         self._next = self._in_value
         return []
 
     def _in_value(self, character: str) -> list[AnswerPart]:
         """A key, or a value that is read whole."""
         assert self._value is not None
-        written, rest = self._value.push(self._text[self._at :])
-        self._written += written
-        self._at = len(self._text) - len(rest)
+        written, rest = self._value.push(self._piece[self._at :])
+        self._pieces.append(written)
+        self._at = len(self._piece) - len(rest)
         if self._value.is_broken:
             return self._refuse()
         if not self._value.is_over:
             return []
+        self._written = "".join(self._pieces)
+        self._pieces.clear()
         if self._key is None:
             self._key = str(_decoded(self._written))
             self._next = self._colon
@@ -312,13 +329,14 @@ class JsonCalls:
         if character == "{" and self._key in self._arguments_keys and self._name is not None and not self._is_called:
             self._next = self._in_arguments
             return self._call("")
-        self._value, self._written = JsonText(self._marks), ""
+        self._value = JsonText(self._marks)
         self._next = self._in_value
         return []
 
     def _in_arguments(self, character: str) -> list[AnswerPart]:
-        written, self._text = self._arguments.push(self._text[self._at :])
+        written, self._piece = self._arguments.push(self._piece[self._at :])
         self._at = 0
+        self._sure()
         if self._arguments.is_over:
             self._next = self._behind_value
         return [AnswerPart(PartKind.ARGUMENTS, written)] if written else []

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 _SPACE = re.compile(r"[ \t\r\n]*")
 _PLAIN = {mark: re.compile(rf"[^{mark}\\\x00-\x1f]*") for mark in "\"'"}
 _WORD = re.compile(r"""[^\s,:{}\[\]"'<]+""")
+_WORD_REST = re.compile(r"""[^\s,:{}\[\]"'<]*""")
 _LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 _CONSTANTS = {
     "True": "true", "False": "false", "None": "null", "NaN": "null", "Infinity": "null", "-Infinity": "null",
 }  # fmt: skip
-MAX_WORD = 4096  # characters that may be held back
 _CLOSING = {"{": "}", "[": "]"}
 
 
@@ -33,8 +33,9 @@ class JsonText:
         self._is_key: list[bool] = []  # for each of them, whether a key comes next
         self._expects = "value"  # or: "first" (a value or key, or the end), "colon", "comma"
         self._string = ""  # the mark that ends the present string
-        self._comma = ""  # a comma and the space behind it: left out before a closing bracket
-        self._rest = ""  # the beginning of something that is not complete
+        self._comma: list[str] = []  # a comma and the space behind it: left out before a closing bracket
+        self._rest = ""  # the beginning of something that is not complete: a few characters
+        self._word: list[str] = []  # a word so far
 
     @property
     def is_in_string(self) -> bool:
@@ -48,11 +49,18 @@ class JsonText:
         text, self._rest = self._rest + text, ""
         out: list[str] = []
         at = 0
+        if self._word:
+            at = _WORD_REST.match(text).end()  # type: ignore[union-attr]
+            self._word.append(text[:at])
+            if at == len(text):
+                return "", ""
+            word = self._take_word(out)
+            if self.is_broken:
+                return self._take_comma(), word + text[at:]
         while at < len(text) and not self.is_over:
             step = self._in_string(text, at, out) if self._string else self._outside(text, at, out)
             if self.is_broken:
-                out.append(self._comma)
-                self._comma = ""
+                out.append(self._take_comma())
                 break
             if step is None:
                 self._rest = text[at:]
@@ -63,13 +71,26 @@ class JsonText:
     def end(self) -> str:
         """The text ends here: what was held back. A word or number is over with it."""
         rest, self._rest = self._rest, ""
-        out: list[str] = []
-        if rest and not self._string and (found := _WORD.fullmatch(rest)):
-            self._word(found.group(), out)
+        if rest and not self._string and _WORD.fullmatch(rest):
+            self._word.append(rest)
+        if self._word:
+            out: list[str] = []
+            rest = self._take_word(out)
             if not self.is_broken:
                 return "".join(out)
-        comma, self._comma = self._comma, ""
-        return comma + rest
+        return self._take_comma() + rest
+
+    def _take_word(self, out: list[str]) -> str:
+        """The word so far, which is over."""
+        word = "".join(self._word)
+        self._word.clear()
+        self._write_word(word, out)
+        return word
+
+    def _take_comma(self) -> str:
+        comma = "".join(self._comma)
+        self._comma.clear()
+        return comma
 
     def _in_string(self, text: str, at: int, out: list[str]) -> int | None:
         """The position behind what could be read of a string; None where more text is needed."""
@@ -124,7 +145,7 @@ class JsonText:
         end = _SPACE.match(text, at).end()  # type: ignore[union-attr]
         if end > at:
             if self._comma:
-                self._comma += text[at:end]
+                self._comma.append(text[at:end])
             else:
                 out.append(text[at:end])
             return end
@@ -140,7 +161,7 @@ class JsonText:
         elif character == ",":
             self.is_broken = self._expects != "comma"
             if not self.is_broken:
-                self._comma, self._expects = ",", "value"
+                self._comma, self._expects = [","], "value"
                 self._is_key[-1] = self._closings[-1] == "}"
         elif character == ":":
             self.is_broken = self._expects != "colon"
@@ -169,12 +190,13 @@ class JsonText:
         if found is None:
             self.is_broken = True
             return at
-        if found.end() == len(text) and len(found.group()) < MAX_WORD:
-            return None
-        self._word(found.group(), out)
+        if found.end() == len(text):
+            self._word.append(found.group())
+        else:
+            self._write_word(found.group(), out)
         return found.end()
 
-    def _word(self, word: str, out: list[str]) -> None:
+    def _write_word(self, word: str, out: list[str]) -> None:
         is_key = bool(self._is_key) and self._is_key[-1]
         if self._begins(out):
             out.append(json.dumps(word, ensure_ascii=False) if is_key else _literal(word))
@@ -186,8 +208,8 @@ class JsonText:
         if is_missing or not self._closings or self._closings[-1] != character:
             self.is_broken = True
             return
-        out.append(self._comma[1:] + character)
-        self._comma = ""
+        out += [*self._comma[1:], character]
+        self._comma.clear()
         self._closings.pop()
         self._is_key.pop()
         self._end_value()
@@ -197,8 +219,7 @@ class JsonText:
         is_key = bool(self._is_key) and self._is_key[-1]
         self.is_broken = self._expects not in ("value", "first") or (is_key and not is_text)
         if not self.is_broken:
-            out.append(self._comma)
-            self._comma = ""
+            out.append(self._take_comma())
         return not self.is_broken
 
     def _end_string(self) -> None:

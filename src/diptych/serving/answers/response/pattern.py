@@ -186,14 +186,14 @@ class Prefix:
         self._names = {} if pattern is None else pattern.program.names
         self._num_spaces = 0
         self._position = 1  # never the beginning of an answer
-        self._is_over = pattern is None
+        self.is_over = pattern is None  # no more text changes what was found
         if self._simulation is not None:
             self._simulation.begin(1)
 
     def push(self, text: str, at: int = 0) -> bool:
         """Look at text[at:], which follows what was looked at before. Whether the end is certain now."""
         simulation = self._simulation
-        while not self._is_over and at < len(text):
+        while not self.is_over and at < len(text):
             assert simulation is not None
             if self._position == 1 and text[at].isspace():
                 before = simulation.threads
@@ -208,8 +208,8 @@ class Prefix:
                 self._position += 1
                 simulation.push(text[at], self._position)
             at += 1
-            self._is_over = not simulation.threads
-        return self._is_over
+            self.is_over = not simulation.threads
+        return self.is_over
 
     @property
     def size(self) -> int:

@@ -13,15 +13,22 @@ All text is in some part, but for the marks of the format and white space around
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
-from diptych.serving.answers.response.call_readers import AnswerPart, CallReader, NamedCall, PartKind, Reading, Tools
+from diptych.serving.answers.response.call_readers import (
+    AnswerPart,
+    CallReader,
+    NamedCall,
+    PartKind,
+    Reading,
+    Tools,
+    joined_parts,
+)
 from diptych.serving.answers.response.choose_reader import reader_of
 from diptych.serving.answers.response.code_tracker import CodeTracker
 from diptych.serving.answers.response.held_calls import Enclosure, HeldCalls
+from diptych.serving.answers.response.held_text import HeldText
 from diptych.serving.answers.response.pattern import Pattern, PatternMatch, Prefix, Search
 from diptych.serving.answers.response.response_template import FieldKind, ResponseField, ResponseTemplate
 from diptych.serving.answers.response.text_region import TextRegion
-
-_PIECE = 4096  # characters that are looked at together
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,15 +49,21 @@ class ReadAnswer:
 
     def add(self, parts: Iterable[AnswerPart]) -> None:
         """More of it."""
-        for part in parts:
+        content: list[str] = []
+        reasoning: list[str] = []
+        for part in joined_parts(parts):
             if part.kind is PartKind.CONTENT:
-                self.content = (self.content or "") + part.text
+                content.append(part.text)
             elif part.kind is PartKind.REASONING:
-                self.reasoning = (self.reasoning or "") + part.text
+                reasoning.append(part.text)
             elif part.kind is PartKind.CALL:
                 self.calls.append(ReadCall(part.text))
             else:
                 self.calls[-1].arguments += part.text
+        if content:
+            self.content = "".join([self.content or "", *content])
+        if reasoning:
+            self.reasoning = "".join([self.reasoning or "", *reasoning])
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,7 +79,6 @@ class _OpenCall:
     raw: list[str] = dataclasses.field(default_factory=list)
     parts: list[AnswerPart] = dataclasses.field(default_factory=list)  # while they wait
     closing: Prefix | None = None
-    looked: int = 0
     has_begun: bool = False  # parts went out
 
     @property
@@ -104,8 +116,9 @@ class ResponseParser:
         self._held = HeldCalls()
         self._has_answered = False  # content or a call has begun
         self._may_wait = True  # no call that waited was still open at the end of the answer
-        self._text = ""  # from ``_base`` on: what is not decided yet
+        self._undecided = HeldText()  # from ``_base`` on: what the search or the end of a call has looked at
         self._base = 0
+        self._unread = HeldText()  # behind that
         self._targets: list[ResponseField | None] = []  # what the patterns of the search open; None: closes
         self._look(0)
         self.is_prefilled = False  # the prompt has begun the answer
@@ -128,10 +141,9 @@ class ResponseParser:
     def push(self, text: str) -> list[AnswerPart]:
         """What is certain now that the answer has this text, too."""
         parts: list[AnswerPart] = []
-        for at in range(0, len(text), _PIECE):
-            self._text += text[at : at + _PIECE]
-            while self._step(parts):
-                pass
+        self._unread.append(text)
+        while self._step(parts):
+            pass
         return self._limited(parts)
 
     def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
@@ -140,7 +152,7 @@ class ResponseParser:
         while self._end_call(is_cut, parts) or self._end_search(parts):
             while self._step(parts):
                 pass
-        self._advance(self._base + len(self._text), parts)
+        self._advance(self._base + len(self._undecided), parts)
         if self._held.is_waiting:
             self._tracker.push("\n")
             is_text = self._held.enclosure is Enclosure.FENCE and not self._tracker.fence
@@ -154,15 +166,18 @@ class ResponseParser:
         """Read on, as far as something is certain; whether there may be more."""
         if self._call is not None:
             return self._read_call(self._call, parts)
-        match = self._search.push(self._text, self._search.position - self._base)
+        piece = self._unread.pop()
+        match = self._search.push(piece)
+        self._undecided.append(piece)
         if match is None:
             self._advance(self._search.hold, parts)
-            return False
+            return len(self._unread) > 0
         self._cross(match, parts)
         return True
 
     def _look(self, position: int) -> None:
-        """Look for what may come in the present region."""
+        """Look for what may come in the present region from ``position`` on, behind what is decided."""
+        self._unread.take_back(self._undecided)
         opened = self._region.field
         is_outside = opened is self._implicit
         self._targets = [
@@ -184,8 +199,8 @@ class ResponseParser:
         """Text before ``position`` belongs to the present region."""
         size = position - self._base
         if size > 0:
-            text, self._text, self._base = self._text[:size], self._text[size:], position
-            self._take(text, parts)
+            self._base = position
+            self._take(self._undecided.take(size), parts)
 
     def _take(self, text: str, parts: list[AnswerPart]) -> None:
         """This text belongs to the present region."""
@@ -205,19 +220,20 @@ class ResponseParser:
                 return ""
             self._settle(parts, as_text=True, is_late=True)
             return text
+        at = 0
         for line in text.splitlines(keepends=True):
             if held.enclosure is Enclosure.INLINE:
                 ticks, breaks = line.find("`"), line.find("\n")
                 if ticks >= 0 or breaks >= 0:
                     self._settle(parts, as_text=ticks >= 0)
-                    return text
+                    break
             self._tracker.push(line)
             held.add_text(line)
-            text = text[len(line) :]
+            at += len(line)
             if held.enclosure is Enclosure.FENCE and not self._tracker.fence:
                 self._settle(parts, as_text=True)
-                return text
-        return text
+                break
+        return text[at:]
 
     def _settle(self, parts: list[AnswerPart], *, as_text: bool, is_late: bool = False) -> None:
         """What waits is text, or it is calls. is_late: it is text, and calls too if no others follow."""
@@ -241,22 +257,26 @@ class ResponseParser:
         """A marker was found: a region ends or begins, or a call may begin."""
         target = self._targets[match.number]
         self._advance(match.start, parts)
-        mark = self._text[: match.end - match.start]
-        groups = {name: self._text[a - self._base : b - self._base] for name, (a, b) in match.groups.items()}
+        mark = self._undecided.take(match.end - match.start)
+        self._base = match.end
+        groups = {name: mark[a - match.start : b - match.start] for name, (a, b) in match.groups.items()}
         if target is not None and target.kind is FieldKind.CALLS:
             self._open_call(target, mark, match.start, groups, parts)
             return
         if target is not None and not self._may_open(target):
             self._as_text(mark, parts)
             return
-        self._text, self._base = self._text[len(mark) :], match.end
         self._region = TextRegion(target if target is not None else self._implicit)
         self._tracker = CodeTracker()
         self._look(match.end)
 
     def _as_text(self, mark: str, parts: list[AnswerPart]) -> None:
-        """A mark is text; what follows is looked at again."""
-        self._advance(self._base + max(1, len(mark)), parts)
+        """A mark is text; what follows is looked at again, but for one character where the mark is empty."""
+        if not mark:
+            self._unread.take_back(self._undecided)
+            mark = self._unread.take(1)
+            self._base += len(mark)
+        self._take(mark, parts)
         self._look(self._base)
 
     def _open_call(
@@ -279,7 +299,7 @@ class ResponseParser:
         if call.waits and not self._may_wait:
             self._as_text(mark, parts)
             return
-        self._text, self._base = self._text[len(mark) :], start + len(mark)
+        self._unread.take_back(self._undecided)
         self._call = call
 
     def _is_behind_call(self, start: int) -> bool:
@@ -298,7 +318,7 @@ class ResponseParser:
     def _read_call(self, call: _OpenCall, parts: list[AnswerPart]) -> bool:
         reader = call.reader
         if call.closing is None:
-            text, self._text = self._text, ""
+            text = self._unread.pop()
             self._base += len(text)
             if not call.has_begun:
                 call.raw.append(text)
@@ -307,14 +327,26 @@ class ResponseParser:
                 self._refuse(call, parts)
                 return True
             if reader.reading not in (Reading.OVER, Reading.EMPTY):
-                return False
-            self._text, self._base = reader.rest, self._base - len(reader.rest)
-            call.closing = Prefix(call.field.close)
-        is_certain = call.closing.push(self._text, call.looked)
-        call.looked = len(self._text)
-        if is_certain:
-            self._close_call(call, parts)
-        return is_certain
+                return len(self._unread) > 0
+            self._end_reading(call)
+        if not self._looks_for_end(call):
+            return False
+        self._close_call(call, parts)
+        return True
+
+    def _end_reading(self, call: _OpenCall) -> None:
+        """Behind the calls: what their reader has left over is looked at again, for the closing mark first."""
+        self._unread.prepend(call.reader.rest)
+        self._base -= len(call.reader.rest)
+        call.closing = Prefix(call.field.close)
+
+    def _looks_for_end(self, call: _OpenCall) -> bool:
+        """Look for the closing mark in what is not read yet. Whether it is certain that it is there or not."""
+        assert call.closing is not None
+        while not call.closing.is_over and (piece := self._unread.pop()):
+            call.closing.push(piece)
+            self._undecided.append(piece)
+        return call.closing.is_over
 
     def _pass(self, call: _OpenCall, new: list[AnswerPart], parts: list[AnswerPart]) -> None:
         """Parts of a call go out, or wait."""
@@ -345,7 +377,7 @@ class ResponseParser:
         if (is_empty and not size) or (call.waits and not (is_whole and is_closed)):
             self._refuse(call, parts)
             return
-        closing, self._text, self._base = self._text[:size], self._text[size:], self._base + size
+        closing, self._base = self._undecided.take(size), self._base + size
         self._call = None
         if call.enclosure is not Enclosure.NONE:
             raw = self._raw(call) + closing
@@ -366,9 +398,12 @@ class ResponseParser:
 
     def _refuse(self, call: _OpenCall, parts: list[AnswerPart]) -> None:
         """It is no call: its mark is text, and what follows is looked at again."""
-        raw = self._raw(call) + (self._text if call.closing is not None else call.reader.rest)
+        self._unread.take_back(self._undecided)
+        if call.closing is None:
+            self._unread.prepend(call.reader.rest)
+        self._unread.prepend(self._raw(call)[len(call.mark) :])
         self._call = None
-        self._text, self._base = raw, call.start
+        self._base = call.start + len(call.mark)
         self._as_text(call.mark, parts)
 
     def _end_call(self, is_cut: bool, parts: list[AnswerPart]) -> bool:
@@ -382,9 +417,8 @@ class ResponseParser:
             if call.reader.reading is Reading.REFUSED:
                 self._refuse(call, parts)
                 return True
-            self._text, self._base = call.reader.rest, self._base - len(call.reader.rest)
-            call.closing = Prefix(call.field.close)
-            call.closing.push(self._text)
+            self._end_reading(call)
+        self._looks_for_end(call)
         self._close_call(call, parts)
         return True
 

@@ -87,12 +87,18 @@ class TaggedCall:
         self._key, self._is_text = "", True
         self._keys: set[str] = set()
         self._looking: Prefix | None = None  # at the beginning of ``_text``
-        self._looked = 0
+        self._behind: list[str] = []  # text behind that, at which it has looked
         self._is_last = False  # the answer is over
 
     def push(self, text: str) -> list[AnswerPart]:
-        self._text += text
         parts: list[AnswerPart] = []
+        if self._looking is not None:  # it decides about all that waits
+            self._behind.append(text)
+            if not self._looking.push(text) and not self._is_last:
+                return parts
+            text = "".join(self._behind)
+            self._behind.clear()
+        self._text += text
         while self._text and self.reading in (Reading.OPEN, Reading.CALLING):
             step = self._between(parts) if self._value is None else self._in_value(parts)
             if not step:
@@ -117,10 +123,9 @@ class TaggedCall:
     def _look(self, pattern: Pattern) -> Prefix | None:
         """The pattern at the beginning of the text; None where more text is needed to know."""
         if self._looking is None:
-            self._looking, self._looked = Prefix(pattern), 0
-        is_certain = self._looking.push(self._text, self._looked)
-        self._looked = len(self._text)
-        if not is_certain and not self._is_last:
+            self._looking = Prefix(pattern)
+            self._looking.push(self._text)
+        if not self._looking.is_over and not self._is_last:
             return None
         found, self._looking = self._looking, None
         return found

@@ -9,13 +9,13 @@ _TEXT_KINDS = {FieldKind.CONTENT: PartKind.CONTENT, FieldKind.REASONING: PartKin
 class TextRegion:
     """The text of one field. field None: text that no field takes. is_first: it begins the answer."""
 
-    __slots__ = ("_begun", "_space", "field", "keeps_start", "strips")
+    __slots__ = ("_begun", "_spaces", "field", "keeps_start", "strips")
 
     def __init__(self, opened: ResponseField | None, *, is_first: bool = False) -> None:
         self.field = opened
         self.strips = opened is None or bool(opened.content_args.get("strip", True))
         self.keeps_start = is_first
-        self._space = ""
+        self._spaces: list[str] = []  # white space that belongs to the text where more of it follows
         self._begun = False
 
     @property
@@ -30,7 +30,7 @@ class TextRegion:
 
     def was_prefilled(self) -> None:
         """The text so far is the prompt's."""
-        self._space = ""
+        self._spaces = []
         self.keeps_start = False
 
     def push(self, text: str) -> list[AnswerPart]:
@@ -39,11 +39,13 @@ class TextRegion:
             return []
         if not self.strips:
             return self._part(text)
-        text = self._space + text
         kept = text.rstrip()
-        self._space = text[len(kept) :]
+        spaces, self._spaces = self._spaces, [text[len(kept) :]]
         if not kept:
+            spaces.append(text)
+            self._spaces = spaces
             return []
+        kept = "".join([*spaces, kept])
         if not self._begun and not self.keeps_start:
             kept = kept.lstrip()
         return self._part(kept)
@@ -57,6 +59,6 @@ class TextRegion:
     def end(self) -> list[AnswerPart]:
         """The answer ends: white space at the end of its content belongs to it."""
         is_plain = self.field is not None and self.field.open is None
-        if is_plain and self._space and (self._begun or self.keeps_start):
-            return self._part(self._space)
+        if is_plain and (space := "".join(self._spaces)) and (self._begun or self.keeps_start):
+            return self._part(space)
         return []

@@ -38,7 +38,7 @@ class WholeCalls:
         self._content, self._content_args, self._read, self._tools = content, content_args, read, tools
         self._is_list = is_list
         self._close = close
-        self._text, self._searched = "", 0
+        self._pieces: list[str] = []  # of the text so far
         self._num_ends = 0
         self._search = Search([close] if close is not None else [], 1)
 
@@ -51,29 +51,34 @@ class WholeCalls:
         return False
 
     def push(self, text: str) -> list[AnswerPart]:
-        self._text += text
-        while self._num_ends < MAX_ENDS:
-            match = self._search.push(self._text, self._search.position - 1)
-            if match is None:
-                break
-            if calls := self._calls(self._text[: match.start - 1]):
+        self._pieces.append(text)
+        while (match := self._search.push(text)) is not None:
+            whole = self._whole()
+            if calls := self._calls(whole[: match.start - 1]):
                 return self._over(calls, match.start - 1)
             self._num_ends += 1
+            if self._num_ends == MAX_ENDS:
+                self.reading, self.rest = Reading.REFUSED, whole
+                break
             self._search = Search([self._close] if self._close is not None else [], match.end)
-        if self._num_ends == MAX_ENDS:
-            self.reading, self.rest = Reading.REFUSED, self._text
+            text = whole[match.end - 1 :]
         return []
 
     def end(self, *, is_cut: bool) -> list[AnswerPart]:
-        match = self._search.finish()
-        size = match.start - 1 if match else len(self._text)
-        if (match or not is_cut) and (calls := self._calls(self._text[:size])):
+        match, whole = self._search.finish(), self._whole()
+        size = match.start - 1 if match else len(whole)
+        if (match or not is_cut) and (calls := self._calls(whole[:size])):
             return self._over(calls, size)
-        self.reading, self.rest = Reading.REFUSED, self._text
+        self.reading, self.rest = Reading.REFUSED, whole
         return []
 
+    def _whole(self) -> str:
+        """The text so far. Only where it may be over: it is not copied for each piece."""
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
     def _over(self, calls: list[tuple[str, str]], size: int) -> list[AnswerPart]:
-        self.reading, self.rest = Reading.OVER, self._text[size:]
+        self.reading, self.rest = Reading.OVER, self._whole()[size:]
         return [part for call in calls for part in call_parts(*call)]
 
     def _calls(self, text: str) -> list[tuple[str, str]]:
