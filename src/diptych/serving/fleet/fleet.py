@@ -223,6 +223,7 @@ class Fleet:
         await self.workers[worker].stop(is_removed=True)
         self._note_state(worker, WorkerState.STOPPED)
         self.metrics.fleet.on_worker_removed(worker)
+        self.failures.replaced(f"worker {worker}")
         self.tell(WorkerDown(worker, self.streams.progress()))
         self.streams.deliver()
 
