@@ -166,6 +166,90 @@ def test_a_server_whose_core_fails_answers_says_so_and_ends(tmp_path: Path, stre
         server.stderr.close()
 
 
+POISONED_SERVER = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+
+from diptych import compiled_modules
+
+compiled_modules.use_sources()
+from fake_worker import fake_command
+
+from diptych.cli.error_messages import errors_in_words
+from diptych.control.errors import BrokenInvariantError
+from diptych.serving.answers.stream_journal import StreamJournal
+from diptych.serving.api import server
+from diptych.serving.async_llm import AsyncLLM
+from diptych.serving.fleet.fleet import Fleet
+from diptych.serving.fleet.supervisor import LocalLauncher
+from diptych.serving.link.engine_options import EngineOptions
+
+server.FAILED_S = 0.5
+folder, sound = Path({folder!r}), Fleet._handle
+
+
+def planted(self, event, now):
+    if sum(self.progress().values()) >= {fails_after}:
+        raise BrokenInvariantError("planted")
+    return sound(self, event, now)
+
+
+Fleet._handle = planted
+options = EngineOptions(failures=str(folder))
+fleet = Fleet(options, launcher=LocalLauncher(fake_command(step_ms=5)))
+llm = AsyncLLM(options, fleet, StreamJournal(folder / "streams"))
+with errors_in_words():
+    server.run_server(llm, server.ServerOptions(port={port}, served_model_name="fake"))
+"""
+
+
+@pytest.mark.system
+def test_a_server_whose_core_fails_again_over_one_folder_ends_each_time_and_its_stream_goes_on(tmp_path: Path) -> None:
+    """It is started anew over the same recorded streams: they do not break it by themselves."""
+    script, port = tmp_path / "server.py", free_port()
+    url, body = f"http://127.0.0.1:{port}/v1/completions", {"model": "fake", "prompt": "def add(a, b):"}
+    body |= {"max_tokens": 100, "stream": True, "ignore_eos": True}
+    places = {"tests": str(Path(__file__).parent), "folder": str(tmp_path), "port": port}
+    text, last_id = "", ""
+    for number, fails_after in enumerate((3, 7, 1000)):
+        script.write_text(POISONED_SERVER.format(fails_after=fails_after, **places))
+        server = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            until(lambda: _is_ready(url.partition("/v1")[0]), server)
+            found, last_id, said = stream_of(url, body, last_id)
+            text += found
+            assert last_id, "a part of the answer was given"
+            assert len(list(tmp_path.glob("diptych-failure-*.jsonl"))) == min(number + 1, 2)
+            if fails_after < 1000:
+                assert "the cluster core has failed" in said and server.wait(60) == 1
+            else:
+                assert text == stream_of(url, body, "")[0]
+        finally:
+            server.kill()
+            server.wait()
+
+
+def stream_of(url: str, body: dict[str, Any], last_id: str) -> tuple[str, str, str]:
+    """The text up to the last id of a stream that goes on after this one, that id, and all that was said. (A failure
+    before its first new token is a plain 500.)"""
+    headers = {"Content-Type": "application/json"} | ({"Last-Event-ID": last_id} if last_id else {})
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            said = reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return "", last_id, error.read().decode()
+    text = fresh = ""
+    for event in said.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in event.splitlines() if ": " in line)
+        if fields.get("data", "[DONE]") != "[DONE]":
+            fresh += "".join(choice["text"] for choice in json.loads(fields["data"]).get("choices", ()))
+        if "id" in fields:
+            text, last_id, fresh = text + fresh, fields["id"], ""
+    return text, last_id, said
+
+
 def _is_ready(url: str) -> bool:
     try:
         return ask(f"{url}/ready")[0] == 200

@@ -14,6 +14,7 @@ from typing import BinaryIO
 import msgspec
 
 from diptych.advisor.twin import Twin
+from diptych.control.errors import DiptychError
 from diptych.control.planner.planner_events import TwinAnswered, TwinFailed, TwinQuestion, TwinSettings
 from diptych.stop_signals import leave_terminal_to_parent
 
@@ -31,12 +32,14 @@ def serve(lines: BinaryIO, answers: BinaryIO) -> None:
 
 
 def answer(twin: Twin, question: TwinQuestion) -> TwinAnswered | TwinFailed:
-    """With the processor time that it took; what fails in a simulation is a reply, and the process goes on."""
+    """With the processor time that it took. What fails in a simulation is a reply, too, which says whether it is a
+    defect: anything but a refusal and a lack of memory."""
     begun_ns = time.process_time_ns()
     try:
         predictions = twin.answer(question)
     except Exception as error:
-        return TwinFailed(question.number, f"{type(error).__name__}: {error}")
+        is_defect = not isinstance(error, DiptychError | MemoryError)
+        return TwinFailed(question.number, f"{type(error).__name__}: {error}", is_defect)
     return TwinAnswered(question.number, predictions, time.process_time_ns() - begun_ns)
 
 

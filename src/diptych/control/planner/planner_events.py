@@ -108,10 +108,11 @@ class TwinAnswered:
 
 @dataclass(frozen=True, slots=True)
 class TwinFailed:
-    """There will be no answer to the question of this number."""
+    """There will be no answer to the question of this number. is_defect: the simulation's own code has failed."""
 
     number: int
     message: str
+    is_defect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from diptych.control.errors import DiptychError, RequestError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
@@ -84,11 +85,11 @@ class OutputStreams:
     def fail_all(self, error: DiptychError) -> None:
         """The server stops, or has failed: every open answer fails with this error."""
         for stream in list(self._streams.values()):
-            try:
-                self._forget(stream)
-            except Exception as failure:  # what it leaves behind must not keep the others from their ends
-                logger.error("request %s could not be forgotten", stream.request_id, exc_info=failure)
-            stream.generation.fail(error)
+            for end in (partial(self._forget, stream), partial(stream.generation.fail, error)):
+                try:
+                    end()
+                except Exception as failure:  # what it leaves behind must not keep the others from their ends
+                    logger.error("request %s could not be ended", stream.request_id, exc_info=failure)
 
     # -- what the fleet passes on -------------------------------------------------------------------------------------
 

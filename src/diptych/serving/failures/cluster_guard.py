@@ -41,10 +41,14 @@ class ClusterGuard:
         """The core has failed over this event, and so has not recorded it."""
         self._recent.write((now, event, ()))
 
+    def leave(self, core: str, error: BaseException) -> str:
+        """Write down what the core was given last. core: what has failed. Returns the path, or ""."""
+        return cluster_failure(self._folder, core, error, self._config, self._recent)
+
     def report(self, where: str, error: BaseException) -> CoreFailedError:
         """The core, or what drives it, has failed. Returns the error with which its requests end."""
         if self._board.final is not None:  # a consequence, maybe
             return self._board.final.exception()
         logger.error("%s has failed at %s", CORE, where, exc_info=error)
-        recording = cluster_failure(self._folder, CORE, error, self._config, self._recent)
+        recording = self.leave(CORE, error)
         return self._board.report(CORE, f"{error_words(error)} (at {where})", recording, is_final=True).exception()

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from diptych.control.errors import CoreFailedError
@@ -16,17 +17,19 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT = 16
 SHOWN_S = 600.0  # for how long /health names a failure that is mended
+ELSEWHERE_S = 30.0  # for how long at most /health fails over what has failed on another host
 
 
 @dataclass(frozen=True, slots=True)
 class CoreFailure:
     """core: in words, such as "the cluster core". recording: path of what it leaves behind ("": none). at_s: of the
-    monotonic clock."""
+    monotonic clock. is_elsewhere: on another host, so that another process in place of this one would not mend it."""
 
     core: str
     error: str
     recording: str
     at_s: float
+    is_elsewhere: bool = False
 
     @property
     def words(self) -> str:
@@ -45,18 +48,21 @@ class CoreFailure:
 
 
 class FailureBoard:
-    """Of one server."""
+    """Of one server. clock: seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.recent: deque[CoreFailure] = deque(maxlen=MAX_KEPT)
         self.counts: Counter[str] = Counter()  # by core
         self.final: CoreFailure | None = None  # of what cannot be replaced in this process
         self.ended = asyncio.Event()  # set with ``final``
         self._down: dict[str, CoreFailure] = {}  # without a replacement
+        self._clock = clock
 
-    def report(self, core: str, error: str, recording: str = "", *, is_final: bool = False) -> CoreFailure:
-        """A core has failed. is_final: only another process can replace it."""
-        failure = CoreFailure(core, error, recording, time.monotonic())
+    def report(
+        self, core: str, error: str, recording: str = "", *, is_final: bool = False, is_elsewhere: bool = False
+    ) -> CoreFailure:
+        """A core has failed. is_final: only another process can replace it. is_elsewhere: see CoreFailure."""
+        failure = CoreFailure(core, error, recording, self._clock(), is_elsewhere)
         logger.critical("%s", failure.words)
         self.recent.append(failure)
         self.counts[core] += 1
@@ -69,22 +75,27 @@ class FailureBoard:
     def on_loss(self, worker: int, loss: Loss) -> None:
         """A worker has ended; it may have failed."""
         if loss.failed_core:
-            self.report(f"worker {worker}", loss.error.message, loss.recording)
+            self.report(f"worker {worker}", loss.error.message, loss.recording, is_elsewhere=loss.is_elsewhere)
 
     def replaced(self, core: str) -> None:
-        """Its replacement has begun."""
+        """Its replacement has begun, or it is wanted no more."""
         self._down.pop(core, None)
 
     @property
     def down(self) -> CoreFailure | None:
-        """A core that has failed and is not replaced, the gravest first."""
-        return self.final or next(iter(self._down.values()), None)
+        """A core that has failed and is not replaced, the gravest first. One of another host counts for ELSEWHERE_S:
+        who looks after this process must not end it for what that could not mend."""
+        oldest_s = self._clock() - ELSEWHERE_S
+        waits = (each for each in self._down.values() if not each.is_elsewhere or each.at_s > oldest_s)
+        return self.final or next(waits, None)
 
     def health(self) -> tuple[int, dict[str, str | None]]:
         """Status and content of the reply of /health: 503 while a failed core has no replacement. What was mended
         lately is named."""
         if (failure := self.down) is not None:
             return 503, {"status": "failed", "detail": failure.words}
-        if self.recent and (age_s := time.monotonic() - self.recent[-1].at_s) < SHOWN_S:
-            return 200, {"status": "ok", "detail": f"{age_s:.0f} s ago {self.recent[-1].words}; it was replaced"}
+        if self.recent and (age_s := self._clock() - self.recent[-1].at_s) < SHOWN_S:
+            last = self.recent[-1]
+            becomes = "it has not come back yet" if last.core in self._down else "it was replaced"
+            return 200, {"status": "ok", "detail": f"{age_s:.0f} s ago {last.words}; {becomes}"}
         return 200, {"status": "ok", "detail": None}

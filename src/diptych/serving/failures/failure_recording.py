@@ -28,6 +28,7 @@ MAX_BYTES = 8 * 2**20  # of a file
 MAX_FILES = 16  # in a folder; the oldest go
 MAX_FRAMES = 64
 PREFIX = "diptych-failure-"
+PLAIN_FORMAT, PLAIN_VERSION = "diptych failure", 1  # of a file without rows
 
 
 def default_folder() -> Path:
@@ -44,6 +45,11 @@ def error_words(error: BaseException) -> str:
     """The error in one line of bounded length, without control characters."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return "".join(character if character.isprintable() else " " for character in text)[:300]
+
+
+def leave_alone(folder: Path, core: str, error: BaseException) -> str:
+    """Write what is known of the failure of something that is given no recorded inputs: the error and its places."""
+    return write_failure(folder, core, error, None, {"format": PLAIN_FORMAT, "version": PLAIN_VERSION}, lambda row: row)
 
 
 def places(error: BaseException) -> list[str]:

@@ -19,12 +19,14 @@ CRASHES = frozenset(
 @dataclass(frozen=True, slots=True)
 class Loss:
     """The end of a worker process. crashed: it may have died of a request (see ``is_crash``). failed_core: its core, or
-    what drives it, has failed by a defect, and left this recording ("": none)."""
+    what drives it, has failed by a defect, and left this recording ("": none). is_elsewhere: on another host; the end
+    of this process would not mend it."""
 
     error: DiptychError
     crashed: bool
     failed_core: bool = False
     recording: str = ""
+    is_elsewhere: bool = False
 
 
 def is_crash(status: int, *, killed_by_us: bool, oom_kills: int) -> bool:

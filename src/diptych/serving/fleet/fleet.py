@@ -223,6 +223,7 @@ class Fleet:
         await self.workers[worker].stop(is_removed=True)
         self._note_state(worker, WorkerState.STOPPED)
         self.metrics.fleet.on_worker_removed(worker)
+        self.failures.replaced(f"worker {worker}")
         self.tell(WorkerDown(worker, self.streams.progress()))
         self.streams.deliver()
 
@@ -429,8 +430,11 @@ class Fleet:
         finally:
             self._is_busy = False
             if self.failures.final is None:
-                self._send_orders()
-                self._timer.set(self.core.next_time())
+                try:
+                    self._send_orders()
+                    self._timer.set(self.core.next_time())
+                except Exception as error:  # orders that no worker has got would be waited for for ever
+                    self.on_defect("its orders", error)
 
     def _handle(self, event: ClusterEvent, now: int) -> None:
         try:
@@ -449,6 +453,10 @@ class Fleet:
         self._happened, self._orders = deque(), {}
         self._timer.cancel()
         self.streams.fail_all(failed)
+
+    def leave_recording(self, core: str, error: BaseException) -> str:
+        """Write down what the fleet was told last, for a failure of what tells it. Returns the path, or ""."""
+        return self._guard.leave(core, error)
 
     def _carry_out(self, command: Command) -> None:
         match command:

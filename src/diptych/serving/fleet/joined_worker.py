@@ -83,11 +83,12 @@ class JoinedWorker:
         self.agent, self.life = registration.agent, life
         heard_ns = int(asyncio.get_running_loop().time() * NS_PER_S)
         self.state, self._link, self._vital = WorkerState.STARTING, link, (heard_ns, Vital())  # it has just registered
-        self._failure, self._crashed = None, False
+        self._failure, self._crashed, self._recording = None, False, ""
         self._has_own_clock = registration.clock != clock_identity()
         self._distances.clear()
         self._shift_ns = 0
         link.on_told, link.on_relayed, link.on_closed = self._take_told, self._take_relayed, self._lose
+        link.on_defect = self._on_defect
 
     def send(self, message: FrontendMessage) -> None:
         """See WorkerPort."""
@@ -149,7 +150,13 @@ class JoinedWorker:
         logger.error("%s; it may join again", error.message)
         assert self._listener is not None
         is_defect = isinstance(error, CoreFailedError)
-        self._listener.on_lost(self.number, Loss(error, self._crashed, is_defect, self._recording if is_defect else ""))
+        recording = f"{self._recording} on {self.site.host}" if is_defect and self._recording else ""
+        self._listener.on_lost(self.number, Loss(error, self._crashed, is_defect, recording, is_elsewhere=True))
+
+    def _on_defect(self, error: BaseException) -> None:
+        """Code of this process has failed over what came: what the fleet knows of this worker may be half the truth."""
+        assert self._listener is not None
+        self._listener.on_defect(f"the connection of worker {self.number}", error)
 
     def _take_told(self, data: bytes) -> None:
         try:
@@ -165,6 +172,8 @@ class JoinedWorker:
                     self._shift_ns = min(self._distances)
             case Ended():
                 self._crashed = message.crashed
+                if message.failed:
+                    self._failure, self._recording = CoreFailedError(message.message), message.recording
                 self._lose(message.message)
             case Leaving():
                 self.on_leaving()
@@ -180,8 +189,12 @@ class JoinedWorker:
             return
         if isinstance(message, StepReport):
             if self._has_own_clock:
-                for _, fields in message.events:
-                    fields["time_ns"] += self._shift_ns
+                try:
+                    for _, fields in message.events:
+                        fields["time_ns"] += self._shift_ns
+                except (LookupError, TypeError):
+                    self._lose("the worker sent an event without a time")
+                    return
         elif isinstance(message, Ready):
             self.state = WorkerState.READY
         elif isinstance(message, Failed):

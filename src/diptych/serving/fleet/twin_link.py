@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from diptych.control.errors import CoreFailedError
 from diptych.control.planner.planner_events import TwinAnswered, TwinFailed, TwinQuestion, TwinSettings
 
 logger = logging.getLogger(__name__)
@@ -31,9 +32,23 @@ class TwinLink:
         self._command = command
         self._settings = settings
         self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()  # a planner that has failed may have left a question
 
     async def ask(self, question: TwinQuestion) -> TwinAnswered | TwinFailed:
-        """The answer, or why there is none."""
+        """The answer, or why there is none. Raises CoreFailedError when the simulation has failed by a defect (its
+        cores are those that serve). However it ends, no later question gets what this one was to get."""
+        async with self._turn:
+            try:
+                answer = await self._ask(question)
+            except BaseException:
+                await self.close()
+                raise
+        if isinstance(answer, TwinFailed) and answer.is_defect:
+            await self.close()
+            raise CoreFailedError(f"the planner's simulation has failed: {answer.message}")
+        return answer
+
+    async def _ask(self, question: TwinQuestion) -> TwinAnswered | TwinFailed:
         try:
             return await asyncio.wait_for(self._exchange(question), ANSWER_LIMIT_S)
         except (OSError, ValueError, EOFError, TimeoutError, msgspec.MsgspecError) as error:
@@ -58,7 +73,10 @@ class TwinLink:
         line = await process.stdout.readline()
         if not line:
             raise EOFError("its process has ended")
-        failed = msgspec.json.decode(line, type=_TwinLine).message is not None
+        said = msgspec.json.decode(line, type=_TwinLine)
+        if said.number != question.number:
+            raise ValueError(f"it answers question {said.number}, and was asked {question.number}")
+        failed = said.message is not None
         return msgspec.json.decode(line, type=TwinFailed) if failed else msgspec.json.decode(line, type=TwinAnswered)
 
     async def _running(self) -> asyncio.subprocess.Process:

@@ -103,7 +103,8 @@ class WorkerDoor:
         self._lives = 0
         self._listening: HandshakePort | None = None
         self._unknown: dict[FramedLink, asyncio.TimerHandle] = {}
-        self._tasks = WatchedTasks(partial(fleet.on_defect, "the door for workers"))
+        self._on_defect = partial(fleet.on_defect, "the door for workers")
+        self._tasks = WatchedTasks(self._on_defect)
 
     async def open(self) -> None:
         """Take workers from now on. Raises ConfigError when the address cannot be had."""
@@ -138,6 +139,7 @@ class WorkerDoor:
 
     def _connect(self) -> FramedLink:
         link = FramedLink()
+        link.on_defect = self._on_defect
         link.on_connected = lambda: self._greet(link)
         return link
 

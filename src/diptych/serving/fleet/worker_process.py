@@ -12,6 +12,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -52,6 +53,7 @@ class WorkerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._has_connected = False
         self._early: list[bytes] = []  # to be sent when it has connected
+        self._defect: Exception | None = None  # of who takes its messages: the process is ended, and ``run`` raises it
 
     @property
     def pid(self) -> int | None:
@@ -59,7 +61,8 @@ class WorkerProcess:
         return self._process.pid if self._process and self._process.returncode is None else None
 
     async def run(self) -> int:
-        """The exit status, negative for a signal. Raises OSError when the process cannot be started."""
+        """The exit status, negative for a signal. Raises OSError when the process cannot be started, and what
+        taking its messages has raised, when the process is ended."""
         self._reserve.release()
         directory, lock = locked_directory()
         loop = asyncio.get_running_loop()
@@ -68,7 +71,7 @@ class WorkerProcess:
             write_private(directory / "options.json", msgspec.json.encode(self._options))
             listener = listen(directory / "worker")
             self._directory = directory
-            loop.add_reader(listener.fileno(), self._accept, listener)
+            loop.add_reader(listener.fileno(), self._guarded, self._accept, listener)
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 str(directory),
@@ -78,9 +81,14 @@ class WorkerProcess:
             )
             self.has_started = True
             self._reserve.fill()
+            if self._defect is not None:
+                self._signal(signal.SIGKILL)
             status = await self._process.wait()
-            self._accept(listener)  # one that was quick
-            self._receive()  # its last words
+            if self._defect is None:
+                self._accept(listener)  # one that was quick
+                self._receive()  # its last words
+            if self._defect is not None:
+                raise self._defect
             return status
         finally:
             self._signal(signal.SIGKILL)
@@ -98,7 +106,7 @@ class WorkerProcess:
         if channel is not None:
             channel.send(data)
             if channel.has_unsent:
-                asyncio.get_running_loop().add_writer(channel.fileno(), self._flush, channel)
+                asyncio.get_running_loop().add_writer(channel.fileno(), self._guarded, self._flush, channel)
         elif not self._has_connected:
             self._early.append(data)
 
@@ -134,6 +142,15 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
+    def _guarded(self, act: Callable[..., None], *arguments: Any) -> None:
+        """What the loop calls. An error, which it would log, ends the process and ``run``: a message may be lost."""
+        try:
+            act(*arguments)
+        except Exception as error:
+            self._defect = self._defect or error
+            self._hang_up()
+            self._signal(signal.SIGKILL)
+
     def _accept(self, listener: socket.socket) -> None:
         """The process connects, once."""
         self._reserve.release()
@@ -144,7 +161,7 @@ class WorkerProcess:
         if channel is not None:
             loop = asyncio.get_running_loop()
             loop.remove_reader(listener.fileno())
-            loop.add_reader(channel.fileno(), self._receive)
+            loop.add_reader(channel.fileno(), self._guarded, self._receive)
             self._channel, self._has_connected = channel, True
             for data in self._early:
                 self.send(data)

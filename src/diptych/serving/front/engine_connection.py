@@ -24,7 +24,7 @@ RELEASE_S = 1.0
 
 
 class ReplyListener(Protocol):
-    """Is told how a request went. After ``on_end`` or ``on_failure`` nothing follows."""
+    """Is told how a request went. After ``on_end``, ``on_failure`` or ``on_defect`` nothing follows."""
 
     def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
         """The head of the reply; names of headers in lower case."""
@@ -40,6 +40,10 @@ class ReplyListener(Protocol):
 
     def on_failure(self, words: str, *, was_sent: bool) -> None:
         """There is no whole reply. was_sent: the engine may have read the request."""
+        ...
+
+    def on_defect(self, error: Exception) -> None:
+        """One of the others has raised this, or the connection's own code has: what it was told may be half done."""
         ...
 
 
@@ -126,23 +130,33 @@ class ConnectionPool:
         return call
 
     async def _connect(self, call: EngineCall, listener: ReplyListener, request: bytes) -> None:
-        loop = asyncio.get_running_loop()
+        try:
+            connection = await self._connected(call, listener)
+            if connection is None:
+                return
+            call._task = None
+            if call.is_over or self._is_closed:
+                connection.drop()
+            else:
+                connection.begin(call, listener, request, is_fresh=True)
+        except Exception as error:  # nobody waits for this task
+            call.is_over = True
+            listener.on_defect(error)
+
+    async def _connected(self, call: EngineCall, listener: ReplyListener) -> "_Connection | None":
+        """A new connection; None where there is none, which the listener is told."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await loop.create_connection(
+                _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: _Connection(self), self._host, self._port, ssl=self._tls
                 )
         except TimeoutError:
             self._fail(call, listener, f"no connection within {CONNECT_TIMEOUT_S:g} s")
-            return
+            return None
         except (OSError, ssl.SSLError) as error:
             self._fail(call, listener, f"no connection: {error.strerror or error}")
-            return
-        call._task = None
-        if call.is_over or self._is_closed:
-            connection.drop()
-        else:
-            connection.begin(call, listener, request, is_fresh=True)
+            return None
+        return connection
 
     @staticmethod
     def _fail(call: EngineCall, listener: ReplyListener, words: str) -> None:
@@ -249,8 +263,15 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """More bytes of the reply."""
-        if self._is_between_chunks and self.on_chunk is not None and self.on_chunk(data):
-            return
+        call, listener = self._call, self._listener
+        try:
+            if self._is_between_chunks and self.on_chunk is not None and self.on_chunk(data):
+                return
+            self._parse(data)
+        except Exception as error:
+            self._fail(call, listener, error)
+
+    def _parse(self, data: bytes) -> None:
         parser = self._parser
         if parser is None:  # nothing was asked for
             self.drop()
@@ -277,6 +298,13 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is closed, by either side."""
+        call, listener = self._call, self._listener
+        try:
+            self._on_closed(exc)
+        except Exception as error:
+            self._fail(call, listener, error)
+
+    def _on_closed(self, exc: Exception | None) -> None:
         self._pool.forget(self)
         if self._call is None or self._listener is None:
             return
@@ -289,6 +317,15 @@ class _Connection(asyncio.Protocol):
         else:
             where = "in the middle of the reply" if self._has_begun else "without a reply"
             self._end_with(f"the connection ended {where}")
+
+    def _fail(self, call: EngineCall | None, listener: ReplyListener | None, error: Exception) -> None:
+        """Code of this process has failed over the reply to this call. (The loop would log it, and the request would be
+        asked again: tokens may be missing, or come twice.)"""
+        if call is None or listener is None:
+            raise error
+        self.drop()
+        call.is_over, call._connection = True, None
+        listener.on_defect(error)
 
     # -- what the parser calls ----------------------------------------------------------------------------------------
 
@@ -364,6 +401,10 @@ class _Ignored:
     def on_failure(self, words: str, *, was_sent: bool) -> None:
         """Nothing."""
 
+    def on_defect(self, error: Exception) -> None:
+        """See ReplyListener."""
+        raise error
+
 
 class ReplyTooLongError(Exception):
     """A reply has more bytes than were asked for."""
@@ -396,6 +437,10 @@ class _Gathered:
     def on_failure(self, words: str, *, was_sent: bool) -> None:
         if not self.done.done():
             self.done.set_exception(ConnectionError(words))
+
+    def on_defect(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 async def ask(

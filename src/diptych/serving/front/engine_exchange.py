@@ -80,6 +80,10 @@ class ExchangeOwner(Protocol):
         """It broke off: the engine may be gone."""
         ...
 
+    def on_defect(self, attempt_id: str, error: BaseException) -> None:
+        """Code of this process has failed over this attempt."""
+        ...
+
     def on_refused(self, exchange: "EngineExchange", status: int) -> bool:
         """The engine does not want it now. Returns whether it is tried elsewhere."""
         ...
@@ -191,6 +195,11 @@ class EngineExchange:
     def on_failure(self, words: str, *, was_sent: bool) -> None:
         """See ReplyListener."""
         self.break_off(words)
+
+    def on_defect(self, error: Exception) -> None:
+        """See ReplyListener. What the client has of it may not be counted: it is not asked again."""
+        self.is_over, self.stream.on_read = True, None
+        self._owner.on_defect(self.attempt_id, error)
 
     @property
     def _is_stale(self) -> bool:

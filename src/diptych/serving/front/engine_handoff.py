@@ -59,6 +59,10 @@ class PrefillOwner(ExchangeOwner, Protocol):
         """The leg broke off: the engine may be gone."""
         ...
 
+    def on_defect(self, attempt_id: str, error: BaseException) -> None:
+        """Code of this process has failed over this attempt."""
+        ...
+
     def on_leg_refused(self, leg: "PrefillLeg", status: int, body: bytes) -> None:
         """The engine does not want it, and no other would."""
         ...
@@ -140,6 +144,11 @@ class PrefillLeg:
     def on_failure(self, words: str, *, was_sent: bool) -> None:
         """See ReplyListener."""
         self.break_off(words)
+
+    def on_defect(self, error: Exception) -> None:
+        """See ReplyListener."""
+        self.is_over = True
+        self._owner.on_defect(self.attempt_id, error)
 
     def _on_refusal(self) -> None:
         status, body = self._status, bytes(self._body)

@@ -94,7 +94,15 @@ class ExternalLauncher:
 
         spec = self._front.engines[number]
         return ExternalWorker(
-            number, spec, self._front, fleet.relay_of, fleet.metrics.on_gaps, num_up, self._clock, self._prices
+            number,
+            spec,
+            self._front,
+            fleet.relay_of,
+            fleet.metrics.on_gaps,
+            num_up,
+            self._clock,
+            self._prices,
+            fleet.leave_recording,
         )
 
 

@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diptych.control.commands import AskKVSnapshot, Drop, Prefill, Release, Reserve, Serve, WorkerCommand
-from diptych.control.errors import ErrorRecord, WorkerError
+from diptych.control.errors import CoreFailedError, DiptychError, ErrorRecord, WorkerError
 from diptych.control.events import Event, HandoffReleased, RequestAdmitted, RequestFinished, StepFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S, LatencyBreakdown
 from diptych.control.step import StepFeatures, StepTokens
 from diptych.limited_log import LimitedLog, kind_of
+from diptych.serving.failures.failure_recording import error_words
+from diptych.serving.failures.restart_pause import RestartPause
 from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState, hand_over
@@ -62,8 +64,8 @@ STALE_PROBES = 4
 
 
 class ExternalWorker:
-    """See WorkerPort. relay_of: the open stream of a request. on_gaps: see
-    ServingMetrics. num_up: how many engines there are to try. prices: of all engines."""
+    """See WorkerPort. relay_of: the open stream of a request. on_gaps: see ServingMetrics. num_up: how many engines
+    there are to try. prices: of all engines. leave: writes down what is known of a failure, and returns where."""
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class ExternalWorker:
         num_up: Callable[[], int],
         clock: Callable[[], int],
         prices: LearnedPrices,
+        leave: Callable[[str, BaseException], str],
     ) -> None:
         self.number, self.name, self._log = number, spec.name, LimitedLog(logger)
         self.spec = spec
@@ -95,6 +98,9 @@ class ExternalWorker:
         self._life: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
         self._lost_words, self._has_crashed = "", False
+        self._leave = leave
+        self._failed: tuple[CoreFailedError, str] | None = None  # by a defect; its recording
+        self._restart = RestartPause()
         self._suspects: dict[str, str] = {}  # attempts that broke off, until it is known whether the engine lives
         self._check: asyncio.Task[None] | None = None
         self._scraping: asyncio.Task[None] | None = None
@@ -122,7 +128,11 @@ class ExternalWorker:
         """See WorkerPort."""
         if isinstance(message, Orders) and self.state is WorkerState.READY:
             for order in message.orders:
-                self.obey(unpack_command(order.command))
+                command = unpack_command(order.command)
+                try:
+                    self.obey(command)
+                except Exception as error:  # the other orders are carried out
+                    self.on_defect(getattr(command, "attempt_id", ""), error)
 
     def pulse(self) -> Pulse | None:
         """None: an engine is asked for a sign of life, and stamps no file here."""
@@ -174,6 +184,9 @@ class ExternalWorker:
         while True:
             await self._until_ready()
             await self._watch()
+            if self._failed is not None:
+                self._failed = None
+                await asyncio.sleep(self._restart.next_s())
 
     async def _until_ready(self) -> None:
         """Ask for a real token until there is one."""
@@ -207,6 +220,7 @@ class ExternalWorker:
         """The engine holds nothing of ours."""
         self.facts, self.state = facts, WorkerState.READY
         self._lost.clear()
+        self._restart.begun()
         due_s = STALE_PROBES * self._options.probe_s + 1.0 if facts.capabilities.gauges else 0.0
         blocks = self.num_blocks
         due_ns = int(due_s * NS_PER_S)
@@ -228,7 +242,10 @@ class ExternalWorker:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._lost.wait(), self._options.probe_s)
             if not self._lost.is_set():
-                self._look_after()
+                try:
+                    self._look_after()
+                except Exception as error:
+                    self.on_defect("", error)
         if self.state is not WorkerState.READY:
             return
         logger.error("%s is lost: %s", self.name, self._lost_words)
@@ -240,13 +257,16 @@ class ExternalWorker:
         self.pool = pool_to(*self.spec.address, headers, is_tls=self.spec.is_tls)
         await self.cache.close()
         await self.steps.close()
-        self._listener.on_lost(self.number, Loss(WorkerError(f"{self.name}: {self._lost_words}"), self._has_crashed))
+        loss = Loss(WorkerError(f"{self.name}: {self._lost_words}"), self._has_crashed)
+        if self._failed is not None:
+            loss = Loss(self._failed[0], False, True, self._failed[1])
+        self._listener.on_lost(self.number, loss)
 
     def _look_after(self) -> None:
         """A tick: gauges, limits of silence, the load."""
         now = self.clock()
         if self._scraping is None or self._scraping.done():
-            self._scraping = start_watched(self._scrape(), "gauges", self._on_unreadable)
+            self._scraping = start_watched(self._scrape(), "gauges", self._on_task_failed)
         silent_ns = self._options.silence_s * NS_PER_S
         newest, is_mute = 0, False
         for exchange in list(self.exchanges.values()):
@@ -288,7 +308,7 @@ class ExternalWorker:
     def _check_soon(self) -> None:
         """Find out whether it lives."""
         if self.state is WorkerState.READY and (self._check is None or self._check.done()):
-            self._check = start_watched(self._check_life(), "a sign of life", self._on_unreadable)
+            self._check = start_watched(self._check_life(), "a sign of life", self._on_task_failed)
 
     async def _check_life(self) -> None:
         """Any reply to a small question is a sign of life; what broke off is given back then."""
@@ -303,8 +323,21 @@ class ExternalWorker:
             now = self.clock()
             self.report([HandoffReleased(now, attempt_id) for attempt_id in suspects])
 
-    def _on_unreadable(self, error: BaseException) -> None:
-        self._lose(f"what it says could not be read: {type(error).__name__}: {error}")
+    def on_defect(self, attempt_id: str, error: BaseException) -> None:
+        """See ExchangeOwner; attempt_id "": of none. Its request ends with an error: what its client has of the answer
+        may not be counted. The port counts as lost, and begins anew; other requests go on where they can."""
+        core = f"the connection to {self.name}"
+        logger.error("%s has failed", core, exc_info=error)
+        failed = CoreFailedError(f"{core} has failed by a defect of the server: {error_words(error)}")
+        if self._failed is None:
+            self._failed = (failed, self._leave(core, error))
+        self.exchanges.pop(attempt_id, None)
+        if attempt_id:
+            self._end_with(attempt_id, failed)
+        self._lose(failed.message)
+
+    def _on_task_failed(self, error: BaseException) -> None:
+        self.on_defect("", error)
 
     def _lose(self, words: str, *, crashed: bool = False) -> None:
         """crashed: its process has ended, maybe of what it was computing."""
@@ -375,9 +408,11 @@ class ExternalWorker:
         self.report([HandoffReleased(self.clock(), command.attempt_id)])
 
     def _cannot(self, attempt_id: str, words: str) -> None:
-        error = ErrorRecord.of(WorkerError(words, code="answer_lost"))
-        latency = LatencyBreakdown(0, 0, 0, 0)
-        self.report([RequestFinished(self.clock(), attempt_id, FinishReason.ERROR, 0, 0, 0, latency, None, error)])
+        self._end_with(attempt_id, WorkerError(words, code="answer_lost"))
+
+    def _end_with(self, attempt_id: str, error: DiptychError) -> None:
+        latency, record = LatencyBreakdown(0, 0, 0, 0), ErrorRecord.of(error)
+        self.report([RequestFinished(self.clock(), attempt_id, FinishReason.ERROR, 0, 0, 0, latency, None, record)])
 
     @property
     def handoff_kind(self) -> HandoffKind:
@@ -424,7 +459,13 @@ class ExternalWorker:
 
     def on_prompt_computed(self, stream: RelayStream) -> None:
         """See ExchangeOwner. The client gets its token first: the blocks of long prompts are many."""
-        asyncio.get_running_loop().call_soon(self.cache.on_computed, stream.hashes, self.clock())
+        asyncio.get_running_loop().call_soon(self._note_computed, stream.hashes, self.clock())
+
+    def _note_computed(self, hashes: Sequence[bytes], now: int) -> None:
+        try:
+            self.cache.on_computed(hashes, now)
+        except Exception as error:  # the loop would log it, and the router would go on with what is half noted
+            self.on_defect("", error)
 
     def on_usage(self, exchange: EngineExchange, usage: EngineUsage) -> int:
         """See ExchangeOwner."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.control.errors import DiptychError, RequestError
+from diptych.control.errors import CoreFailedError, DiptychError, RequestError
 from diptych.control.events import RequestFinished
 from diptych.control.request import RequestOptions, SamplingParams
 from diptych.serving import edge_limits
@@ -309,8 +309,8 @@ class RelayGeneration(Generation):
         super().admit()
 
     def fail(self, error: Exception) -> None:
-        """See Generation."""
-        super().fail(self.relay.refusal or error)
+        """See Generation. An engine's refusal counts for more than that there was no other, not than a defect here."""
+        super().fail(error if isinstance(error, CoreFailedError) else self.relay.refusal or error)
 
     def close(self) -> None:
         """See Generation."""

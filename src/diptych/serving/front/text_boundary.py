@@ -51,6 +51,10 @@ class BoundaryOwner(Protocol):
         """The engine did not answer: it may be gone."""
         ...
 
+    def on_defect(self, attempt_id: str, error: BaseException) -> None:
+        """Code of this process has failed over this attempt."""
+        ...
+
 
 class TextBoundaries:
     """The commands of one engine that wait until it is known where the text of an answer ends."""
@@ -70,7 +74,7 @@ class TextBoundaries:
 
         def on_failure(error: BaseException) -> None:
             self._waiting.pop(attempt_id, None)
-            self._owner.on_silent(attempt_id, f"where its text ends is not found: {type(error).__name__}")
+            self._owner.on_defect(attempt_id, error)
 
         self._waiting[attempt_id] = start_watched(self._find(command, stream), f"the text of {attempt_id}", on_failure)
         return True

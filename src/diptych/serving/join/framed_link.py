@@ -15,13 +15,15 @@ from diptych.serving.join.join_messages import RELAYED, TOLD
 
 class FramedLink(asyncio.Protocol):
     """``on_told`` gets structs, ``on_relayed`` the messages that are passed on; ``on_closed`` comes once, with a
-    reason. All are called in the loop; they may be replaced at any time."""
+    reason. All are called in the loop; they may be replaced at any time. ``on_defect`` gets what one of them raises:
+    what came may be half done, and the connection ends. (The loop would log it, and go on.)"""
 
     def __init__(self) -> None:
         self.on_connected: Callable[[], None] = lambda: None
         self.on_told: Callable[[bytes], None] = lambda data: None
         self.on_relayed: Callable[[bytes], None] = lambda data: None
         self.on_closed: Callable[[str], None] = lambda why: None
+        self.on_defect: Callable[[BaseException], None] = _raise
         self.peer = ""  # address of the other end
         self.own_host = ""  # address of this end
         self.heard_s = 0.0  # when something came, on the loop's clock
@@ -69,7 +71,10 @@ class FramedLink(asyncio.Protocol):
         self.peer = _words(transport.get_extra_info("peername"))
         self.own_host = (transport.get_extra_info("sockname") or ("",))[0]
         self.heard_s = asyncio.get_running_loop().time()
-        self.on_connected()
+        try:
+            self.on_connected()
+        except Exception as error:
+            self._fail(error)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -79,21 +84,40 @@ class FramedLink(asyncio.Protocol):
         except ValueError as error:
             self.close(f"{self.peer} sent {error}")
             return
-        for frame in frames:
-            if self._why:
-                return
-            if frame[:1] == RELAYED:
-                self.on_relayed(frame[1:])
-            elif frame[:1] == TOLD:
-                self.on_told(frame[1:])
-            else:
-                self.close(f"{self.peer} sent a frame of an unknown kind")
+        try:
+            for frame in frames:
+                if self._why:
+                    return
+                if frame[:1] == RELAYED:
+                    self.on_relayed(frame[1:])
+                elif frame[:1] == TOLD:
+                    self.on_told(frame[1:])
+                else:
+                    self.close(f"{self.peer} sent a frame of an unknown kind")
+        except Exception as error:
+            self._fail(error)
 
     def connection_lost(self, error: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._transport = None
         self._why = self._why or (str(error) if error else "the other end closed the connection")
-        self.on_closed(self._why)
+        try:
+            self.on_closed(self._why)
+        except Exception as defect:
+            self._fail(defect)
+
+    def _fail(self, error: Exception) -> None:
+        self.on_told = self.on_relayed = lambda data: None
+        self._why = self._why or f"what it brought could not be handled: {type(error).__name__}"
+        try:
+            self.on_defect(error)
+        finally:
+            if self.is_open:
+                self.close(self._why)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _words(address: tuple[object, ...] | None) -> str:

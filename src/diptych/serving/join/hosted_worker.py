@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from diptych.serving.failures.failure_recording import default_folder, error_words, leave_alone
 from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.fleet.exit_status import count_oom_kills, in_words, is_crash
 from diptych.serving.fleet.worker_process import WorkerProcess
@@ -105,10 +106,12 @@ class HostedWorker:
             self._on_ended(ended)
 
     def _on_defect(self, error: BaseException) -> None:
-        """The process cannot be followed any more: it counts as ended."""
-        logger.error("the worker process cannot be followed", exc_info=error)
+        """The process cannot be followed any more, and was killed: the front end learns why, and another is started."""
+        core = "what follows the worker process"
+        logger.critical("%s has failed", core, exc_info=error)
+        recording = leave_alone(default_folder(), core, error)
         self._process = self._running = self.options = None
-        self._on_ended(Ended(f"the worker process cannot be followed: {type(error).__name__}: {error}", False))
+        self._on_ended(Ended(f"{core} has failed: {error_words(error)}", False, True, recording))
 
     def _take(self, data: bytes) -> None:
         if self._is_loading or self._life is not None:

@@ -75,10 +75,13 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """The worker process has ended; the connection follows. See Loss."""
+    """The worker process has ended; the connection follows. See Loss. failed: what runs it has failed by a defect, and
+    left this recording on its host ("": none)."""
 
     message: str
     crashed: bool
+    failed: bool = False
+    recording: str = ""
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 import diptych
-from diptych.control.errors import ConfigError, CoreFailedError, WorkerError
+from diptych.control.errors import ConfigError, CoreFailedError, DiptychError, WorkerError
 from diptych.control.router.topology import Role
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.weights.checkpoint import fingerprint
 from diptych.serving import edge_limits
-from diptych.serving.failures.failure_recording import error_words
+from diptych.serving.failures.failure_recording import default_folder, error_words, leave_alone
 from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.join.framed_link import FramedLink
 from diptych.serving.join.hosted_worker import HostedWorker
@@ -113,7 +113,8 @@ class WorkerAgent:
         self._is_stale = False  # the process has other options than the front end wants
 
     async def run(self) -> None:
-        """Serve front ends, one after the other. Raises ConfigError for a refusal that another try would not change."""
+        """Serve front ends, one after the other. Raises ConfigError for a refusal that another try would not change,
+        and CoreFailedError when the agent has failed by a defect."""
         beating = start_watched(self._beat(), "signs of life", self._on_defect)
         try:
             if self._options.ends_with_stdin:
@@ -122,20 +123,32 @@ class WorkerAgent:
                 if await self._join():
                     await self._lost.wait()
                     await self._pause(self._failure_pause_s if not self._worker.is_running else 0)
+        except DiptychError:
+            raise
+        except Exception as error:
+            self._on_defect(error)
         finally:
             beating.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await beating
-            self._cut("the agent ends")
-            await self._worker.end()
+            await asyncio.gather(beating, return_exceptions=True)  # what it raised is known
+            try:
+                self._cut("the agent ends")
+            finally:
+                await self._worker.end()
         if self._defect is not None:
             raise CoreFailedError(f"the agent has failed: {error_words(self._defect)}") from self._defect
 
     def _on_defect(self, error: BaseException) -> None:
-        """Without signs of life it would be cut off again and again: it ends, and says why."""
+        """What is passed on may have a gap now: it ends, and says why, here and to the front end."""
+        if self._defect is not None:
+            return
         self._defect = error
+        core = "the agent" if self.number is None else f"the agent of worker {self.number}"
+        logger.critical("%s has failed", core, exc_info=error)
+        recording = leave_alone(default_folder(), core, error)
         self._left.set()
-        self._cut("the agent has failed")
+        if self._link is not None:
+            self._link.tell(told(Ended(f"{core} has failed: {error_words(error)}", False, True, recording)))
+        self._cut("the agent has failed", at_once=False)
 
     async def _watch_stdin(self) -> None:
         try:
@@ -203,7 +216,13 @@ class WorkerAgent:
         answer: asyncio.Future[Refused | None] = asyncio.get_running_loop().create_future()
 
         def on_told(data: bytes) -> None:
-            message = read_from_door(data)
+            if answer.done():  # it is given up
+                return
+            try:
+                message = read_from_door(data)
+            except msgspec.DecodeError as error:
+                answer.set_exception(WorkerError(f"its answer cannot be read: {error}"))
+                return
             if isinstance(message, Accepted):
                 try:
                     self._begin(link, message)
@@ -217,7 +236,11 @@ class WorkerAgent:
             if not answer.done():
                 answer.set_exception(WorkerError(why))
 
-        link.on_told, link.on_closed = on_told, on_closed
+        def on_defect(error: BaseException) -> None:
+            on_closed("what it said could not be handled")
+            self._on_defect(error)
+
+        link.on_told, link.on_closed, link.on_defect = on_told, on_closed, on_defect
         link.introduced()
         link.tell(told(self._registration()))
         try:
@@ -319,10 +342,11 @@ class WorkerAgent:
             link.on_told = link.on_relayed = lambda data: None
             link.on_closed = lambda reason: None
             link.close(why, at_once=at_once)
-            self._worker.start_over(ABANDONED)
         self._lost.set()
         if self._is_leaving:  # there is no front end that could drain it
             self._left.set()
+        if link is not None:
+            self._worker.start_over(ABANDONED)
 
     async def _beat(self) -> None:
         """Signs of life to the front end, and a look at its own."""
