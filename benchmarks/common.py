@@ -132,7 +132,14 @@ def report(name: str, rows: Sequence[dict[str, Any]], path: str | None = None, *
     print(table(rows))
     if path:
         target = Path(path) if os.sep in path else RESULTS / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        record = {"benchmark": name, "command": command(), "machine": machine(), **extra, "rows": list(rows)}
-        target.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(name, rows, target, **extra)
         print(f"written to {target}", file=sys.stderr)
+
+
+def write_record(name: str, rows: Sequence[dict[str, Any]], target: Path, **extra: Any) -> None:
+    """Rows as JSON with the machine's description; what was there before is there until all is written."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    record = {"benchmark": name, "command": command(), "machine": machine(), **extra, "rows": list(rows)}
+    unfinished = target.with_name(target.name + ".part")
+    unfinished.write_text(json.dumps(record, indent=1) + "\n")
+    unfinished.replace(target)

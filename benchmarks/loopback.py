@@ -8,9 +8,10 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 MIB = 2**20
 
@@ -55,6 +56,69 @@ def listen_drops() -> dict[str, int]:
 
 
 @dataclass
+class Reply:
+    """One reply, as it comes in. beginning: its first KEPT bytes. num_bytes: all that came."""
+
+    KEPT: ClassVar[int] = 1500
+    LAST_CHUNK: ClassVar[bytes] = b"\r\n0\r\n\r\n"  # in no text of this server: JSON and events hold no CR LF
+
+    beginning: bytes = b""
+    num_bytes: int = 0
+    _tail: bytes = b""
+    _end: int | None = None  # bytes up to its end, where its head says so
+    _is_chunked: bool = False
+
+    def feed(self, data: bytes) -> None:
+        """What came next."""
+        has_head = self.has_head
+        self.num_bytes += len(data)
+        self._tail = (self._tail + data)[-len(self.LAST_CHUNK) :]
+        self.beginning += data[: max(0, self.KEPT - len(self.beginning))]
+        if not has_head and self.has_head:
+            head, _, _ = self.beginning.partition(b"\r\n\r\n")
+            for line in head.lower().split(b"\r\n")[1:]:
+                name, _, value = line.partition(b":")
+                if name == b"content-length":
+                    self._end = len(head) + 4 + int(value)
+                self._is_chunked |= name == b"transfer-encoding"
+
+    @property
+    def has_head(self) -> bool:
+        """Whether its status and headers are there."""
+        return b"\r\n\r\n" in self.beginning
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is there, by its own word."""
+        if self._end is not None:
+            return self.num_bytes >= self._end
+        return self._is_chunked and self._tail == self.LAST_CHUNK
+
+    def fate(self, otherwise: str, *, is_closed: bool = False) -> str:
+        """The status of a whole reply with its code of error, and "without Retry-After" where a refusal lacks it;
+        "partial" with the status of another; what happened to the connection where nothing came. is_closed: the
+        server ended the connection in order."""
+        if not self.num_bytes:
+            return otherwise
+        if not self.beginning.startswith(b"HTTP/"):
+            return "no HTTP"
+        ends_with_connection = is_closed and self.has_head and self._end is None and not self._is_chunked
+        if not (self.is_whole or ends_with_connection):
+            return f"partial {self.status}: {otherwise}"
+        if self.status == "200":
+            return self.status
+        code = self.beginning.partition(b'"code":"')[2].partition(b'"')[0].decode(errors="replace")
+        has_advice = b"\r\nretry-after: " in self.beginning.lower()
+        lacks = "" if has_advice or self.status not in ("429", "503") else " without Retry-After"
+        return f"{self.status} {code}".rstrip() + lacks
+
+    @property
+    def status(self) -> str:
+        """Of three digits, or what stands there."""
+        return self.beginning.partition(b" ")[2].partition(b" ")[0].decode(errors="replace")
+
+
+@dataclass
 class Caller:
     """One connection with one request. fate: how it ended ("": it has not)."""
 
@@ -62,7 +126,7 @@ class Caller:
     connection: socket.socket
     started_s: float
     sent: int = 0
-    reply: bytes = b""  # its beginning
+    reply: Reply = field(default_factory=Reply)
     first_byte_s: float = 0.0
     fate: str = ""
 
@@ -70,10 +134,9 @@ class Caller:
 @dataclass
 class Crowd:
     """Many connections at once from one process, each with one request; replies are read and thrown away but for their
-    beginnings. keep: bytes of each reply that are kept."""
+    beginnings."""
 
     address: tuple[str, int]
-    keep: int = 1500
     callers: dict[int, Caller] = field(default_factory=dict)  # by descriptor, those that are open
     over: list[Caller] = field(default_factory=list)
 
@@ -116,19 +179,15 @@ class Crowd:
         except BlockingIOError:
             return
         except OSError as error:
-            has_reply = b"\r\n\r\n" in caller.reply and is_whole(caller.reply)
-            self._end(caller, "answered" if has_reply else errno.errorcode.get(error.errno or 0, str(error)))
+            read_rest(caller.connection, caller.reply)
+            self._end(caller, caller.reply.fate(name_of(error)))
 
     def _read(self, caller: Caller) -> None:
         data = caller.connection.recv(65536)
-        if not data:
-            self._end(caller, "answered" if is_whole(caller.reply) else f"closed after {len(caller.reply)} bytes")
-            return
         caller.first_byte_s = caller.first_byte_s or time.monotonic()
-        if len(caller.reply) < self.keep:
-            caller.reply += data[: self.keep - len(caller.reply)]
-        if is_whole(caller.reply) or data.endswith(b"0\r\n\r\n"):
-            self._end(caller, "answered")
+        caller.reply.feed(data)
+        if caller.reply.is_whole or not data:
+            self._end(caller, caller.reply.fate("closed by the server", is_closed=True))
 
     def _end(self, caller: Caller, fate: str) -> None:
         caller.fate = fate
@@ -144,35 +203,23 @@ class Crowd:
 
     def count_open(self) -> int:
         """Streams that have begun: the head of a 200 is there, and the reply is not over."""
-        return sum(caller.reply.startswith(b"HTTP/1.1 200") for caller in self.callers.values())
+        return sum(caller.reply.beginning.startswith(b"HTTP/1.1 200") for caller in self.callers.values())
 
     def fates(self) -> Counter[str]:
-        """How calls ended, in words; see ``fate_of``."""
-        return Counter(fate_of(caller.fate, caller.reply) for caller in self.over)
+        """How calls ended, in words; see ``Reply.fate``."""
+        return Counter(caller.fate for caller in self.over)
 
 
-def is_whole(reply: bytes) -> bool:
-    """Whether a reply with a Content-Length is all there."""
-    head, mark, body = reply.partition(b"\r\n\r\n")
-    for line in head.lower().split(b"\r\n"):
-        if mark and line.startswith(b"content-length:"):
-            return len(body) >= int(line.partition(b":")[2])
-    return False
+def read_rest(connection: socket.socket, reply: Reply) -> None:
+    """What came before a connection was reset: a refusal is read though the rest of the request could not be sent."""
+    with suppress(OSError):
+        while data := connection.recv(65536):
+            reply.feed(data)
 
 
-def fate_of(fate: str, reply: bytes) -> str:
-    """The status of a reply with its code of error, and "without Retry-After" where a refusal lacks it; or what became
-    of the connection."""
-    if fate != "answered":
-        return fate
-    if not reply.startswith(b"HTTP/"):
-        return "no HTTP"
-    status = reply.partition(b" ")[2].partition(b" ")[0].decode(errors="replace")
-    if status == "200":
-        return status
-    code = reply.partition(b'"code":"')[2].partition(b'"')[0].decode()
-    has_advice = b"\r\nretry-after: " in reply.lower()
-    return f"{status} {code}" + ("" if has_advice or status not in ("429", "503") else " without Retry-After")
+def name_of(error: OSError) -> str:
+    """Such as ECONNRESET."""
+    return errno.errorcode.get(error.errno or 0, str(error))
 
 
 def is_by_the_book(fate: str) -> bool:

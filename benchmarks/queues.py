@@ -57,7 +57,7 @@ def crowd_process(pipe: Connection, address: tuple[str, int], request: bytes, co
         elif order == "leave":
             waited = [caller.first_byte_s - caller.started_s for caller in crowd.over if caller.first_byte_s]
             waited += [c.first_byte_s - c.started_s for c in crowd.callers.values() if c.first_byte_s]
-            num_silent = sum(not caller.reply for caller in crowd.callers.values())
+            num_silent = sum(not caller.reply.num_bytes for caller in crowd.callers.values())
             crowd.hang_up()
             pipe.send((crowd.fates(), num_silent, max(waited, default=0.0)))
             return

@@ -1,13 +1,18 @@
 #!/usr/bin/env python3
-"""An hour of mixed traffic while workers are killed: is every answer right, and does the front end's memory grow?
+"""An hour of mixed traffic while workers come and go: is every answer right, and does the front end's memory grow?
 
-    python benchmarks/soak.py [--minutes 60] [--clients 6] [--kill-every 60] [--seed 1] [--json soak.json]
+    python benchmarks/soak.py [--minutes 60] [--warm-up 10] [--clients 6] [--strike-every 20] [--json soak.json]
 
-A server with one worker for prompts and one for answers gets streams (greedy, and sampled with a seed), calls of tools,
-responses, clients that hang up in the middle, and batches; every so often one of its workers is killed. Each answer
-that is read to its end must be the one that the same server gave before, when nothing else ran. The memory of the front
-end is read each second. Its slope after the warm-up is that of the least squares through it; the 95 % interval is from
-a block bootstrap of the residuals, since neighbouring seconds are alike.
+A server with workers for prompts, for answers, and for both gets streams (greedy, and sampled with a seed), calls of
+tools, responses, clients that hang up in the middle, and batches, of which some are cancelled. Meanwhile workers are
+killed, stopped for a while, drained, replaced, and given other roles. Each answer that is read to its end, and each
+line of a batch, must be the one that the same server gave before, when nothing else ran; what was left in the middle
+must have begun so. A refusal is a 429 or 503; any other error, a connection that breaks, and a request without its
+reply in COMPLETE_S are wrong. At the end nothing may run or wait, or hold a block.
+
+The memory of the front end is read each second. Its slope after the warm-up is that of the least squares through it;
+the 95 % interval is from a block bootstrap of the residuals, since neighbouring seconds are alike. With --json all of
+it is written once a minute, and at the end.
 """
 
 import argparse
@@ -21,14 +26,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
-from chaos import Case, ServerProcess, ask, make_cases, undisturbed
-from common import report
+from chaos import Case, ServerProcess, ask, change_worker, make_cases, undisturbed
+from common import RESULTS, report, write_record
 from loopback import http_request, memory_of
+
+from diptych.cli.batch_client import BatchClient
+from diptych.control.errors import DiptychError
+from diptych.diagnosis.adapters.http_get import Site
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -37,6 +49,12 @@ from tests.serving import tool_model  # noqa: E402
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 VOCABULARY, LONGEST = 256, 200
 BATCH_LINES, BATCH_PAUSE_S = 20, 20.0
+CANCELLED_BATCHES = 0.25
+STRIKES = ("kill", "kill", "stop", "drain", "role", "role", "replace")
+LONGEST_STOP_S = 3.0
+REFUSALS = ("429", "503")
+WRITE_S = 60.0
+SERVER = ("--prefill", "1", "--decode", "1", "--both", "1", "--disaggregate", "always")
 BLOCK_S = 120  # of the bootstrap: longer than a batch, or a restart, is felt
 NUM_DRAWS = 2000
 COMPLETE_S = 180.0
@@ -53,21 +71,57 @@ class Whole:
 
 @dataclass
 class Outcome:
-    """Counts of answers by kind, and what was wrong. memory: (seconds since the start, RSS in MiB) each second."""
+    """Counts of answers by kind, and what was wrong. memory: (seconds since the start, RSS in MiB) each second.
+    descriptors: open files of the front end, at the same times. left: metrics that are not 0 at the end."""
 
     right: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
+    strikes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    num_hung_up: int = 0
-    num_kills: int = 0
     memory: list[tuple[float, float]] = field(default_factory=list)
+    descriptors: list[int] = field(default_factory=list)
+    left: dict[str, float] = field(default_factory=dict)
 
     def compare(self, kind: str, found: Any, expected: Any) -> None:
         """One answer."""
         if found == expected:
             self.right[kind] += 1
         else:
-            self.wrong.append(f"{kind}: {found!r} instead of {expected!r}"[:400])
+            self.fail(kind, f"{found!r} instead of {expected!r}")
+
+    def fail(self, kind: str, what: object) -> None:
+        """Something wrong."""
+        self.wrong.append(f"{kind}: {what}"[:400])
+
+    def refuse(self, kind: str, status: str, said: str) -> None:
+        """A reply that is no answer."""
+        if status in REFUSALS:
+            self.refused[f"{kind} {status} {said}"[:120]] += 1
+        else:
+            self.fail(kind, f"{status} {said}")
+
+    def row(self, given: argparse.Namespace) -> dict[str, Any]:
+        """Of the table."""
+        counted = [(at, value) for at, value in self.memory if at >= given.warm_up * 60]
+        slope = slope_interval(*zip(*counted, strict=True)) if len(counted) >= 60 else (None, None, None)
+        return {
+            "minutes": round(self.memory[-1][0] / 60, 1),
+            **dict(sorted(self.right.items())),
+            **{kind: self.strikes[kind] for kind in sorted(set(STRIKES))},
+            "wrong": len(self.wrong),
+            "refused": self.refused.total(),
+            "MiB first": round(self.memory[0][1]),
+            "MiB last": round(self.memory[-1][1]),
+            "files first": self.descriptors[0],
+            "files last": self.descriptors[-1],
+            **dict(zip(("MiB/h", "low", "high"), slope, strict=True)),
+        }
+
+    def extra(self) -> dict[str, Any]:
+        """What is not of the table."""
+        memory = [round(value, 2) for _, value in self.memory]
+        wrong = {"wrong": self.wrong[:50], "refused": dict(self.refused), "left": self.left}
+        return {**wrong, "rss_mib_each_second": memory}
 
 
 def whole_cases() -> list[Whole]:
@@ -115,116 +169,209 @@ async def calm_answers(port: int, streams: list[Case], wholes: list[Whole]) -> N
         case.answer = essence(case.path, reply)
 
 
+async def ask_whole(port: int, case: Whole, outcome: Outcome) -> None:
+    """One request that is answered as a whole."""
+    status, reply = await post(port, case.path, case.body)
+    if status == 200:
+        outcome.compare(case.path, essence(case.path, reply), case.answer)
+    else:
+        outcome.refuse(case.path, str(status), str(reply))
+
+
+async def ask_stream(port: int, case: Case, hang_up: int | None, outcome: Outcome) -> None:
+    """One stream; hang_up: after so many tokens."""
+    tokens, _, error = await ask(port, case.body, hang_up)
+    begun = case.token_ids[: len(tokens)]
+    if error == "hung up":
+        outcome.compare("stream that was left", tokens[: len(begun)], begun)
+    elif not error:
+        outcome.compare("stream", tokens, case.token_ids)
+    elif tokens != begun:
+        outcome.fail("stream that failed", f"{tokens} instead of {begun}")
+    else:
+        status = error.partition(" ")[2][:3] if error.startswith("HTTP/1.1 ") else "in the stream"
+        outcome.refuse("stream", status, error.rpartition("\n")[2])
+
+
 async def client(
     port: int, streams: list[Case], wholes: list[Whole], rng: random.Random, over: asyncio.Event, outcome: Outcome
 ) -> None:
     """One request after another, of random kinds."""
     while not over.is_set():
-        if rng.random() < 0.4:
-            case = rng.choice(wholes)
-            status, reply = await post(port, case.path, case.body)
-            if status == 200:
-                outcome.compare(case.path, essence(case.path, reply), case.answer)
-            else:
-                outcome.refused[f"{case.path} {status}"] += 1
-            continue
         stream = rng.choice(streams)
         hang_up = rng.randrange(stream.body["max_tokens"]) if rng.random() < 0.2 else None
-        tokens, _, error = await ask(port, stream.body, hang_up)
-        if error == "hung up":
-            outcome.num_hung_up += 1
-            tokens = tokens[: len(stream.token_ids)]
-            if tokens != stream.token_ids[: len(tokens)]:
-                outcome.wrong.append(f"a stream that was left: {tokens}"[:400])
-        elif error:
-            outcome.refused[error[:80]] += 1
-        else:
-            outcome.compare("stream", tokens, stream.token_ids)
+        is_whole = rng.random() < 0.4
+        asked = ask_whole(port, rng.choice(wholes), outcome) if is_whole else ask_stream(port, stream, hang_up, outcome)
+        try:
+            async with asyncio.timeout(COMPLETE_S):
+                await asked
+        except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
+            outcome.fail("whole" if is_whole else "stream", repr(error))
+            await asyncio.sleep(0.2)
 
 
-def submit(remote: Any, source: Path) -> dict[str, Any]:
-    """Upload a file of lines, and make a batch of it."""
-    created: dict[str, Any] = remote.create(remote.upload(source), "/v1/completions", "24h")
-    return created
+@dataclass
+class Batches:
+    """One batch after another, with pauses; each line must have the calm answer, also of a batch that is cancelled."""
 
+    remote: Any
+    cases: list[Case]
+    folder: Path
+    rng: random.Random
+    outcome: Outcome
 
-async def send_batches(server: ServerProcess, streams: list[Case], over: asyncio.Event, outcome: Outcome) -> None:
-    """One batch after another, with pauses; each line must have the calm answer."""
-    from diptych.cli.batch_client import BatchClient
-    from diptych.diagnosis.adapters.http_get import Site
-
-    remote = BatchClient(Site(server.url))
-    cases = [streams[number % len(streams)] for number in range(BATCH_LINES)]
-    lines = [
-        json.dumps({"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": case.body})
-        for n, case in enumerate(cases)
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder) / "lines.jsonl", Path(folder) / "answers.jsonl"
+    async def run(self, over: asyncio.Event) -> None:
+        """Until it is over."""
+        lines = [
+            json.dumps({"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": case.body})
+            for n, case in enumerate(self.cases)
+        ]
+        source = self.folder / "lines.jsonl"
         source.write_text("\n".join(lines) + "\n")
         while not over.is_set():
-            batch = await asyncio.to_thread(submit, remote, source)
-            end = time.monotonic() + COMPLETE_S
-            while batch["status"] not in ("completed", "failed", "expired", "cancelled") and time.monotonic() < end:
-                await asyncio.sleep(0.5)
-                batch = await asyncio.to_thread(remote.batch, batch["id"])
-            if batch["status"] != "completed" or not batch.get("output_file_id"):
-                outcome.wrong.append(f"a batch: {batch}"[:400])
-            else:
-                await asyncio.to_thread(remote.download, batch["output_file_id"], target)
-                for line in map(json.loads, target.read_text().splitlines()):
-                    choice = line["response"]["body"]["choices"][0]
-                    outcome.compare("line of a batch", choice["token_ids"], cases[int(line["custom_id"])].token_ids)
-            await asyncio.sleep(BATCH_PAUSE_S)
+            try:
+                await self._one(source)
+            except (DiptychError, OSError, ValueError, KeyError) as error:
+                self.outcome.fail("batch", repr(error))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), BATCH_PAUSE_S)
+
+    async def _one(self, source: Path) -> None:
+        file = await asyncio.to_thread(self.remote.upload, source)
+        batch = await asyncio.to_thread(self.remote.create, file, "/v1/completions", "24h")
+        is_cancelled, end = self.rng.random() < CANCELLED_BATCHES, time.monotonic() + COMPLETE_S
+        if is_cancelled:
+            await asyncio.sleep(self.rng.random())
+            batch = await asyncio.to_thread(self.remote.cancel, batch["id"])
+        while batch["status"] not in ("completed", "failed", "expired", "cancelled") and time.monotonic() < end:
+            await asyncio.sleep(0.5)
+            batch = await asyncio.to_thread(self.remote.batch, batch["id"])
+        counts, answers = batch["request_counts"], batch.get("output_file_id")
+        is_right = batch["status"] == "completed" and counts["completed"] == len(self.cases)
+        if not is_right and not (is_cancelled and batch["status"] == "cancelled"):
+            self.outcome.fail("batch", batch)
+        self.outcome.right[f"{batch['status']} batch"] += 1
+        if answers:
+            await self._compare(answers, counts["completed"])
+        for each in filter(None, (file, answers, batch.get("error_file_id"))):
+            await asyncio.to_thread(self.remote.delete_file, each)
+
+    async def _compare(self, answers: str, count: int) -> None:
+        target = self.folder / "answers.jsonl"
+        await asyncio.to_thread(self.remote.download, answers, target)
+        lines = [json.loads(line) for line in target.read_text().splitlines()]
+        self.outcome.compare("file of a batch", len({line["custom_id"] for line in lines}), count)
+        for line in lines:
+            found = line["response"]["body"]["choices"][0]["token_ids"]
+            self.outcome.compare("line of a batch", found, self.cases[int(line["custom_id"])].token_ids)
 
 
-async def kill_workers(server: ServerProcess, every_s: float, rng: random.Random, outcome: Outcome) -> None:
-    """A worker every so often, until it is cancelled."""
+async def strike(server: ServerProcess, every_s: float, rng: random.Random, outcome: Outcome) -> None:
+    """Something happens to a worker every so often, until this is cancelled."""
     while every_s:
         await asyncio.sleep(every_s)
-        if workers := server.workers():
-            try:
-                os.kill(rng.choice(workers), signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            outcome.num_kills += 1
+        kind = rng.choice(STRIKES)
+        try:
+            outcome.strikes[kind] += await struck(server, kind, rng)
+        except OSError as error:
+            outcome.fail(kind, repr(error))
 
 
-async def watch_memory(pid: int, outcome: Outcome) -> None:
-    """Each second, until it is cancelled."""
-    started = time.monotonic()
+async def struck(server: ServerProcess, kind: str, rng: random.Random) -> int:
+    """How often it was done: not where no worker can be spared, or it has just ended."""
+    if kind in ("role", "drain"):
+        return await change_worker(server, kind, rng)
+    if kind == "replace":
+        return await replace_worker(server, rng)
+    workers = server.workers()
+    if not workers:
+        return 0
+    victim = rng.choice(workers)
+    with suppress(ProcessLookupError):
+        if kind == "kill":
+            os.kill(victim, signal.SIGKILL)
+            return 1
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(rng.uniform(0.05, LONGEST_STOP_S))
+        finally:
+            os.kill(victim, signal.SIGCONT)
+        return 1
+    return 0
+
+
+async def replace_worker(server: ServerProcess, rng: random.Random) -> int:
+    """Start one more, and stop one of the others."""
+
+    def call(method: str, path: str) -> Any:
+        try:
+            with urlopen(Request(server.url + path, method=method), timeout=COMPLETE_S) as reply:
+                return json.load(reply)
+        except HTTPError as error:
+            if error.code not in (404, 409):  # it is gone, or cannot be spared
+                raise
+            return None
+
+    workers = (await asyncio.to_thread(server.call, "/admin/workers"))["workers"]
+    old = rng.choice(workers)
+    if await asyncio.to_thread(call, "POST", "/admin/workers") is None:
+        return 0
+    return int(await asyncio.to_thread(call, "DELETE", f"/admin/workers/{old['worker']}") is not None)
+
+
+async def watch(server: ServerProcess, outcome: Outcome, given: argparse.Namespace) -> None:
+    """Memory and descriptors each second, and the record each minute, until this is cancelled."""
+    pid, started, written = server.process.pid, time.monotonic(), 0.0
     while True:
-        outcome.memory.append((time.monotonic() - started, memory_of(pid)["rss"]))
-        minutes, right = outcome.memory[-1][0] / 60, sum(outcome.right.values())
-        said = f"\r{minutes:.1f} min, {right} right, {len(outcome.wrong)} wrong, {outcome.memory[-1][1]:.0f} MiB"
-        print(said, end="", file=sys.stderr)
+        at = time.monotonic() - started
+        outcome.memory.append((at, memory_of(pid)["rss"]))
+        outcome.descriptors.append(len(os.listdir(f"/proc/{pid}/fd")))
+        said = f"\r{at / 60:.1f} min, {sum(outcome.right.values())} right, {len(outcome.wrong)} wrong, "
+        print(f"{said}{outcome.memory[-1][1]:.0f} MiB", end="", file=sys.stderr)
+        if given.json and at - written >= WRITE_S:
+            written = at
+            write_record("soak", [outcome.row(given)], path_of(given), **outcome.extra())
         await asyncio.sleep(1.0)
 
 
-async def soak(server: ServerProcess, given: argparse.Namespace) -> Outcome:
+def path_of(given: argparse.Namespace) -> Path:
+    """Of the record."""
+    return Path(given.json) if os.sep in given.json else RESULTS / given.json
+
+
+async def soak(server: ServerProcess, given: argparse.Namespace, outcome: Outcome, folder: Path) -> None:
     """All of it for so many minutes."""
-    outcome, over = Outcome(), asyncio.Event()
+    over = asyncio.Event()
     streams, wholes = make_cases(24, VOCABULARY, LONGEST, given.seed), whole_cases()
     await calm_answers(server.port, streams, wholes)
-    working = [
-        client(server.port, streams, wholes, random.Random(given.seed * 1000 + n), over, outcome)
-        for n in range(given.clients)
-    ]
-    tasks = [asyncio.create_task(each) for each in (*working, send_batches(server, streams, over, outcome))]
-    rng = random.Random(given.seed)
-    beside = [
-        asyncio.create_task(kill_workers(server, given.kill_every, rng, outcome)),
-        asyncio.create_task(watch_memory(server.process.pid, outcome)),
-    ]
-    done, _ = await asyncio.wait(tasks, timeout=given.minutes * 60, return_when=asyncio.FIRST_EXCEPTION)
-    over.set()
-    for task in beside:
-        task.cancel()
-    for task in done:
-        task.result()
-    await asyncio.wait_for(asyncio.gather(*tasks), COMPLETE_S + BATCH_PAUSE_S)
+    cases = [streams[number % len(streams)] for number in range(BATCH_LINES)]
+    batches = Batches(BatchClient(Site(server.url)), cases, folder, random.Random(given.seed), outcome)
+    rngs = [random.Random(given.seed * 1000 + number) for number in range(given.clients)]
+    async with asyncio.TaskGroup() as group:  # what none of them expects ends them all
+        beside = [
+            group.create_task(strike(server, given.strike_every, random.Random(given.seed), outcome)),
+            group.create_task(watch(server, outcome, given)),
+        ]
+        working = [group.create_task(client(server.port, streams, wholes, rng, over, outcome)) for rng in rngs]
+        working.append(group.create_task(batches.run(over)))
+        await asyncio.sleep(given.minutes * 60)
+        over.set()
+        beside[0].cancel()
+        await asyncio.wait(working)
+        beside[1].cancel()
     print(file=sys.stderr)
-    return outcome
+
+
+def what_is_left(server: ServerProcess) -> dict[str, float]:
+    """Requests and blocks that the server still knows of: there must be none."""
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    end = time.monotonic() + 30
+    while True:
+        metrics = server.metrics()
+        left = {name: metrics[name] for name in names if metrics.get(name)}
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.5)
 
 
 def slope_interval(
@@ -258,37 +405,23 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--warm-up", type=float, default=10.0, help="minutes that do not count for the slope")
     parser.add_argument("--clients", type=int, default=6)
-    parser.add_argument("--kill-every", type=float, default=60.0, help="seconds between two kills (0: none)")
+    parser.add_argument("--strike-every", type=float, default=20.0, help="seconds between two strikes (0: none)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends with us
-    with tempfile.TemporaryDirectory() as folder:
-        model = tool_model.tool_model(Path(folder) / "model")
-        pools = ["--prefill", "1", "--decode", "1", "--disaggregate", "always", "--batch-dir", f"{folder}/batches"]
-        with ServerProcess(["--model", str(model), *pools]) as server:
-            outcome = asyncio.run(soak(server, given))
+    outcome = Outcome()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = tool_model.tool_model(folder / "model")
+        with ServerProcess(["--model", str(model), *SERVER, "--batch-dir", str(folder / "batches")]) as server:
+            asyncio.run(soak(server, given, outcome, folder))
+            outcome.left = what_is_left(server)
             orphans = server.close()
-    counted = [(at, value) for at, value in outcome.memory if at >= given.warm_up * 60]
-    slope = slope_interval(*zip(*counted, strict=True)) if len(counted) >= 60 else (None, None, None)
-    row = {
-        "minutes": given.minutes,
-        **dict(sorted(outcome.right.items())),
-        "hung up": outcome.num_hung_up,
-        "kills": outcome.num_kills,
-        "wrong": len(outcome.wrong),
-        "refused": sum(outcome.refused.values()),
-        "orphans": len(orphans),
-        "MiB first": round(outcome.memory[0][1]),
-        "MiB last": round(outcome.memory[-1][1]),
-        **dict(zip(("MiB/h", "low", "high"), slope, strict=True)),
-    }
+    row = outcome.row(given) | {"left": len(outcome.left), "orphans": len(orphans)}
     for line in outcome.wrong[:5]:
         print(line, file=sys.stderr)
-    memory = [value for _, value in outcome.memory]
-    report(
-        "soak", [row], given.json, wrong=outcome.wrong[:50], refused=dict(outcome.refused), rss_mib_each_second=memory
-    )
+    report("soak", [row], given.json, **outcome.extra())
 
 
 if __name__ == "__main__":

@@ -35,23 +35,48 @@ assert kinds == ["bf16", "fp32", "int8"], kinds
 
 HOSTILE = """
 from collections import Counter
-from hostile import by_phase, percentile
-from hostile_attacks import ATTACKS, Pace, otherwise
-from loopback import fate_of, is_by_the_book, is_whole
+from hostile import Course, percentile
+from hostile_attacks import ATTACKS, Pace
 assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
-assert by_phase([(1.0, 5.0), (2.0, 6.0), (4.5, 7.0)], [0.0, 2.0, 4.0, 5.0]) == [[5.0], [6.0], [7.0]]
+course = Course(attacks=[(10.0, 20.0)], calms=[(0.0, 10.0), (25.0, 30.0)])
+waits = [(5.0, 1.0), (10.5, 1.0), (15.0, 0.1), (21.0, 2.0), (24.0, 1.0), (26.0, 2.0), (29.0, 1.0), (24.5, 12.0)]
+assert course.split(waits) == ([1.0, 1.0], [1.0, 0.1, 2.0, 12.0]), course.split(waits)
 assert (percentile(range(1, 101), 99), percentile([3.0], 50), percentile([], 99)) == (99, 3.0, None)
 pace = Pace(0.2, 10.0, 1.0)
 assert pace.pause_s(11.0, 1.2) < 1e-9 and abs(pace.pause_s(11.0, 1.4) - 1.0) < 1e-9 and pace.pause_s(20.0, 1.4) == 0.0
+small = next(attack for attack in ATTACKS if attack.name == "small requests")
+ends = ["200", "429 queue_full", "open at the end", "429 queue_full without Retry-After", "503 queue_full", "500",
+        "ECONNRESET", "unanswered", "partial 200: ECONNRESET", "closed by the server", "dropped"]
+assert set(small.wrong_ends(Counter(ends).items())) == set(ends[3:])
+for attack in ATTACKS:
+    assert not [end for end in attack.expect if not end.split()[0].isdigit()], attack
+"""
+
+REPLIES = """
+from loopback import Reply, is_by_the_book
+def reply(*parts):
+    found = Reply()
+    for part in parts:
+        found.feed(part)
+    return found
 end, body = bytes([13, 10]), b'{"code":"no_room"}'
 head = b"HTTP/1.1 503 X" + end + b"content-length: 18" + end
 bare, told = head + end + body, head + b"retry-after: 1" + end + end + body
-assert fate_of("answered", bare) == "503 no_room without Retry-After" and not is_by_the_book(fate_of("answered", bare))
-assert fate_of("answered", told) == "503 no_room" and is_by_the_book(fate_of("answered", told))
-assert is_whole(told) and not is_whole(told[:-2])
-health = next(attack for attack in ATTACKS if attack.name == "health")
-fates = Counter({"200": 3, "503 no_room": 2, "503 x without Retry-After": 1, "500 None": 1, "dropped": 4})
-assert otherwise(health, fates.items()) == {"503 x without Retry-After": 1, "500 None": 1}
+assert reply(bare).fate("") == "503 no_room without Retry-After" and not is_by_the_book(reply(bare).fate(""))
+assert reply(told).fate("") == "503 no_room" and is_by_the_book(reply(told).fate(""))
+for size in range(1, len(told)):
+    part = reply(told[:size])
+    assert not part.is_whole and not is_by_the_book(part.fate("ECONNRESET", is_closed=True)), size
+assert reply(told[:-1]).fate("ECONNRESET") == "partial 503: ECONNRESET" and reply().fate("ECONNRESET") == "ECONNRESET"
+chunked = b"HTTP/1.1 200 OK" + end + b"transfer-encoding: chunked" + end + end
+last = b"1" + end + b"0" + end + b"0" + end + end
+whole = chunked + b"7d0" + end + b"x" * 2000 + end + last
+for size in range(1, len(whole)):
+    assert reply(whole[:size], whole[size:]).is_whole and not reply(whole[:size]).is_whole, size
+assert reply(*(bytes([byte]) for byte in whole)).fate("") == "200"
+until_closed = b"HTTP/1.1 200 OK" + end + end + b"x"
+assert reply(until_closed).fate("closed", is_closed=True) == "200"
+assert reply(until_closed).fate("ECONNRESET") == "partial 200: ECONNRESET" and reply(b"abc").fate("") == "no HTTP"
 """
 
 SLOPE = """
@@ -75,6 +100,10 @@ def run(code: str) -> None:
 
 def test_what_a_hostile_client_is_answered_is_counted_by_what_is_documented() -> None:
     run(HOSTILE)
+
+
+def test_a_reply_counts_as_answered_only_when_it_is_whole() -> None:
+    run(REPLIES)
 
 
 def test_the_interval_of_a_slope_knows_that_neighbours_are_alike() -> None:

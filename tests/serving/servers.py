@@ -74,7 +74,7 @@ def running(command: Sequence[str], log: Path | None = None) -> Iterator[Running
         seen = []
         for line in process.stdout:
             seen.append(line)
-            if match := re.search(r"served at (http://\S+)", line):
+            if match := re.search(r"(?:served|guide is) at (http://\S+)", line):
                 url = match[1]
                 break
         assert url, f"the server ended before it was ready: {seen}"

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -135,6 +136,38 @@ def test_no_call_of_the_decoder_takes_more_than_some_slices(monkeypatch: pytest.
         assert json.dumps(sliced_json.decode(data)) == data.decode()
         assert sum(taken) <= 2 * len(data)
         assert max(taken) <= 4 * sliced_json.SLICE_BYTES
+
+
+@pytest.mark.parametrize("decode", [sliced_json.decode, sliced_json.decode_fields])
+def test_fields_are_refused_before_the_rest_is_built(decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    decoded = sliced_json._decoded
+
+    def counted(data: bytes, decoder: Any, offset: int) -> object:
+        built.append(len(data))
+        return decoded(data, decoder, offset)
+
+    monkeypatch.setattr(sliced_json, "_decoded", counted)
+    many = {f"field {number}": number for number in range(100_000)}
+    for body in (many, {"first": [7] * 100_000, **many}, {"first": {"x": {"y": "z" * 10**6}}, **many}):
+        built.clear()
+        data = json.dumps(body).encode()
+        begin = data.index(b'"field 0"')
+        with pytest.raises(InvalidRequestError, match="the body has more than 1000 fields") as caught:
+            decode(data, 1000)
+        assert caught.value.code == "too_many_fields"
+        assert sum(built) <= 2 * begin + 8 * sliced_json.SLICE_BYTES
+    for size in (1000, 1001):
+        for most_direct in (sliced_json.SMALL_BYTES, 0):
+            monkeypatch.setattr(sliced_json, "SMALL_BYTES", most_direct)
+            monkeypatch.setattr(sliced_json, "DIRECT_BYTES", 10**6 * most_direct)
+            data = json.dumps({f"field {number}": {"a": 1, "b": 2} for number in range(size)}).encode()
+            if size == 1000:
+                assert len(decode(data, 1000)) == size and len(decode(data)) == size
+            else:
+                with pytest.raises(InvalidRequestError, match="more than 1000 fields"):
+                    decode(data, 1000)
+    assert len(decode(json.dumps({"a": many}).encode(), 1)) == 1  # only those of the body itself
 
 
 def test_a_body_is_refused_beyond_its_limits_and_taken_at_them() -> None:

@@ -7,7 +7,6 @@ end, and keeps its thread until then.
 """
 
 import asyncio
-import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 from diptych.byte_size import size_words
 from diptych.control.errors import OverloadedError
 from diptych.serving import edge_limits
+from diptych.serving.freed_memory import FreedMemory, give_memory_back
 
 NUM_THREADS = 2
 LONG = 4096  # characters, bytes or token ids: shorter work is done at once
@@ -58,6 +58,7 @@ class LongWork:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="long-work")
+        self.freed = FreedMemory(self._threads)
         self._waiting: dict[str, deque[_Waiting]] = {}  # by tenant; the first one's turn comes next
         self._running: set[asyncio.Future[Any]] = set()
         self._num_very_long = 0  # that are running
@@ -86,6 +87,7 @@ class LongWork:
 
     def close(self) -> None:
         """Start nothing more."""
+        self.freed.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _makes_room(self, tenant: str, size: int) -> bool:
@@ -147,6 +149,8 @@ class LongWork:
         self._running.discard(running)
         self._num_very_long -= item.is_very_long
         self.num_bytes -= item.size
+        if item.is_very_long:
+            self.freed.note(item.size)
         if not item.future.done():  # its caller is still there
             if running.cancelled():
                 item.future.cancel()
@@ -168,11 +172,3 @@ def _computed(item: _Waiting) -> Any:
         del _current.is_unwanted
         if item.size >= VERY_LONG:
             give_memory_back()
-
-
-def give_memory_back() -> None:
-    """Return what the allocator of the C library keeps for this process to the system: a text of ten megabytes takes
-    a gigabyte to encode. Does nothing where the library has no such call."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -50,19 +50,27 @@ _raw_decoders: dict[bool, "msgspec.json.Decoder[Any]"] = {
 _encode = msgspec.json.Encoder().encode
 
 
-def decode(data: bytes) -> Any:
-    """The value of a JSON text. Raises InvalidRequestError for what is no JSON (strict: no NaN, no lone surrogates),
-    and for what is beyond BODY_DEPTH, BODY_VALUES or BODY_ELEMENTS of edge_limits."""
-    if _is_direct(data):
-        return _decoded(data, _value_decoder, 0)
-    return _Reader(data, is_raw=False).read()
+def decode(data: bytes, most_fields: int | None = None) -> Any:
+    """The value of a JSON text. most_fields: of the outermost object (None: any number). Raises InvalidRequestError for
+    what is no JSON (strict: no NaN, no lone surrogates), for what is beyond BODY_DEPTH, BODY_VALUES or BODY_ELEMENTS of
+    edge_limits, and, as soon as they are read, for too many fields."""
+    return _outermost(data, is_raw=False, most_fields=most_fields)
 
 
-def decode_fields(data: bytes) -> dict[str, msgspec.Raw]:
+def decode_fields(data: bytes, most_fields: int | None = None) -> dict[str, msgspec.Raw]:
     """The members of a JSON object as JSON; each is well-formed. Raises as ``decode`` does."""
-    found = _decoded(data, _raw_decoders[False], 0) if _is_direct(data) else _Reader(data, is_raw=True).read()
+    found = _outermost(data, is_raw=True, most_fields=most_fields)
     if not isinstance(found, dict):
         raise InvalidRequestError("body: Expected `object`, got `array`")
+    return found
+
+
+def _outermost(data: bytes, *, is_raw: bool, most_fields: int | None) -> Any:
+    if not _is_direct(data):
+        return _Reader(data, is_raw=is_raw, most_fields=most_fields).read()
+    found = _decoded(data, _raw_decoders[False] if is_raw else _value_decoder, 0)
+    if most_fields is not None and isinstance(found, dict) and len(found) > most_fields:
+        raise _too_many_fields(most_fields)
     return found
 
 
@@ -94,11 +102,12 @@ class _Container:
 
 
 class _Reader:
-    """Reads one text. is_raw: the members of the outermost object stay JSON."""
+    """Reads one text. is_raw: the members of the outermost object stay JSON. most_fields: of that object."""
 
-    def __init__(self, data: bytes, *, is_raw: bool) -> None:
+    def __init__(self, data: bytes, *, is_raw: bool, most_fields: int | None = None) -> None:
         self._data = data
         self._is_raw = is_raw
+        self._most_fields = most_fields
         self._open: list[_Container] = []
         self._num_values = 0
         self._num_elements = 0
@@ -114,6 +123,7 @@ class _Reader:
             stop = found.end()
             if self._open and stop > position:
                 self._pass(self._open[-1], position, stop)
+                self._check_fields(self._open[0])
             if stop == end:
                 break
             byte = data[stop]
@@ -124,6 +134,7 @@ class _Reader:
                 position = stop + 1
                 outermost = self._leave(is_array=byte == 0x5D, closing=stop)
                 if outermost is not None:
+                    self._check_fields(outermost)
                     self._end(position)
                     return outermost.value
             elif not self._open:
@@ -178,6 +189,10 @@ class _Reader:
         self._num_values += count
         if self._num_values > edge_limits.BODY_VALUES:
             raise _too_much("texts, lists and objects", edge_limits.BODY_VALUES)
+
+    def _check_fields(self, outermost: _Container) -> None:
+        if self._most_fields is not None and len(outermost.members) > self._most_fields:
+            raise _too_many_fields(self._most_fields)
 
     def _enter(self, opening: int) -> None:
         """A container begins that was not passed: it is long, or deep."""
@@ -302,6 +317,10 @@ def _is_direct(data: bytes) -> bool:
 def _too_deep() -> InvalidRequestError:
     message = f"the body has lists or objects more than {edge_limits.BODY_DEPTH} deep in each other"
     return InvalidRequestError(message, code="body_too_deep")
+
+
+def _too_many_fields(most: int) -> InvalidRequestError:
+    return InvalidRequestError(f"the body has more than {most} fields", code="too_many_fields")
 
 
 def _decoded(data: bytes, decoder: "msgspec.json.Decoder[Any]", offset: int) -> Any:

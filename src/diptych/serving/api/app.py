@@ -298,7 +298,9 @@ def build_app(
     app.add_middleware(NativePanics)
     serve_keys(app, keys, LINE_ENDPOINTS, lambda: names[0], ERRORS)
     serve_lines(app, batches, llm, lambda: names, LINE_ENDPOINTS, workers_give_way=True)
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches))
+    app.add_middleware(
+        BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches), on_end=llm.long_work.freed.note
+    )
     if keys is not None:
         app.add_middleware(ApiKey, keys=keys)
     app.add_middleware(AdminAccess, key=admin_key, hosts=manners.allowed_hosts, keys=keys)

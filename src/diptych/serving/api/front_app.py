@@ -146,7 +146,9 @@ def build_front_app(
     app.add_middleware(NativePanics)
     serve_keys(app, keys, get_args(RelayPath), lambda: service.model_name, ERRORS)
     serve_lines(app, batches, front, service.names, LINE_ENDPOINTS, workers_give_way=False)
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches))
+    app.add_middleware(
+        BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches), on_end=front.long_work.freed.note
+    )
     if keys is not None:
         app.add_middleware(ApiKey, keys=keys)
     app.add_middleware(AdminAccess, key=admin_key, hosts=manners.allowed_hosts, keys=keys)

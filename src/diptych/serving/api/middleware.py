@@ -31,12 +31,20 @@ CLOSED_PREFIX = "/guide/api/"  # paths that compute something
 class BodyLimit:
     """Refuses bodies of more than ``max_bytes``, by their header or while they come, compressed ones, and the oldest
     of those that are half read while all together exceed the budget. larger: the limits of paths that take more: those
-    write what they read to disk, and have no part in the budget."""
+    write what they read to disk, and have no part in the budget. on_end: called with the bytes of each body when its
+    request is over."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, larger: Mapping[str, int] = {}) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        larger: Mapping[str, int] = {},
+        on_end: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._larger = larger
+        self._on_end = on_end
         self.budget = BodyBudget(max(edge_limits.UNREAD_BODIES_BYTES, max_bytes))  # one body always fits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,6 +86,7 @@ class BodyLimit:
             await self._app(scope, counted, send)
         finally:
             self.budget.release(body)
+            self._on_end(num_bytes)
 
 
 def _wake_receive(scope: Scope) -> Callable[[], None] | None:

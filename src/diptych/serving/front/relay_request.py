@@ -245,10 +245,7 @@ def _neutral(name: str) -> tuple[bytes, ...]:
 
 def read_request(path: RelayPath, data: bytes) -> RelayRequest:
     """The request of a body. Others get their turn while it works. Raises InvalidRequestError that names the field."""
-    fields = sliced_json.decode_fields(data)
-    if len(fields) > edge_limits.BODY_FIELDS:
-        message = f"the body has {len(fields)} fields; at most {edge_limits.BODY_FIELDS}"
-        raise InvalidRequestError(message, code="too_many_fields")
+    fields = sliced_json.decode_fields(data, edge_limits.BODY_FIELDS)
     try:
         body = _read_body(fields)
     except msgspec.ValidationError as error:
