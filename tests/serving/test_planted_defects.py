@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diptych.simulation.twin.twin_process import answer
 from fake_worker import fake_command
 from in_process_fleet import in_process_fleet
 from test_failing_server import failing_worker
@@ -31,7 +32,6 @@ from diptych.serving.fleet.worker_process import WorkerProcess
 from diptych.serving.join import worker_agent
 from diptych.serving.join.join_messages import RELAYED, TOLD
 from diptych.serving.link.engine_options import EngineOptions
-from diptych.simulation.twin.twin_process import answer
 
 
 def planted(*_: Any, **__: Any) -> Any:
