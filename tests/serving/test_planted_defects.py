@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diptych.simulation.twin.twin_process import answer
+from diptych.advisor.twin_process import answer
 from fake_worker import fake_command
 from in_process_fleet import in_process_fleet
 from test_failing_server import failing_worker
