@@ -5,14 +5,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from batch_files import ENDPOINT, add_batch, add_file, jsonl, line, numbered, started
+from fake_llm import FakeLLM
 from pydantic import ValidationError
 
-from diptych.control.errors import InvalidRequestError
+from diptych.control.errors import BodyTooLargeError, ConfigError, ConflictError, InvalidRequestError, OverloadedError
 from diptych.serving import edge_limits
+from diptych.serving.api import miss_routes
+from diptych.serving.api.app import build_app
 from diptych.serving.api.error_responses import invalid_body
-from diptych.serving.api.protocol import ChatBody
+from diptych.serving.api.listener import num_refusals
+from diptych.serving.api.protocol import ChatBody, CompletionBody
+from diptych.serving.batches.batch_records import BatchLimits
+from diptych.serving.batches.batch_service import BatchOptions, BatchService
+from diptych.serving.batches.batch_store import BatchStore
+from diptych.serving.batches.line_check import LineFault, check_line
 from diptych.serving.batches.multipart import MultipartParser
+from diptych.timeline.ring import Timeline
 
 TESTS = Path(__file__).parent
 Send = Callable[[int], None]
@@ -37,10 +48,20 @@ def _chat(**fields: Any) -> None:
         raise invalid_body(error) from None
 
 
+def _prompts(prompt: list[Any]) -> None:
+    try:
+        CompletionBody.model_validate({"prompt": prompt})
+    except ValidationError as error:
+        raise invalid_body(error) from None
+
+
 # Sends so many; raises what is answered beyond. One entry a line, by name.
 PROBES: dict[str, Send] = {
     "BOUNDARY_BYTES": _boundary,
     "FORM_PARTS": _parts,
+    "LIST_ITEMS": lambda number: _prompts(["x"] * number),
+    "SHOWN_MISSES": lambda number: miss_routes._number(str(number)) and None,
+    "TOKEN_IDS": lambda number: _prompts([1] * number),
     "LABELS": lambda number: _chat(metadata={str(label): "x" for label in range(number)}),
     "LABEL_NAME": lambda length: _chat(metadata={"x" * length: "x"}),
     "LABEL_VALUE": lambda length: _chat(metadata={"x": "x" * length}),
@@ -49,12 +70,59 @@ PROBES: dict[str, Send] = {
     "TOOLS": lambda number: _chat(tools=[{"type": "function", "function": {"name": "f"}}] * number),
 }
 
+COMPLETION = b'{"model": "fake", "prompt": [5, 6], "max_tokens": 1, "unknown": "%b"}'
+
+
+def _completion(size: int) -> dict[str, Any]:
+    return {"content": COMPLETION % (b"x" * (size - len(COMPLETION % b"")))}
+
+
+def _fields(number: int) -> dict[str, Any]:
+    named = {"model": "fake", "prompt": [5, 6], "max_tokens": 1}
+    return {"json": named | {f"x{field}": 1 for field in range(number - len(named))}}
+
+
+def _upload(**fields: str) -> dict[str, Any]:
+    return {"files": {"file": ("in.jsonl", b"{}")}, "data": {"purpose": "batch", **fields}}
+
+
+def _expiring(seconds: int) -> dict[str, Any]:
+    return _upload(**{"expires_after[anchor]": "created_at", "expires_after[seconds]": str(seconds)})
+
+
+# What is sent to a route of a server, by name: the method, the path, and what httpx sends.
+ROUTES: dict[str, tuple[str, Callable[[int], str], Callable[[int], dict[str, Any]]]] = {
+    "BATCH_WINDOW_S": ("POST", lambda _: "/v1/files", _expiring),
+    "BODY_BYTES": ("POST", lambda _: "/v1/completions", _completion),
+    "BODY_FIELDS": ("POST", lambda _: "/v1/completions", _fields),
+    "FILE_LEAST_S": ("POST", lambda _: "/v1/files", _expiring),
+    "FORM_FIELD_BYTES": ("POST", lambda _: "/v1/files", lambda size: _upload(purpose="x" * size)),
+    "LISTED_BATCHES": ("GET", lambda number: f"/v1/batches?limit={number}", lambda _: {}),
+    "LISTED_FILES": ("GET", lambda number: f"/v1/files?limit={number}", lambda _: {}),
+    "TIMELINE_PAGE_RECORDS": ("GET", lambda number: f"/timeline/records?limit={number}", lambda _: {}),
+    "TRACE_S": ("GET", lambda seconds: f"/timeline/perfetto?last_s={seconds}", lambda _: {}),
+}
+LEAST = frozenset({"FILE_LEAST_S"})  # of which one less is too little
+
 # The test that sends the limit and one more. One entry a line, by name.
 ELSEWHERE: dict[str, str] = {
     "BIASES": "test_loop_turns.py::test_the_limits_of_what_takes_long",
     "BODY_BYTES_PER_S": "test_connection.py::test_a_body_has_a_least_pace",
     "BODY_DEPTH": "test_sliced_json.py::test_a_body_is_refused_beyond_its_limits_and_taken_at_them",
     "BODY_ELEMENTS": "test_sliced_json.py::test_a_body_is_refused_beyond_its_limits_and_taken_at_them",
+    "BATCHES": "test_edge_limits.py::test_what_a_store_of_batches_keeps",
+    "BATCH_LINES": "test_edge_limits.py::test_lines_of_a_batch_at_their_limits",
+    "BATCH_LINE_BYTES": "test_edge_limits.py::test_lines_of_a_batch_at_their_limits",
+    "CUSTOM_ID": "test_edge_limits.py::test_the_id_of_a_line",
+    "EMBEDDING_NUMBERS": "test_embeddings_api.py::test_another_model_a_full_queue_and_a_reply_that_would_be_too_large",
+    "ENGINE_EVENT_BYTES": "test_linear_work.py::test_an_event_is_taken_up_to_its_limit",
+    "FILENAME": "test_edge_limits.py::test_the_end_of_a_long_filename_is_kept",
+    "FILES": "test_edge_limits.py::test_what_a_store_of_batches_keeps",
+    "ALL_FILES_BYTES": "test_edge_limits.py::test_what_a_store_of_batches_keeps",
+    "OPEN_BATCHES": "test_edge_limits.py::test_what_a_store_of_batches_keeps",
+    "KEY_CHARACTERS": "test_edge_limits.py::test_a_key_has_its_longest_length",
+    "REFUSED_CONNECTIONS": "test_edge_limits.py::test_as_many_refusals_as_the_limit_whatever_descriptors_there_are",
+    "TIMELINE_READERS": "test_edge_limits.py::test_as_many_readers_as_the_limit",
     "BODY_VALUES": "test_sliced_json.py::test_a_body_is_refused_beyond_its_limits_and_taken_at_them",
     "CHAT_PROCESSOR_S": "test_loop_turns.py::test_the_limits_of_what_takes_long",
     "CHOICES": "test_structured_limits.py::test_as_many_choices_as_the_limit_are_followed_and_one_more_is_refused",
@@ -100,54 +168,30 @@ ELSEWHERE: dict[str, str] = {
 # Limits that no test sends exactly yet. Only ever taken from.
 UNSENT = frozenset(
     {
-        "ALL_FILES_BYTES",
-        "BATCHES",
         "BATCH_FAULTS",
-        "BATCH_LINES",
-        "BATCH_LINE_BYTES",
-        "BATCH_WINDOW_S",
-        "BODY_BYTES",
-        "BODY_FIELDS",
-        "CUSTOM_ID",
-        "EMBEDDING_NUMBERS",
-        "ENGINE_EVENT_BYTES",
         "ENGINE_HEAD_BYTES",
         "ENGINE_REFUSAL_BYTES",
         "ENGINE_REPLY_BYTES",
-        "FILENAME",
-        "FILES",
         "FILE_BYTES",
-        "FILE_LEAST_S",
         "FORM_BYTES",
-        "FORM_FIELD_BYTES",
         "GRAMMAR_CLOCK_S",
         "GRAMMAR_MEMORY_BYTES",
         "GRAMMAR_PROCESSOR_S",
         "HEAD_BYTES",
         "HELD_TOKENS",
         "JOINED_WORKERS",
-        "KEY_CHARACTERS",
-        "LISTED_BATCHES",
-        "LISTED_FILES",
         "LISTEN_BACKLOG",
-        "LIST_ITEMS",
         "OPEN_AT_FRONT",
-        "OPEN_BATCHES",
         "QUEUED_REQUESTS",
         "RECORDED_STREAMS",
         "RECORDED_STREAM_S",
         "REFUSAL_LINGER_S",
-        "REFUSED_CONNECTIONS",
         "REQUEST_SILENCE_S",
         "RESPONSES_FILE_BYTES",
         "RESPONSES_MEMORY_BYTES",
         "RESPONSE_LIFE_S",
         "RESPONSE_WRITE_S",
-        "SHOWN_MISSES",
         "TIMELINE_EVENT_RECORDS",
-        "TIMELINE_PAGE_RECORDS",
-        "TOKEN_IDS",
-        "TRACE_S",
         "UNREAD_BYTES_AT_FRONT",
         "UNREGISTERED_WORKERS",
         "WAITING_GRAMMARS",
@@ -163,7 +207,7 @@ UNSENT = frozenset(
 
 
 def test_each_limit_has_a_probe() -> None:
-    known = [*PROBES, *ELSEWHERE, *UNSENT]
+    known = [*PROBES, *ROUTES, *ELSEWHERE, *UNSENT]
     assert len(known) == len(set(known)), "a limit stands in two places: keep its probe"
     missing = sorted(set(edge_limits.LIMITS) - set(known))
     assert not missing, f"add to PROBES a call that sends so many of {missing}, or name in ELSEWHERE the test that does"
@@ -184,3 +228,103 @@ def test_the_limit_is_taken_and_one_more_is_answered_as_declared(name: str) -> N
     with pytest.raises(InvalidRequestError) as caught:
         PROBES[name](int(limit.value) + 1)
     assert limit.beyond in ("400", f"400 `{caught.value.code}`")
+
+
+async def _replies(*calls: tuple[str, str, dict[str, Any]], folder: Path, **options: Any) -> list[httpx.Response]:
+    """Of a server in this process, with batches."""
+    service = BatchService(BatchOptions(folder / "batches"))
+    app = build_app(FakeLLM(), "fake", batches=service, **options)  # type: ignore[arg-type]
+    service.start()
+    try:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            return [await client.request(method, path, **sent) for method, path, sent in calls]
+    finally:
+        await service.stop()
+        service.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", sorted(ROUTES))
+async def test_a_route_takes_the_limit_and_answers_one_more_as_declared(name: str, tmp_path: Path) -> None:
+    limit, (method, path, sent) = edge_limits.LIMITS[name], ROUTES[name]
+    value = int(limit.value)
+    counts = (value, value - 1 if name in LEAST else value + 1)
+    at, beyond = await _replies(*((method, path(count), sent(count)) for count in counts), folder=tmp_path)
+    error = beyond.json()["error"]
+    status, _, code = limit.beyond.partition(" ")
+    assert str(beyond.status_code) == status and (not code or f"`{error['code']}`" == code)
+    assert at.status_code < 400 or at.json()["error"]["message"] != error["message"]
+    assert name == "FORM_FIELD_BYTES" or at.status_code == 200, at.text[:300]  # no field of a form is so long
+
+
+def test_the_id_of_a_line() -> None:
+    for length, is_taken in ((edge_limits.CUSTOM_ID, True), (edge_limits.CUSTOM_ID + 1, False)):
+        found = check_line(jsonl([line("x" * length)]), 1, ENDPOINT, ["fake"])
+        assert isinstance(found, LineFault) != is_taken
+
+
+def test_lines_of_a_batch_at_their_limits(tmp_path: Path) -> None:
+    size = len(jsonl([line("id-0")])) - 1
+    for number, (limits, faults) in enumerate((
+        (BatchLimits(max_lines=4), []),
+        (BatchLimits(max_lines=3), [("too_many_lines", None)]),
+        (BatchLimits(max_line_bytes=size), []),
+        (BatchLimits(max_line_bytes=size - 1), [("line_too_long", place) for place in range(1, 5)]),
+    )):  # fmt: skip
+        store, batch = started(tmp_path / str(number), numbered(4), limits)
+        found = (batch.json()["errors"] or {"data": []})["data"]
+        assert [(fault["code"], fault["line"]) for fault in found] == faults
+        store.close()
+
+
+def test_what_a_store_of_batches_keeps(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, BatchLimits(max_files=2, max_total_bytes=1000, max_open=2, max_batches=3))
+    add_file(store, b"x" * 999)
+    with pytest.raises(BodyTooLargeError, match="limit is 1000"):
+        add_file(store, b"x" * 2, "file-b")
+    add_file(store, b"x", "file-c")
+    with pytest.raises(BodyTooLargeError, match="2 files") as caught:
+        add_file(store, b"", "file-d")
+    for name in ("FILES", "ALL_FILES_BYTES"):
+        assert edge_limits.LIMITS[name].beyond == f"{caught.value.status} `{caught.value.code}`"
+    for name in ("batch_a", "batch_b"):
+        add_batch(store, name)
+    with pytest.raises(ConflictError, match="2 batches"):
+        add_batch(store, "batch_c")
+    for batch in store.tables.batches("", None, 10):
+        store.tables.set_status(batch, "failed", 101)
+    for name in ("batch_c", "batch_d"):
+        store.tables.set_status(add_batch(store, name), "failed", 101)
+    assert [batch.id for batch in store.tables.batches("", None, 10)] == ["batch_d", "batch_c", "batch_b"]
+
+
+@pytest.mark.asyncio
+async def test_the_end_of_a_long_filename_is_kept(tmp_path: Path) -> None:
+    names = ["a" * edge_limits.FILENAME, "b" + "a" * edge_limits.FILENAME]
+    calls = [("POST", "/v1/files", {"files": {"file": (name, b"{}")}, "data": {"purpose": "batch"}}) for name in names]
+    assert [reply.json()["filename"] for reply in await _replies(*calls, folder=tmp_path)] == [names[0]] * 2
+
+
+@pytest.mark.asyncio
+async def test_a_key_has_its_longest_length(tmp_path: Path) -> None:
+    key = "k" * edge_limits.KEY_CHARACTERS
+    calls = [("GET", "/v1/models", {"headers": {"authorization": f"Bearer {given}"}}) for given in (key, key + "k")]
+    at, beyond = await _replies(*calls, folder=tmp_path, api_keys=[key])
+    assert (at.status_code, beyond.status_code, beyond.json()["error"]["code"]) == (200, 401, "invalid_api_key")
+    with pytest.raises(ConfigError, match="4097"):
+        build_app(FakeLLM(), "fake", api_keys=[key + "k"])  # type: ignore[arg-type]
+
+
+def test_as_many_refusals_as_the_limit_whatever_descriptors_there_are() -> None:
+    assert {num_refusals(1 << 20), num_refusals(1 << 24)} == {edge_limits.REFUSED_CONNECTIONS}
+
+
+@pytest.mark.asyncio
+async def test_as_many_readers_as_the_limit() -> None:
+    timeline = Timeline(max_subscribers=edge_limits.TIMELINE_READERS)
+    readers = [timeline.subscribe(None) for _ in range(edge_limits.TIMELINE_READERS)]
+    with pytest.raises(OverloadedError) as caught:
+        timeline.subscribe(None)
+    assert f"{caught.value.status} `{caught.value.code}`" == edge_limits.LIMITS["TIMELINE_READERS"].beyond
+    readers.pop().close()
+    timeline.subscribe(None)

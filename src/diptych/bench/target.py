@@ -36,7 +36,7 @@ class TargetConfig:
     url: str
     api: Api = "completions"
     model: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     prompts: PromptForm = "ids"
     token_ids: tuple[int, int] = (100, 1000)
     exact_length: bool = True

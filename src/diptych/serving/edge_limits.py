@@ -98,7 +98,7 @@ FILE_BYTES = _limit(
     256 << 20,
     "bytes",
     "file that is uploaded",
-    beyond="413 `body_too_large`",
+    beyond="413 `file_too_large`",
     option="--batch-max-file",
 )
 FORM_BYTES = _limit("FORM_BYTES", 65_536, "bytes", "body of an upload besides its file", beyond="413 `body_too_large`")
@@ -278,9 +278,9 @@ RECORDER_ROWS = _limit(
     "rows of a recording (`--record`) that wait for the disk, of one core",
     beyond="the recording ends, with a line in the log",
 )
-FILES = _limit("FILES", 10_000, "files", "files of batches that are kept", beyond="503")
+FILES = _limit("FILES", 10_000, "files", "files of batches that are kept", beyond="413 `files_full`")
 ALL_FILES_BYTES = _limit(
-    "ALL_FILES_BYTES", 10 * 10**9, "bytes", "files of batches together", beyond="503", option="--batch-gb"
+    "ALL_FILES_BYTES", 10 * 10**9, "bytes", "files of batches together", beyond="413 `files_full`", option="--batch-gb"
 )
 FILENAME = _limit("FILENAME", 255, "characters", "name of a file", beyond="its end is kept")
 FILE_LEAST_S = _limit("FILE_LEAST_S", 3600, "s", "least time until a file expires", beyond="400")

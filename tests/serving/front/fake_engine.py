@@ -52,6 +52,7 @@ class FakeEngine:
     indents: bool = False  # its events, over several lines
     reasons: bool = False  # the first token of a chat is reasoning
     reports_cache: bool = True
+    says_usage: bool = True
     has_metrics: bool = True
     started_s: float | None = None  # of its process, as its metrics say
     answer_tokens: int = 12  # before the model stops by itself (0: never)
@@ -347,7 +348,7 @@ class FakeEngine:
         if fault is not None and fault.kind == "no_done":
             await writer.drain()
             raise asyncio.IncompleteReadError(b"", 1)
-        if reply.body.get("stream_options", {}).get("include_usage"):
+        if reply.body.get("stream_options", {}).get("include_usage") and self.says_usage:
             await self._event(writer, {**reply.head(), "choices": [], "usage": reply.usage()})
         await self._event(writer, "[DONE]")
         if fault is None or fault.kind != "no_terminator":
@@ -386,7 +387,8 @@ class FakeEngine:
             await asyncio.sleep(self.delay_s)
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
         choice |= {"message": {"role": "assistant", "content": text}} if reply.is_chat else {"text": text}
-        body = json.dumps({**reply.head(), "choices": [choice], "usage": reply.usage(), **reply.more}).encode()
+        usage = {"usage": reply.usage()} if self.says_usage else {}
+        body = json.dumps({**reply.head(), "choices": [choice], **usage, **reply.more}).encode()
         if fault is not None and fault.kind == "truncated":
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n" + body)
             await writer.drain()

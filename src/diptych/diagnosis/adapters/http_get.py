@@ -7,7 +7,7 @@ it on a machine of its own.
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -39,7 +39,7 @@ class Site:
     """A server. url: its root, without a slash at the end. key: sent as Authorization: Bearer."""
 
     url: str
-    key: str | None = None
+    key: str | None = field(default=None, repr=False)
     timeout_s: float = 4.0
 
     @classmethod

@@ -48,6 +48,7 @@ class AnswerStream:
         "is_dirty",
         "last_token_s",
         "num_before_attempt",
+        "num_resumed",
         "options",
         "prefix_miss",
         "prompt_logprobs",
@@ -79,6 +80,7 @@ class AnswerStream:
         self.token_ids: list[int] = []  # all that the client has or is about to get
         self.attempt_id = request_id  # the attempt that feeds it
         self.num_before_attempt = 0  # tokens when that attempt began
+        self.num_resumed = 0  # tokens that an earlier request of its client has computed, with the prompt
         self.worker = -1  # that feeds it now
         self.finished: RequestFinished | None = None
         self.finish_reason: str | None = None
@@ -106,6 +108,16 @@ class AnswerStream:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt_token_ids)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers whose tokens its client pays for."""
+        return 0 if self.sampling.pooling is not None else 1
+
+    @property
+    def num_used_tokens(self) -> int:
+        """Tokens of the answer that its client pays for."""
+        return self.num_tokens - self.num_resumed
 
     def push(self, token_id: int, *, is_stop_token: bool = False, logprobs: TokenLogprobs | None = None) -> bool:
         """Take one sampled token. Returns True when it completed a stop string: the worker has to stop.
@@ -213,6 +225,11 @@ class Generation:
         self.on_new: Callable[[], bool] | None = None  # while its reader waits, see ``read``
         for stream in self.streams:
             stream.generation = self
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a worker has begun with it, so that its prompt was used."""
+        return self.is_admitted or any(stream.num_tokens or stream.finished is not None for stream in self.streams)
 
     @property
     def has_failed(self) -> bool:

@@ -196,6 +196,7 @@ def replay(stream: AnswerStream, record: StreamRecord) -> None:
         if number == record.num_seen:
             record.seen = stream.take()
         stream.push(token_id, is_stop_token=record.is_stop and number == last)
+    stream.num_resumed = stream.num_tokens
     if record.num_seen > last:
         record.seen = stream.take()
     if record.finished is not None:

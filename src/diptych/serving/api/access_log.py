@@ -103,7 +103,7 @@ def _answers(generation: Generation, begin: float) -> dict[str, Any]:
         "reply_id": generation.request_id,
         "prompt_tokens": sum(stream.num_prompt_tokens for stream in streams),
         "cached_tokens": sum(stream.cached_tokens for stream in streams),
-        "output_tokens": sum(stream.num_tokens for stream in streams),
+        "output_tokens": sum(stream.num_used_tokens + stream.num_resumed for stream in streams),
         "ttft_s": round(min(first) - begin, 6) if first else None,
         "finish_reasons": [stream.finish_reason or "aborted" for stream in streams],
     }

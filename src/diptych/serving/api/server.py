@@ -54,8 +54,8 @@ class ServerOptions:
     port: int = 8000
     served_model_name: str = "default"
     also_served_as: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
-    admin_key: str | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_key: str | None = field(default=None, repr=False)
     max_body_bytes: int = edge_limits.BODY_BYTES
     drain_timeout_s: float = 30.0
     log_level: str = "warning"

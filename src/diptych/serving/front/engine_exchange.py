@@ -8,6 +8,7 @@ The bytes go to the client's stream; the fleet gets counts and events. An exchan
 begun, its client has left) writes nothing any more. Ends exactly once.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -43,10 +44,16 @@ SPARE_TOKENS = 8  # by which an engine may miscount an answer
 
 
 class ExchangeOwner(Protocol):
-    """The worker that an exchange belongs to. name: of its engine, for people."""
+    """The worker that an exchange belongs to. name: of its engine, for people. bytes_per_token: by which texts are
+    counted whose tokens the engine does not count."""
 
     number: int
     name: str
+
+    @property
+    def bytes_per_token(self) -> float:
+        """See the class."""
+        ...
 
     def report(self, events: Sequence[Event], tokens: StepTokens | None = None) -> None:
         """Tell the fleet."""
@@ -138,6 +145,7 @@ class EngineExchange:
         """Send the request."""
         question = self._question
         self.stream.on_read = self._on_read
+        self.stream.is_with_engine = True
         if not self.stream.num_tokens:
             self.stream.start_over()
         self._call = pool.send("POST", question.path, question.body, self, headers=id_header(self.attempt_id))
@@ -406,12 +414,13 @@ class EngineExchange:
             self.break_off(str(error))
             return
         if request.path not in WHOLE_PATHS:
-            found = self._tokens_of(chunk) if chunk.error is None else []
+            if chunk.error is None:
+                self._tokens_of(chunk)  # which notes the choices that are complete
             if chunk.error is not None or len(self._finished) < len(chunk.choices) or not chunk.choices:
                 self.break_off("the reply has no whole answer")
                 return
-            said = chunk.usage.completion_tokens if chunk.usage else None
-            num_tokens = len(found) if said is None else said
+            said = chunk.usage.answer_tokens if chunk.usage else None
+            num_tokens = self._estimated_answer(chunk) if said is None else said
             stream.add(self._rewritten(chunk, num_tokens) if self._question.writes_as else body)
             self._usage = chunk.usage
             self._count([NO_TOKEN] * max(1, min(num_tokens, self._most_tokens)))
@@ -421,15 +430,25 @@ class EngineExchange:
             stream.add(body)
         self._finish()
 
+    def _estimated_answer(self, chunk: EngineChunk) -> int:
+        """Tokens of a whole reply whose engine does not count them."""
+        return sum(
+            math.ceil(choice.num_text_bytes / self._owner.bytes_per_token)
+            if choice.token_ids is None
+            else len(choice.token_ids)
+            for choice in chunk.choices
+        )
+
     def _rewritten(self, chunk: EngineChunk, num_tokens: int) -> bytes:
         """A whole reply with text, as the answer to a chat."""
         choice, usage, stream = chunk.choices[0], chunk.usage or EngineUsage(), self.stream
         stream.begin_as(int(time.time()), self._question.writes_as)
-        stream.num_said_tokens = usage.prompt_tokens
+        stream.num_said_tokens = usage.all_prompt_tokens
         return stream.whole_chat(choice.text or "", choice.finish_reason, num_tokens, usage.cached_tokens)
 
     def _on_refusal(self) -> None:
         status, body = self._status, bytes(self._body)
+        self.stream.is_with_engine = False
         words = f"{self._owner.name} answered with status {status}"
         self._over()
         if status in (401, 403):  # the front's own key is wrong: not the client's fault
@@ -452,6 +471,8 @@ class EngineExchange:
         num_cached = 0
         if self._usage is not None and not self._question.resumes:
             num_cached = self._owner.on_usage(self, self._usage)
+            said = self._usage.answer_tokens
+            self.stream.num_said_answer = None if said is None else min(said, self._most_tokens)
             is_known = self.stream.request.token_ids is not None and not self.awaits_admission
             if self._usage.cached_tokens is not None and not self.is_handoff and not is_known:
                 events.append(RequestAdmitted(self._owner.clock(), self.attempt_id, num_cached, is_first=True))

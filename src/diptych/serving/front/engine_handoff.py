@@ -114,8 +114,9 @@ class PrefillLeg:
         """See ReplyListener. (The engine's own answer is read to its end, and is not needed.)"""
         if self._kind == "nixl" or self._status != 200:
             self._body += data
-            if len(self._body) > edge_limits.ENGINE_REPLY_BYTES:
-                self.break_off(f"the reply is longer than {edge_limits.ENGINE_REPLY_BYTES} bytes")
+            limit = edge_limits.ENGINE_REPLY_BYTES if self._status == 200 else edge_limits.ENGINE_REFUSAL_BYTES
+            if len(self._body) > limit:
+                self.break_off(f"the reply (status {self._status}) is longer than {limit} bytes")
 
     def on_end(self) -> None:
         """See ReplyListener."""

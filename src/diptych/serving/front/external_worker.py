@@ -113,6 +113,11 @@ class ExternalWorker:
         self._pages = EnginePages()
         self._process = EngineProcess()
 
+    @property
+    def bytes_per_token(self) -> float:
+        """See ExchangeOwner."""
+        return self._options.bytes_per_token
+
     # -- WorkerPort ---------------------------------------------------------------------------------------------------
 
     def start(self, listener: WorkerListener) -> None:
@@ -478,10 +483,10 @@ class ExternalWorker:
     def cached_of(self, stream: RelayStream, usage: EngineUsage) -> int:
         """See HandoffOwner. The engine's tokens are scaled to the estimate that the core knows."""
         said = usage.cached_tokens
-        estimated = stream.num_estimated_tokens
-        stream.num_said_tokens = usage.prompt_tokens
-        cached = min(estimated, (said or 0) * estimated // max(1, usage.prompt_tokens))
-        self.load.on_prompt(estimated, None if said is None else cached, usage.prompt_tokens)
+        estimated, num_said = stream.num_estimated_tokens, usage.all_prompt_tokens
+        stream.note_prompt(num_said, said or 0)
+        cached = min(estimated, max(0, said or 0) * estimated // max(1, num_said))
+        self.load.on_prompt(estimated, None if said is None else cached, num_said)
         return cached
 
     def _on_step(self, step: StepFinished, features: StepFeatures, duration_ns: int) -> None:

@@ -89,6 +89,7 @@ class HandoffPort:
             return
         slot = slot_of(stream, command.attempt_id)
         slot.prefill = worker.number
+        stream.is_with_engine = True
         parameters = prefill_parameters(kind, worker.spec)
         leg = PrefillLeg(worker, command, stream, slot, kind)
         self.legs[command.attempt_id] = leg
@@ -158,6 +159,7 @@ class HandoffPort:
     def on_refused(self, leg: PrefillLeg, status: int, body: bytes) -> None:
         """The engine refuses the request itself: its client gets that."""
         self.on_over(leg)
+        leg.stream.is_with_engine = False
         message = error_message(body, f"{self._worker.name} answered with status {status}")
         error = WorkerError(message, code="engine_refused")
         if not leg.stream.num_tokens:

@@ -187,7 +187,7 @@ class RelayRequest:
         """Prompt tokens: counted where they are known, else estimated."""
         if self.token_ids is not None:
             return max(1, len(self.token_ids))
-        return max(1, int(len(self.prompt) / bytes_per_token))
+        return max(1, int((len(self.prompt) or self.num_bytes) / bytes_per_token))  # rerank and score have no prompt
 
     def hashes(self, block_size: int, bytes_per_token: float) -> tuple[bytes, ...]:
         """The chained hashes of the full blocks of its prompt, MOST_BLOCKS at most. By text, a block is as many bytes

@@ -17,7 +17,7 @@ from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 from diptych.serving.api.dialect import CHAT, COMMENT, Dialect, chat_failure
 from diptych.serving.api.error_format import error_body
-from diptych.serving.front.relay_request import CHAT_PATH, RelayRequest
+from diptych.serving.front.relay_request import CHAT_PATH, WHOLE_PATHS, RelayRequest
 
 TEXT_HERE = "\u241f text"  # stands for the text of a chunk
 _QUOTED_HERE = msgspec.json.encode(TEXT_HERE)
@@ -90,10 +90,11 @@ _NO_TOKENIZER: Any = _NoTokenizer()
 
 class RelayStream(AnswerStream):
     """request: as the client sent it. num_estimated_tokens: of its prompt, in the front's own count; num_said_tokens:
-    as the engine counted them (0: it has not yet). hashes: of its blocks. prompt_ids: of its prompt, where an engine
-    named them. is_exact: whether all tokens so far are known. refusal: an engine's reply to pass on as it is.
-    served_by: the engine that gave the first byte. refused_by: workers that did not want the request now. on_read:
-    called when the client has taken what was too much.
+    as the engine counted them (0: it has not yet), of which it found num_said_cached in its cache; num_said_answer: of
+    the answer, as the engine counted them. is_with_engine: it was sent to an engine, which has not refused it.
+    hashes: of its blocks. prompt_ids: of its prompt, where an engine named them. is_exact: whether all tokens so far
+    are known. refusal: an engine's reply to pass on as it is. served_by: the engine that gave the first byte.
+    refused_by: workers that did not want the request now. on_read: called when the client has taken what was too much.
 
     Some last tokens may be a part of a character: an engine keeps their text until it is whole, and one that begins
     after them would lose it, or repeat its prompt. num_textless: how many have given the client no text yet, at least;
@@ -106,8 +107,11 @@ class RelayStream(AnswerStream):
         "frame",
         "hashes",
         "is_exact",
+        "is_with_engine",
         "most_textless",
         "num_estimated_tokens",
+        "num_said_answer",
+        "num_said_cached",
         "num_said_tokens",
         "num_textless",
         "on_read",
@@ -132,7 +136,9 @@ class RelayStream(AnswerStream):
         super().__init__(request_id, 0, [], sampling, _NO_TOKENIZER, options)
         self.request = request
         self.num_estimated_tokens = num_estimated_tokens
-        self.num_said_tokens = 0
+        self.num_said_tokens = self.num_said_cached = 0
+        self.num_said_answer: int | None = None
+        self.is_with_engine = False
         self.hashes = hashes
         token_ids = request.token_ids
         self.prompt_ids: list[int] | None = None if token_ids is None else list(token_ids)
@@ -152,7 +158,23 @@ class RelayStream(AnswerStream):
     @property
     def num_prompt_tokens(self) -> int:
         """Counted by an engine or by a tokenizer, else estimated."""
-        return self.num_said_tokens or self.num_estimated_tokens
+        is_named = self.prompt_ids is not None and self.request.num_prompts == 1
+        return self.num_said_tokens or (len(self.prompt_ids or ()) if is_named else self.num_estimated_tokens)
+
+    @property
+    def num_answers(self) -> int:
+        """See AnswerStream; here one stream has all answers of its request."""
+        return 0 if self.request.path in WHOLE_PATHS else self.request.num_choices
+
+    @property
+    def num_used_tokens(self) -> int:
+        """See AnswerStream. As the engine counted them at the end, for it may give several in a chunk without a word;
+        those that came, until then."""
+        return self.num_tokens if self.num_said_answer is None else self.num_said_answer
+
+    def note_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """The engine has counted the prompt."""
+        self.num_said_tokens, self.num_said_cached = num_tokens, max(0, min(num_cached, num_tokens))
 
     @property
     def can_resume(self) -> bool:
@@ -240,7 +262,8 @@ class RelayStream(AnswerStream):
         """See AnswerStream."""
         self.finished = finished
         self.generation.num_open -= 1
-        self.cached_tokens = max(self.cached_tokens, finished.num_cached_tokens)
+        said = self.num_said_cached if self.num_said_tokens else finished.num_cached_tokens
+        self.cached_tokens = max(self.cached_tokens, said)
         self.finish_reason = str(finished.reason)
 
     def opening(self) -> bytes:
@@ -299,6 +322,12 @@ class RelayGeneration(Generation):
     def __init__(self, stream: RelayStream) -> None:
         super().__init__(stream.request_id, [stream])
         self.relay = stream
+
+    @property
+    def is_begun(self) -> bool:
+        """See Generation. What an engine has, it is taken to compute: of a reply that is no stream, it says nothing
+        until it is whole."""
+        return self.relay.is_with_engine or super().is_begun
 
     def admit(self) -> None:
         """See Generation; here that is said by ``accept``: an engine may have computed the prompt, and another refuse

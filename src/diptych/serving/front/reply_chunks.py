@@ -64,16 +64,28 @@ class TokenDetails(msgspec.Struct):
 
 
 class EngineUsage(msgspec.Struct):
-    """Of a reply."""
+    """Of a reply. total_tokens: some servers say nothing else of what has no answer (rerank)."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = None
+    total_tokens: int | None = None
     prompt_tokens_details: TokenDetails | None = None
 
     @property
     def cached_tokens(self) -> int | None:
         """Prompt tokens that the engine found in its prefix cache; None: it does not say."""
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
+
+    @property
+    def all_prompt_tokens(self) -> int:
+        """Of the prompts, however it is said (0: it is not)."""
+        return max(0, self.prompt_tokens or (self.total_tokens or 0) - (self.completion_tokens or 0))
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """Of all answers; None: it is not said."""
+        said = self.completion_tokens
+        return None if said is None or said < 0 else said
 
 
 class ChunkDelta(msgspec.Struct):
@@ -93,11 +105,12 @@ class ChunkDelta(msgspec.Struct):
 
 
 class ChunkChoice(msgspec.Struct):
-    """One choice of a chunk or of a whole reply."""
+    """One choice of a chunk or of a whole reply. message: of a chat's whole reply, unread."""
 
     index: int = 0
     text: str | None = None
     delta: ChunkDelta | None = None
+    message: msgspec.Raw = msgspec.Raw()
     finish_reason: str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -119,6 +132,21 @@ class ChunkChoice(msgspec.Struct):
             return 0
         is_part = self.text if self.delta is None else self.delta.content
         return int(is_part is not None and (self.delta is None or self.delta.role is None))
+
+    @property
+    def num_text_bytes(self) -> int:
+        """Of what a whole reply says in this choice: its text, its reasoning, its calls of tools."""
+        if not self.message:
+            return len((self.text or "").encode())
+        try:
+            found = _message_decoder.decode(self.message)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return len(self.message)
+        texts = (found.content, found.reasoning_content or found.reasoning)
+        return len(found.tool_calls) + sum(len(text.encode()) for text in texts if isinstance(text, str))
+
+
+_message_decoder = msgspec.json.Decoder(ChunkDelta)
 
 
 class EngineChunk(msgspec.Struct):

@@ -37,18 +37,16 @@ class KeyMeter:
         self._counts_open = counts_open
         self._held = held
         self._generation: Generation | None = None
-        self._num_before = 0  # tokens of a stream that goes on, which an earlier request has paid for
 
     @property
     def is_waiting(self) -> bool:
         """Whether no worker has begun with it."""
-        return self._generation is None or not (self._generation.is_admitted or _has_tokens(self._generation))
+        return self._generation is None or not self._generation.is_begun
 
     def begin(self, generation: Generation) -> None:
         """Its prompts are known. Holds from now on what they take, and what is expected of the answers."""
         self._generation = generation
-        self._num_before = sum(stream.num_tokens for stream in generation.streams)
-        prompt, _ = self._prompt(generation)
+        prompt, _ = _prompt(generation)
         expected = prompt + sum(_expected(stream) for stream in generation.streams)
         self._quota.hold(expected - self._held)
         self._held = expected
@@ -58,8 +56,7 @@ class KeyMeter:
         generation = self._generation
         if generation is None or self.is_waiting:
             return TokensUsed()
-        completion = sum(stream.num_tokens for stream in generation.streams) - self._num_before
-        return TokensUsed(*self._prompt(generation), max(0, completion))
+        return TokensUsed(*_prompt(generation), sum(stream.num_used_tokens for stream in generation.streams))
 
     def end(self) -> None:
         """It is over, however."""
@@ -71,12 +68,12 @@ class KeyMeter:
         self._generation = None
         self._on_end(self)
 
-    def _prompt(self, generation: Generation) -> tuple[int, int]:
-        """Tokens of its prompts, and how many of them were cached."""
-        if self._num_before:
-            return 0, 0
-        firsts = _first_of_each_prompt(generation.streams)
-        return sum(stream.num_prompt_tokens for stream in firsts), sum(stream.cached_tokens for stream in firsts)
+
+def _prompt(generation: Generation) -> tuple[int, int]:
+    """Tokens of its prompts, and how many of them were cached. An earlier request has paid for the prompt of a stream
+    that goes on."""
+    firsts = [stream for stream in _first_of_each_prompt(generation.streams) if not stream.num_resumed]
+    return sum(stream.num_prompt_tokens for stream in firsts), sum(stream.cached_tokens for stream in firsts)
 
 
 def _first_of_each_prompt(streams: Sequence[AnswerStream]) -> list[AnswerStream]:
@@ -85,10 +82,4 @@ def _first_of_each_prompt(streams: Sequence[AnswerStream]) -> list[AnswerStream]
 
 
 def _expected(stream: AnswerStream) -> int:
-    if stream.sampling.pooling is not None:
-        return 0
-    return min(stream.sampling.max_tokens, edge_limits.HELD_TOKENS)
-
-
-def _has_tokens(generation: Generation) -> bool:
-    return any(stream.num_tokens or stream.finished is not None for stream in generation.streams)
+    return stream.num_answers * min(stream.sampling.max_tokens, edge_limits.HELD_TOKENS)

@@ -29,7 +29,7 @@ import hashlib
 import hmac
 import secrets
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diptych.runtime.transfer.kv_format import PROTOCOL_VERSION, KVFormat
 from diptych.runtime.transfer.stream.encrypted_socket import KVEncryption
@@ -53,7 +53,7 @@ WELCOME_BYTES = _WELCOME.size
 class Identity:
     """What a connector states about itself, and the secret that it never sends."""
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     instance: bytes
     kv_format: KVFormat
     encryption: KVEncryption | None = None  # None: what travels can be read on its way
@@ -67,8 +67,8 @@ class Introduction:
     line: bytes  # with the instance in front; empty at the sender
     dial: int
     kv_format: KVFormat
-    key_to_receiver: bytes
-    key_to_sender: bytes
+    key_to_receiver: bytes = field(repr=False)
+    key_to_sender: bytes = field(repr=False)
 
 
 def greeting() -> bytes:
