@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from diptych.control.config import SchedulerConfig, ShapeName, prefill_scheduler, reshaped
+from diptych.control.config import PresetName, SchedulerConfig, prefill_scheduler, reshaped
 from diptych.control.planner.fleet_layout import Layout
 from diptych.control.planner.planner_events import Prediction, TwinQuestion, TwinSettings
 from diptych.control.router.topology import Role
@@ -23,7 +23,7 @@ from diptych.workload.spec import RequestSpec
 NETWORK = "ib400"  # between workers that send KV
 
 
-def settings_for(scheduler: SchedulerConfig, slo: Slo, role: Role, shape: ShapeName) -> SchedulerConfig:
+def settings_for(scheduler: SchedulerConfig, slo: Slo, role: Role, shape: PresetName) -> SchedulerConfig:
     """What a worker that was started with ``scheduler`` schedules by in this role and shape."""
     is_shaped = (scheduler.budget.kind == "whole") == (shape == "unified")
     base = scheduler if is_shaped else reshaped(scheduler, shape)
