@@ -79,11 +79,11 @@ def case(number: int) -> Case:
         model=MODEL,
         hardware=HARDWARE,
         gpus=NUM_WORKERS,
-        rate=round(rng.choice((1.0, 4.0, 10.0, 20.0)) * rng.uniform(0.6, 1.4), 2),
+        rate=round(rng.choice((2.0, 8.0, 20.0, 40.0)) * rng.uniform(0.6, 1.4), 2),
         prompt=rng.choice((200, 800, 2000)),
         output=rng.choice((8, 20, 50)),
         ttft_ms=rng.choice((300.0, 800.0, 2000.0)),
-        tpot_ms=rng.choice((9.0, 12.0, 20.0, 40.0)),
+        tpot_ms=rng.choice((6.6, 7.0, 8.0, 20.0)),
         seed=number,
     )
     chosen = machine(MODEL, HARDWARE)
