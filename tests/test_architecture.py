@@ -239,7 +239,7 @@ def test_a_metric_of_an_engine_that_several_parts_read_is_named_once() -> None:
     names = set(re.findall(r'"((?:vllm|sglang|llamacpp):\w+)"', shared))
     assert len(names) == 13
     for part, path in modules():
-        if part == "engine_load_metrics" or path.name in ("serving_metrics.py", "alert_files.py"):  # what Diptych exports
+        if part == "engine_load_metrics" or path.name in ("serving_metrics.py", "alert_files.py"):
             continue
         named = set(re.findall(r'"((?:vllm|sglang|llamacpp):\w+?)(?:_total|_count)?"', path.read_text()))
         assert not named & names, path
