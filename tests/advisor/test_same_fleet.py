@@ -148,7 +148,7 @@ def by_diagnosis(asked: Case) -> bool:
 
 
 class PlannersLoad:
-    """The question of a planner, as advisor.evaluation.Load."""
+    """The question of a planner, as advisor.evaluation.FleetLoad."""
 
     def __init__(self, asked: Case) -> None:
         scenario = asked.fleet.scenario
@@ -178,7 +178,7 @@ class PlannersLoad:
         self.requests = asked.requests
 
     def scores(self, asked: Sequence[tuple[LayoutName, float]]) -> dict[tuple[LayoutName, float], Score]:
-        """See Load."""
+        """See FleetLoad."""
         found = {}
         for name, pace in asked:
             requests = [replace(spec, arrival_ns=round(spec.arrival_ns / pace)) for spec in self.requests]

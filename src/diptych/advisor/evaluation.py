@@ -1,8 +1,8 @@
 """evaluate(load, fleets): what each fleet does under a load, and how much more of it each would carry.
 
 The one evaluation behind ``diptych plan``, ``diptych advise``, the advice of a diagnosis and chapter 6 of the guide.
-Each of them says how its load is simulated (``Load``) and which fleets come into question; what counts as served, which
-paces are tried and, by ``choose``, which fleet is taken are the same for all.
+Each of them says how its load is simulated (``FleetLoad``) and which fleets come into question; what counts as served,
+which paces are tried and, by ``choose``, which fleet is taken are the same for all.
 """
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
@@ -43,7 +43,7 @@ class Score:
 Scores = Mapping[tuple[Fleet, float], Score]
 
 
-class Load(Protocol[Fleet]):
+class FleetLoad(Protocol[Fleet]):
     """Requests that come, and how fleets serve them. A pace is a rate in any unit: requests per second, or times as
     fast as they came."""
 
@@ -73,7 +73,7 @@ class EvaluatedFleet(Generic[Fleet]):
 
 
 def evaluate(
-    load: Load[Fleet],
+    load: FleetLoad[Fleet],
     fleets: Sequence[Fleet],
     config: SearchConfig = PACES,
     *,
@@ -85,7 +85,7 @@ def evaluate(
     return carried_out(evaluation(fleets, config, pace=pace, known=known), load)
 
 
-def carried_out(steps: "Generator[list[tuple[Fleet, float]], Scores[Fleet], Answer]", load: Load[Fleet]) -> Answer:
+def carried_out(steps: "Generator[list[tuple[Fleet, float]], Scores[Fleet], Answer]", load: FleetLoad[Fleet]) -> Answer:
     """What these steps find, when the load is asked for every score."""
     try:
         asked = next(steps)

@@ -99,7 +99,7 @@ class LayoutRuns:
         }
 
     def scores(self, asked: Sequence[tuple[FleetLayout, float]]) -> dict[tuple[FleetLayout, float], Score]:
-        """See advisor.evaluation.Load: a pace is a rate in requests per second."""
+        """See advisor.evaluation.FleetLoad: a pace is a rate in requests per second."""
         self.run(asked, "highest rates")
         return {key: _score(self._points[key]) for key in asked if key in self._points}
 

@@ -76,7 +76,7 @@ class ObservedFleet:
 
 
 class ObservedLoad:
-    """The requests of an observed server, as advisor.evaluation.Load: pace 1 is that at which they came. tables: of
+    """Requests of an observed server, as advisor.evaluation.FleetLoad: pace 1 is that at which they came. tables: of
     every simulation so far."""
 
     def __init__(self, model: TwinModel) -> None:
@@ -101,7 +101,7 @@ class ObservedLoad:
         return replace(self.model, roles=tuple(roles), engines=engines)
 
     def scores(self, asked: Sequence[tuple[ObservedFleet, float]]) -> dict[tuple[ObservedFleet, float], Score]:
-        """See advisor.evaluation.Load."""
+        """See advisor.evaluation.FleetLoad."""
         for fleet, pace in asked:
             requests = (replace(spec, arrival_ns=round(spec.arrival_ns / pace)) for spec in self.model.requests)
             self.tables[fleet, pace] = replace(self.model_of(fleet), requests=tuple(requests)).run()
