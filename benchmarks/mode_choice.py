@@ -20,7 +20,7 @@ from common import report
 
 from diptych.advisor.twin import Twin
 from diptych.control.cluster.cluster_config import ClusterConfig
-from diptych.control.config import CacheConfig, EngineConfig, ShapeName, shape_preset
+from diptych.control.config import CacheConfig, EngineConfig, PresetName, shape_preset
 from diptych.control.engine.reports import LoadReport
 from diptych.control.planner.fleet_layout import Layout, Reach, WorkerSetting, assign, reachable
 from diptych.control.planner.planner_config import PlannerConfig
@@ -45,7 +45,7 @@ from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 
 TERMS = (6e6, 2.4e4, 0.35, 1.5e4, 5.5)  # of a step, in nanoseconds: about an H100 with llama-3.1-8b
 NUM_BLOCKS, BLOCK_SIZE = 25_000, 16
-SHAPES: tuple[ShapeName, ...] = ("chunked", "unified")
+SHAPES: tuple[PresetName, ...] = ("chunked", "unified")
 NUM_ARRIVALS = 100
 MOST_TICKS = 40
 

@@ -13,7 +13,7 @@ import typer
 from msgspec import inspect as structs
 
 from diptych.cli import main as cli
-from diptych.control.config import ShapeName, shape_preset
+from diptych.control.config import PresetName, shape_preset
 from diptych.control.slo import NS_PER_MS
 from diptych.simulation.settings import Settings
 
@@ -48,7 +48,7 @@ def table_row(*cells: str) -> str:
 
 
 def _presets() -> Iterator[str]:
-    shapes = {shape: shape_preset(shape) for shape in get_args(ShapeName)}
+    shapes = {shape: shape_preset(shape) for shape in get_args(PresetName)}
     of: dict[str, Callable[[Any], Any]] = {
         "--order": lambda config: config.order,
         "--budget": lambda config: config.budget.kind,

@@ -5,7 +5,7 @@ usage: python scripts/draw_readme_picture.py
 
 from pathlib import Path
 
-from diptych.control.config import CacheConfig, EngineConfig, ShapeName, shape_preset
+from diptych.control.config import CacheConfig, EngineConfig, PresetName, shape_preset
 from diptych.control.events import StepFinished
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.report.pages import picture
@@ -27,7 +27,7 @@ SLO = Slo(tpot_ns=30 * NS_PER_MS)
 COST = StepTermsCost(12.0 * NS_PER_MS, 0.08 * NS_PER_MS, 0.0, 1.0 * NS_PER_MS, 0.0)
 BEGIN_MS, ARRIVAL_MS, SHOWN_MS = 60.0, 120, 450.0
 LEGEND = (("prefill", "s-prefill"), ("decode", "s-decode"), ("a stream stands still", "s-stall"))
-SHAPES: tuple[tuple[ShapeName, str, str], ...] = (
+SHAPES: tuple[tuple[PresetName, str, str], ...] = (
     (
         "unified",
         "Unified: prefill first",
@@ -41,7 +41,7 @@ SHAPES: tuple[tuple[ShapeName, str, str], ...] = (
 )
 
 
-def log_of(shape: ShapeName) -> EventLog:
+def log_of(shape: PresetName) -> EventLog:
     """Streams that run, and a long prompt that comes: every step of one simulated worker."""
     cache = CacheConfig(num_blocks=1024, block_size=16)
     scenario = Scenario(

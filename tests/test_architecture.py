@@ -1,6 +1,7 @@
 """The plan of the house, enforced: imports point down, and the deciding code stays pure."""
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ MAY_IMPORT = {
     "class_hints": set(),
     "compiled_modules": set(),
     "control": {"class_hints"},
+    "engine_load_metrics": set(),
     "engine_steps": set(),
     "length_prefix": set(),
     "processor": {"byte_size", "cgroups"},
@@ -38,9 +40,10 @@ MAY_IMPORT = {
     },
     "advisor": {"control", "report", "search", "simulation", "stop_signals", "workload"},
     "calibration": {"child_process", "control", "engine_steps", "runtime", "serving", "simulation"},
-    "diagnosis": {"advisor", "control", "report", "simulation", "timeline", "workload"},
+    "diagnosis": {"advisor", "control", "engine_load_metrics", "report", "simulation", "timeline", "workload"},
     "serving": {
-        "byte_size", "cgroups", "compiled_modules", "control", "engine_steps", "length_prefix", "limited_log",
+        "byte_size", "cgroups", "compiled_modules", "control", "engine_load_metrics", "engine_steps", "length_prefix",
+        "limited_log",
         "private_files", "processor", "runtime", "stop_signals", "terminal_text", "timeline", "tls", "web",
     },
     "vllm_plugin": {"engine_steps"},
@@ -231,6 +234,17 @@ def test_a_literal_is_declared_once_and_its_name_means_one_thing() -> None:
     assert {members: found for members, found in places.items() if len(found) > 1} == {}
     assert [name for name, count in names.items() if count > 1] == []
     assert len(names) > 20
+
+
+def test_a_metric_of_an_engine_that_several_parts_read_is_named_once() -> None:
+    shared = (SOURCE / "engine_load_metrics.py").read_text()
+    names = set(re.findall(r'"((?:vllm|sglang|llamacpp):\w+)"', shared))
+    assert len(names) == 13
+    for part, path in modules():
+        if part == "engine_load_metrics" or path.name in ("serving_metrics.py", "alert_files.py"):
+            continue
+        named = set(re.findall(r'"((?:vllm|sglang|llamacpp):\w+?)(?:_total|_count)?"', path.read_text()))
+        assert not named & names, path
 
 
 def test_no_variable_is_called_one() -> None:

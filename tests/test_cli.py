@@ -16,7 +16,7 @@ from diptych.cli.batch_options import batch_options
 from diptych.cli.error_messages import in_options
 from diptych.cli.other_names import INSTEAD, SAME, translate
 from diptych.control.cluster.cluster_config import ClusterConfig
-from diptych.control.config import CapsConfig, SchedulerConfig, ShapeName, shape_preset
+from diptych.control.config import CapsConfig, PresetName, SchedulerConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.diagnosis.adapters.http_get import Site
 from diptych.processor import Processor
@@ -124,7 +124,7 @@ def scheduler(**changes: Any) -> SchedulerConfig:
 
 
 @pytest.mark.parametrize("shape", ["unified", "chunked"])
-def test_a_shape_is_its_preset(shape: ShapeName) -> None:
+def test_a_shape_is_its_preset(shape: PresetName) -> None:
     assert scheduler(shape=shape) == shape_preset(shape)
 
 

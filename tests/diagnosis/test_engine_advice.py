@@ -72,7 +72,7 @@ def test_a_change_is_simulated_by_both_laws_of_the_steps_where_the_warm_up_was_t
     assert present is not None
     gain = present.gain(lambda twin: twin.with_scheduler(max_num_seqs=16))
     assert gain is not None and gain.ttft_s > 1
-    means = [twin.gain(lambda twin: twin.with_scheduler(max_num_seqs=16)) for twin in present.twins]
+    means = [twin.gain(model.with_scheduler(max_num_seqs=16)) for twin in present.twins]
     assert all(mean is not None and gain.ttft_interval[0] <= mean.ttft_s <= gain.ttft_interval[1] for mean in means)
 
 

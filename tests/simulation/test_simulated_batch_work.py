@@ -2,7 +2,7 @@
 
 import pytest
 
-from diptych.control.config import CacheConfig, EngineConfig, ShapeName, shape_preset
+from diptych.control.config import CacheConfig, EngineConfig, PresetName, shape_preset
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.scenario import Scenario, load_balancer
 from diptych.workload.spec import RequestSpec
@@ -12,7 +12,7 @@ from tests.simulation.scenarios import check_laws, run
 COST = LinearCost(5e6, 3e4, 20.0, 1e5, 20.0)
 
 
-def scenario(shape: ShapeName, num_batch: int, *, fast_forward: bool = True, num_workers: int = 1) -> Scenario:
+def scenario(shape: PresetName, num_batch: int, *, fast_forward: bool = True, num_workers: int = 1) -> Scenario:
     """Others come now and then, long after the batch has come."""
     batch = [
         RequestSpec(
@@ -48,7 +48,7 @@ def times_of_others(given: Scenario) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("shape", ["unified", "chunked"])
 @pytest.mark.parametrize("fast_forward", [True, False])
-def test_others_notice_nothing_of_a_batch(shape: ShapeName, *, fast_forward: bool) -> None:
+def test_others_notice_nothing_of_a_batch(shape: PresetName, *, fast_forward: bool) -> None:
     """The step of the batch that is under way when they come is broken off."""
     assert times_of_others(scenario(shape, 0)) == times_of_others(scenario(shape, 30, fast_forward=fast_forward))
 

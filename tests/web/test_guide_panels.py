@@ -264,7 +264,7 @@ def test_choosing_says_how_far_it_is_and_ends_with_all_shapes_and_a_command() ->
     *progress, result = choose.steps(query)
     assert [event["kind"] for event in progress] == ["progress"] * len(progress)
     assert progress[-1]["done"] == progress[-1]["total"] == len(progress) - 1
-    assert [one["shape"] for one in result["shapes"]] == ["unified", "chunked", "disaggregated"]
+    assert [one["shape"] for one in result["shapes"]] == ["unified", "chunked", "split"]
     advice = result["recommendation"]
     assert advice["holds"]
     assert advice["serve"].startswith("diptych serve --model ./llama-3.1-8b")
@@ -290,7 +290,7 @@ def offer(shape: str, attainment: float, capacity: float) -> AdvisedShape:
     )  # fmt: skip
 
 
-TIED = "A tie with disaggregated workers at this rate. Take the simpler: chunked workers."
+TIED = "A tie with split workers at this rate. Take the simpler: chunked workers."
 
 
 @pytest.mark.parametrize(
@@ -302,14 +302,14 @@ TIED = "A tie with disaggregated workers at this rate. Take the simpler: chunked
             60.0,
             TIED,
         ),  # both at ease
-        (20.0, 24.0, "Take disaggregated workers."),
+        (20.0, 24.0, "Take split workers."),
         (24.0, 20.0, "Take chunked workers."),
     ],
 )
 def test_a_tie_is_called_a_tie(chunked_rps: float, pools_rps: float, title: str) -> None:
     chosen = machine("llama-3.1-8b", "h100-sxm")
     asked_for = {name: getattr(choose.ChooseQuery(), name) for name in choose.ChooseQuery.__struct_fields__}
-    found = [offer("chunked", 0.93, chunked_rps), offer("disaggregated", 0.927, pools_rps)]
+    found = [offer("chunked", 0.93, chunked_rps), offer("split", 0.927, pools_rps)]
     assert recommend(found, 20.0, 4, chosen, asked_for)["title"] == title
 
 
@@ -317,10 +317,10 @@ def test_a_tie_is_called_a_tie(chunked_rps: float, pools_rps: float, title: str)
 def test_the_answer_with_which_chapter_six_opens_is_what_is_computed_and_pools_win_in_it() -> None:
     stored = json.loads((STATIC / "guide" / "choose-example.json").read_text())
     assert stored == json.loads(json.dumps(choose.panel(choose.ChooseQuery()))), "run scripts/guide_example"
-    assert stored["recommendation"]["shape"] == "disaggregated"
+    assert stored["recommendation"]["shape"] == "split"
 
 
-@pytest.mark.parametrize(("shape", "prefill"), [("unified", 0), ("chunked", 0), ("disaggregated", 1)])
+@pytest.mark.parametrize(("shape", "prefill"), [("unified", 0), ("chunked", 0), ("split", 1)])
 def test_the_commands_of_the_advice_are_commands_of_this_version(shape: str, prefill: int) -> None:
     query = choose.ChooseQuery(gpus=2)
     chosen = machine(query.model, query.hardware)

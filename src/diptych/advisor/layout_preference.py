@@ -1,5 +1,5 @@
-"""Which shape to take of several that were simulated: one rule for ``diptych plan``, ``diptych advise`` and chapter 6
-of the guide.
+"""Which layout to take of several that were simulated: one rule for ``diptych plan``, ``diptych advise``, the advice of
+a diagnosis and chapter 6 of the guide.
 
 A more complex shape must earn its place: where a simpler one holds the asked load at ease, or comes within TIE of the
 best, the simpler one is taken.
@@ -44,3 +44,19 @@ def preferred(offers: Sequence[LayoutOffer], target: float) -> int:
         share = max(offers[number].attainment for number in near)
         near = [number for number in near if offers[number].attainment >= share - TIE]
     return min(near, key=lambda number: (SIMPLER.index(offers[number].shape), -offers[number].worth, number))
+
+
+def ranked(offers: Sequence[LayoutOffer], target: float) -> list[int]:
+    """Indices of the best of each layout (which holds the load and is worth most, or comes nearest to holding it), the
+    one to take first, the others by what they are worth."""
+
+    def rank(number: int) -> tuple[float, float]:
+        return min(offers[number].attainment, target), offers[number].worth
+
+    best: dict[LayoutName, int] = {}
+    for number in sorted(range(len(offers)), key=rank, reverse=True):
+        best.setdefault(offers[number].shape, number)
+    order = list(best.values())
+    if order:
+        order.insert(0, order.pop(preferred([offers[number] for number in order], target)))
+    return order

@@ -1,7 +1,7 @@
 """Simulations of layouts under one load: every layout at every rate once, many at a time in processes of their own.
 
 All runs have the seed of the load, and so the same requests at another rate. Attainment is that of a load that lasts
-(questions.sustained_share). The number of processes changes nothing of the result.
+(questions.lasting_score). The number of processes changes nothing of the result.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 
 from diptych.advisor.device_layout import FleetLayout
+from diptych.advisor.evaluation import Score, carried_out, highest_paces
 from diptych.control.errors import DiptychError
 from diptych.report.statistics import wilson
-from diptych.search.goodput_search import GoodputResult, GoodputSearch, SearchConfig
-from diptych.simulation.questions import OBJECTIVES, Question, answer, at_rate, sustained_share
+from diptych.search.goodput_search import GoodputResult, SearchConfig
+from diptych.simulation.questions import OBJECTIVES, Question, answer, at_rate, lasting_score
 from diptych.simulation.settings import Settings, settings_from
 from diptych.simulation.sweep import Task, run_here, run_tasks
 
@@ -34,7 +35,7 @@ class RunOptions:
 
 class LayoutRuns:
     """The runs so far. refused: layouts that cannot be simulated, with the reason. sized: fleets that ``smallest``
-    found, with the rate at which they keep the objectives."""
+    found, with the rate at which they keep the objectives. search: how closely highest rates are searched."""
 
     def __init__(self, base: Settings, options: RunOptions, on_stage: OnStage | None = None) -> None:
         self.refused: dict[FleetLayout, str] = {}
@@ -42,7 +43,7 @@ class LayoutRuns:
         self.num_runs = 0
         self._base = base
         self._options = options
-        self._search = replace(options.search, repeats=1)  # a run again would give the same
+        self.search = replace(options.search, repeats=1)  # a run again would give the same
         self._on_stage = on_stage
         self._points: dict[tuple[FleetLayout, float], Point] = {}
 
@@ -62,7 +63,7 @@ class LayoutRuns:
 
     def keeps(self, layout: FleetLayout, rate: float) -> bool:
         """Whether enough requests of a run that was made met their objectives."""
-        return bool(self.point(layout, rate)["attainment"] >= self._search.attainment)
+        return bool(self.point(layout, rate)["attainment"] >= self.search.attainment)
 
     def highest_kept(self) -> dict[FleetLayout, float | None]:
         """Of every layout that was simulated: the highest rate so far that kept the objectives (None: none did)."""
@@ -97,26 +98,21 @@ class LayoutRuns:
             if (layout, rate) in self._points
         }
 
+    def scores(self, asked: Sequence[tuple[FleetLayout, float]]) -> dict[tuple[FleetLayout, float], Score]:
+        """See advisor.evaluation.FleetLoad: a pace is a rate in requests per second."""
+        self.run(asked, "highest rates")
+        return {key: _score(self._points[key]) for key in asked if key in self._points}
+
+    def known(self, layouts: Sequence[FleetLayout]) -> dict[FleetLayout, dict[float, Score]]:
+        """The scores of all runs of these layouts, by their rates."""
+        return {layout: {point["rate"]: _score(point) for point in self.points(layout)} for layout in layouts}
+
     def highest_rates(self, layouts: Sequence[FleetLayout], start: float) -> dict[FleetLayout, GoodputResult]:
-        """The highest rates at which enough requests meet their objectives, of the layouts that can be simulated: one
-        search for each, all of them a step at a time. start: the first rate, of a layout that has not run."""
-        searches: dict[FleetLayout, GoodputSearch] = {}
-        for layout in layouts:
-            known = self.points(layout)
-            searches[layout] = GoodputSearch(self._search, min((point["rate"] for point in known), default=start))
-            for point in known:
-                searches[layout].add(point["rate"], point["met"], point["judged"])
-        while True:
-            rates = {layout: search.next_rate() for layout, search in searches.items() if layout not in self.refused}
-            asked = [(layout, rate) for layout, rate in rates.items() if rate is not None]
-            if not asked:
-                break
-            self.run(asked, "highest rates")
-            for layout, rate in asked:
-                if (layout, rate) in self._points:
-                    point = self._points[layout, rate]
-                    searches[layout].add(rate, point["met"], point["judged"])
-        return {layout: search.found for layout, search in searches.items() if layout not in self.refused}
+        """The highest rates at which enough requests meet their objectives, of the layouts that can be simulated.
+        start: the first rate, of a layout that has not run."""
+        able = [layout for layout in layouts if layout not in self.refused]
+        steps = highest_paces(able, self.search, start=start, known=self.known(able))
+        return carried_out(steps, self)
 
     def smallest(self, layouts: Sequence[FleetLayout], rate: float) -> list[FleetLayout | None]:
         """For each layout the smallest fleet of its kinds of workers, of at most two groups, that keeps the objectives
@@ -156,6 +152,10 @@ class LayoutRuns:
         return layout.settings(msgspec.structs.replace(self._base, workload=workload))
 
 
+def _score(point: Point) -> Score:
+    return Score(point["met"], point["judged"])
+
+
 def _run_task(task: bytes) -> bytes:
     """One run, from JSON to JSON; or why it is impossible. With the values that the task came with, its number."""
     values, raw = msgspec.json.decode(task)
@@ -163,11 +163,9 @@ def _run_task(task: bytes) -> bytes:
         run = run_here(settings_from(raw))
     except DiptychError as error:
         return msgspec.json.encode({**values, "refused": error.message})
-    verdicts = run.result.requests.slo_met
-    judged = sum(verdict >= 0 for verdict in verdicts)
+    met, judged = lasting_score(run.result.requests)
     if not judged:
         return msgspec.json.encode({**values, "refused": f"no request has an objective: {OBJECTIVES}"})
-    met = round(sum(verdict == 1 for verdict in verdicts) * sustained_share(run.result.requests))
     share = {"met": met, "judged": judged, "attainment": met / judged, "attainment_interval": wilson(met, judged)}
     return msgspec.json.encode({**run.point, **share, **values})
 

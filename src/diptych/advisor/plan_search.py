@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from diptych.advisor.device_layout import FleetLayout, LayoutName
-from diptych.advisor.layout_preference import LayoutOffer, preferred
+from diptych.advisor.evaluation import evaluate
+from diptych.advisor.layout_preference import LayoutOffer, ranked
 from diptych.advisor.layout_runs import LayoutRuns, OnStage, Point, RunOptions
 from diptych.advisor.layout_space import LayoutSpace
 from diptych.control.errors import ConfigError
@@ -189,38 +190,36 @@ class PlanSearch:
     def _measured(self, layouts: Sequence[FleetLayout]) -> list[MeasuredLayout]:
         """Those that can be simulated, with the run at the asked rate and their highest rates."""
         runs, asked = self._runs, self._asked
-        if asked is not None:
+        if asked is None:
+            found = runs.highest_rates(layouts, self._first_rate)
+        else:
             runs.run([(layout, asked) for layout in layouts], "the asked rate")
+            known = runs.known(layouts)
+            evaluated = evaluate(runs, layouts, runs.search, pace=asked, known=known)
+            found = {each.fleet: each.found for each in evaluated if each.found is not None}
         fleets = []
-        for layout, found in runs.highest_rates(layouts, self._first_rate).items():
+        for layout, result in found.items():
             tried = runs.points(layout)
-            rate = asked if asked is not None else found.rate or tried[0]["rate"]
+            rate = asked if asked is not None else result.rate or tried[0]["rate"]
             fleets.append(
                 MeasuredLayout(
                     layout=layout,
                     point=runs.point(layout, rate),
-                    highest_rate_rps=found.estimate or found.rate,
+                    highest_rate_rps=result.estimate or result.rate,
                     runs=tried,
                 )
             )
         return fleets
 
     def _plan(self, finalists: Sequence[FleetLayout], worth: Callable[[MeasuredLayout], float]) -> CapacityPlan:
-        """Of each shape the fleet that keeps the objectives and is worth most; of those that do not keep them, the one
-        that is nearest to it. The first is the one to take. Raises ConfigError where there is none."""
-
-        def rank(fleet: MeasuredLayout) -> tuple[float, float]:
-            return min(fleet.attainment, self._wanted), worth(fleet)
-
-        best: dict[LayoutName, MeasuredLayout] = {}
-        for fleet in sorted(self._measured(finalists), key=rank, reverse=True):
-            best.setdefault(fleet.layout.shape, fleet)
-        if not best:
+        """The best fleet of each layout, the one to take first (see layout_preference). Raises ConfigError where there
+        is none."""
+        measured = self._measured(finalists)
+        if not measured:
             raise ConfigError(self._none_words(), param="devices")
-        ranked = list(best.values())
-        first = ranked.pop(preferred([self._offer(fleet, worth) for fleet in ranked], self._wanted))
-        fleets = (first, *ranked)
-        twice = self._twice(first.layout)
+        order = ranked([self._offer(fleet, worth) for fleet in measured], self._wanted)
+        fleets = tuple(measured[number] for number in order)
+        twice = self._twice(fleets[0].layout)
         return CapacityPlan(
             fleets=fleets,
             refused={str(layout): reason for layout, reason in self._runs.refused.items()},

@@ -5,9 +5,10 @@ begins with the streams that run, divided among the workers as the router does i
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
-from diptych.control.config import SchedulerConfig, ShapeName, prefill_scheduler, reshaped
+from diptych.control.config import PresetName, SchedulerConfig, prefill_scheduler, reshaped
 from diptych.control.planner.fleet_layout import Layout
 from diptych.control.planner.planner_events import Prediction, TwinQuestion, TwinSettings
 from diptych.control.router.topology import Role
@@ -22,7 +23,7 @@ from diptych.workload.spec import RequestSpec
 NETWORK = "ib400"  # between workers that send KV
 
 
-def settings_for(scheduler: SchedulerConfig, slo: Slo, role: Role, shape: ShapeName) -> SchedulerConfig:
+def settings_for(scheduler: SchedulerConfig, slo: Slo, role: Role, shape: PresetName) -> SchedulerConfig:
     """What a worker that was started with ``scheduler`` schedules by in this role and shape."""
     is_shaped = (scheduler.budget.kind == "whole") == (shape == "unified")
     base = scheduler if is_shaped else reshaped(scheduler, shape)
@@ -47,9 +48,13 @@ class Twin:
             )
             for arrival in question.arrivals
         ]
-        return tuple(self._predict(question, candidate, requests) for candidate in question.candidates)
+        return tuple(
+            prediction_of(self.serve(question, candidate, requests), requests, question.num_before, question.span_ns)
+            for candidate in question.candidates
+        )
 
-    def _predict(self, question: TwinQuestion, candidate: Layout, requests: list[RequestSpec]) -> Prediction:
+    def serve(self, question: TwinQuestion, candidate: Layout, requests: Sequence[RequestSpec]) -> RequestTable:
+        """These requests after the simulation of a candidate, whose workers cost what the question says."""
         scenario = Scenario(
             engine=self._settings.engine,
             cost=StepTermsCost(*question.costs[0].terms),
@@ -57,7 +62,7 @@ class Twin:
             cluster=self._settings.cluster,
             pools=self._pools(question, candidate),
         )
-        return prediction_of(simulate(scenario).requests, requests, question.num_before, question.span_ns)
+        return simulate(scenario).requests
 
     def _pools(self, question: TwinQuestion, candidate: Layout) -> Pools:
         costs = {each.group: each for each in question.costs}

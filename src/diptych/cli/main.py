@@ -55,7 +55,7 @@ from diptych.cli.terminal_chat import chat
 from diptych.cli.worker import worker
 from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.cluster.core_split import parse_core_split
-from diptych.control.config import DEFAULT_SHAPE, DTypeName, QuantizeName, ShapeName, scheduler_config
+from diptych.control.config import DEFAULT_SHAPE, DTypeName, PresetName, QuantizeName, scheduler_config
 from diptych.control.errors import ConfigError
 from diptych.control.planner.planner_config import PlanMode, PlannerConfig
 from diptych.processor import Processor, read_processor
@@ -89,7 +89,7 @@ app = typer.Typer(
 
 SCHEDULER_OPTIONS = tuple(name for name in signature(scheduler_config).parameters if name != "shape")
 TWIN_COMMAND = (sys.executable, "-m", "diptych.advisor.twin_process")
-SHAPES: tuple[ShapeName, ...] = (DEFAULT_SHAPE, "unified")
+SHAPES: tuple[PresetName, ...] = (DEFAULT_SHAPE, "unified")
 CLUSTER_OPTIONS = tuple(signature(cluster_config).parameters)
 
 

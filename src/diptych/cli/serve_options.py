@@ -9,7 +9,7 @@ import typer
 from diptych.cli.http_options import SERVER
 from diptych.cli.options import SLO_HELP, Number, Strings, Text, Whole, option
 from diptych.control.cluster.cluster_config import OnFailure
-from diptych.control.config import BudgetName, DTypeName, OrderName, PreemptionName, QuantizeName, ShapeName
+from diptych.control.config import BudgetName, DTypeName, OrderName, PreemptionName, PresetName, QuantizeName
 from diptych.control.planner.planner_config import PlanMode
 from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
 from diptych.runtime.tiers.extent_format import DiskCodecName
@@ -115,7 +115,7 @@ class ServeOptions:
     slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
     ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None
     tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None
-    shape: Annotated[ShapeName | None, option(SHAPE_HELP, OBJECTIVES)] = None
+    shape: Annotated[PresetName | None, option(SHAPE_HELP, OBJECTIVES)] = None
     speculation: Annotated[SpeculationName, option(SPECULATION_HELP, OBJECTIVES)] = "auto"
     order: Annotated[OrderName | None, option("Which waiting request goes first.", SCHEDULER)] = None
     budget: Annotated[BudgetName | None, option("What limits a step: prompts, tokens or time.", SCHEDULER)] = None

@@ -13,10 +13,10 @@ OrderName = Literal["fcfs", "priority", "shortest", "deadline"]
 BudgetName = Literal["whole", "fixed", "slo"]
 PreemptionName = Literal["recompute", "swap"]
 AdmissionName = Literal["expected", "greedy"]
-ShapeName = Literal["unified", "chunked"]
+PresetName = Literal["unified", "chunked"]
 DTypeName = Literal["auto", "bfloat16", "float32"]  # in which a worker computes
 QuantizeName = Literal["none", "int8", "int4"]  # whole numbers instead of those in floating point
-DEFAULT_SHAPE: ShapeName = "chunked"
+DEFAULT_SHAPE: PresetName = "chunked"
 PREFILL_STEP_NS, MIN_PREFILL_STEP_NS, MAX_PREFILL_STEP_NS = 400 * NS_PER_MS, 100 * NS_PER_MS, 1000 * NS_PER_MS
 
 
@@ -252,7 +252,7 @@ class EngineConfig:
         return replace(self, **changes)
 
 
-def shape_preset(shape: ShapeName, **overrides: Any) -> SchedulerConfig:
+def shape_preset(shape: PresetName, **overrides: Any) -> SchedulerConfig:
     """The scheduler settings behind ``--shape``; ``overrides`` replace fields of SchedulerConfig.
 
     unified: whole prompts, prefill first, first come first served. chunked: prompts in chunks sized by time, shortest
@@ -269,7 +269,7 @@ def shape_preset(shape: ShapeName, **overrides: Any) -> SchedulerConfig:
     return replace(base, **overrides)
 
 
-def reshaped(scheduler: SchedulerConfig, shape: ShapeName) -> SchedulerConfig:
+def reshaped(scheduler: SchedulerConfig, shape: PresetName) -> SchedulerConfig:
     """The preset of another shape with the limits, the preemption and the step time of these settings."""
     base = shape_preset(shape)
     return replace(
@@ -283,7 +283,7 @@ def reshaped(scheduler: SchedulerConfig, shape: ShapeName) -> SchedulerConfig:
 
 
 def scheduler_config(
-    shape: "ShapeName | SchedulerConfig",
+    shape: "PresetName | SchedulerConfig",
     *,
     order: OrderName | None = None,
     budget: BudgetName | None = None,

@@ -50,7 +50,7 @@ def advise(diagnosis: Diagnosis) -> tuple[Advice, ...]:
             if changed is None:  # it is so already
                 continue
             if num_simulated < MOST_SIMULATED:
-                gain = present.gain(setting.change)
+                gain = present.gain_of(changed)
                 num_simulated += 1
         if gain is not None and abs(gain.total_s) < NOTHING * sum(present.measured if present else ()):
             continue
@@ -104,7 +104,6 @@ def _values(model: TwinModel) -> dict[str, str]:
         "quarter": scheduler.caps.long_prefill_threshold or scheduler.budget.max_batched_tokens // 4,
         "step_target_ms": scheduler.budget.target_ns / 1e6,
         "num_workers": len(model.roles),
-        "num_others": max(1, len(model.roles) - 1),
         "num_prefill": model.roles.count("prefill"),
         "num_decode": model.roles.count("decode"),
         "kv_blocks": cache.num_blocks,

@@ -11,6 +11,7 @@ from typing import Final
 from diptych.control.config import CapsConfig, reshaped
 from diptych.control.router.topology import Role
 from diptych.diagnosis.predicted_gain import Change
+from diptych.diagnosis.shape_choice import choose_shape
 from diptych.diagnosis.twin_model import TwinModel
 
 
@@ -139,11 +140,11 @@ def _turn(start: Role, end: Role) -> Change:
 
 
 def _apart(model: TwinModel) -> TwinModel | None:
-    """The same workers, one of them for prompts only."""
+    """The same workers, some for prompts only, where ``diptych advise`` would recommend it, too."""
     if set(model.roles) != {"both"} or len(model.roles) < 2:
         return None
-    decode: Role = "decode"
-    return replace(model, roles=("prefill", *([decode] * (len(model.roles) - 1))))
+    choice = choose_shape(model)
+    return choice.model if choice.best.shape == "split" else None
 
 
 DIPTYCH: Final[Mapping[str, tuple[Setting, ...]]] = {
@@ -172,7 +173,8 @@ DIPTYCH: Final[Mapping[str, tuple[Setting, ...]]] = {
         Setting(name="max_batched_tokens", words="smaller chunks", option="--max-batched-tokens {max_batched_tokens}",
                 costs="more steps for each prompt, each of which reads the weights",
                 refuted_by="gaps during prefills stay as long", change=_step_tokens(0.5)),
-        Setting(name="roles", words="prefill on a worker of its own", option="--prefill 1 --decode {num_others}",
+        Setting(name="roles", words="prefill on a worker of its own",
+                option="--prefill {num_prefill} --decode {num_decode}",
                 costs="a handoff for each request, and cores that idle while no prompt comes",
                 refuted_by="TTFT gets worse than the gaps get better", change=_apart),
     ),

@@ -7,7 +7,7 @@ present: both are simulated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import fmean, stdev
 
@@ -66,9 +66,14 @@ class Present:
         return cls(model, tuple(_Twin(law, _latencies(law.run()), measured) for law in model.laws()), measured)
 
     def gain(self, change: Change) -> Gain | None:
-        """Of one change: the mean of what the laws say, with an interval that holds all of theirs. None when it changes
-        nothing here, or when every twin is too far from the server."""
-        found = [gain for twin in self.twins if (gain := twin.gain(change)) is not None]
+        """The gain of one change; None when it changes nothing here. See ``gain_of``."""
+        changed = change(self.model)
+        return None if changed is None else self.gain_of(changed)
+
+    def gain_of(self, changed: TwinModel) -> Gain | None:
+        """The gain of the changed server: the mean of what the laws say, with an interval that holds all of theirs.
+        None when every twin is too far from the server."""
+        found = [gain for twin in self.twins if (gain := twin.gain(changed)) is not None]
         if not found:
             return None
         ttfts, decodes = [gain.ttft_interval for gain in found], [gain.decode_interval for gain in found]
@@ -100,13 +105,13 @@ class _Twin:
             return 0.0, 0.0
         return fmean(self.latencies[at][0] for at in numbers), fmean(self.latencies[at][1] for at in numbers)
 
-    def gain(self, change: Change) -> Gain | None:
-        """See Present."""
-        changed, simulated, measured = change(self.model), self.simulated(), self.measured
+    def gain(self, changed: TwinModel) -> Gain | None:
+        """The gain by this law; None when the twin is too far from the server."""
+        simulated, measured = self.simulated(), self.measured
         error = abs(sum(simulated) - sum(measured)) / max(1e-9, sum(measured))
-        if changed is None or error > MOST_ERROR:
+        if error > MOST_ERROR:
             return None
-        before, after = self.latencies, _latencies(changed.run())
+        before, after = self.latencies, _latencies(replace(changed, cost=self.model.cost).run())
         shared = [number for number in self.model.counted if number in before and number in after]
         if len(shared) < 2:
             return None

@@ -1,12 +1,14 @@
-"""Which shape the present workers should have: each shape with the same workers and the same requests, simulated.
+"""Which layout the present workers should have: each with the same workers and the same requests, simulated.
 
-The rule is that of ``diptych plan`` (advisor/layout_preference.py).
+The evaluation and the rule are those of ``diptych plan`` (advisor/).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 from diptych.advisor.device_layout import LayoutName
+from diptych.advisor.evaluation import TARGET, EvaluatedFleet, Score, choose, evaluate
 from diptych.advisor.layout_preference import LayoutOffer, preferred
 from diptych.control.config import prefill_scheduler, reshaped
 from diptych.control.router.topology import Role
@@ -14,7 +16,6 @@ from diptych.control.slo import NS_PER_S
 from diptych.diagnosis.twin_model import TwinModel
 from diptych.simulation.results import RequestTable
 
-TARGET = 0.9  # the share of the requests that must meet their objectives
 NOTABLE = 0.02  # a share that is said
 
 
@@ -40,9 +41,10 @@ class SimulatedShape:
 
 @dataclass(frozen=True, slots=True)
 class ShapeChoice:
-    """shapes: all that were simulated, the recommended first."""
+    """shapes: all that were simulated, the recommended first. model: the twin in the recommended."""
 
     shapes: tuple[SimulatedShape, ...]
+    model: TwinModel
 
     @property
     def best(self) -> SimulatedShape:
@@ -65,46 +67,74 @@ class ShapeChoice:
         return said
 
 
+@dataclass(frozen=True, slots=True)
+class ObservedFleet:
+    """The present workers in another layout. num_prefill: workers for prompts alone, of a split."""
+
+    layout: LayoutName
+    num_prefill: int = 0
+
+
+class ObservedLoad:
+    """Requests of an observed server, as advisor.evaluation.FleetLoad: pace 1 is that at which they came. tables: of
+    every simulation so far."""
+
+    def __init__(self, model: TwinModel) -> None:
+        self.model = model.told()
+        self.tables: dict[tuple[ObservedFleet, float], RequestTable] = {}
+
+    def fleets(self) -> list[ObservedFleet]:
+        """The layouts that as many workers can have."""
+        splits = [ObservedFleet("split", num_prefill) for num_prefill in range(1, len(self.model.roles))]
+        return [ObservedFleet("chunked"), ObservedFleet("unified"), *splits]
+
+    def model_of(self, fleet: ObservedFleet) -> TwinModel:
+        """The twin with its workers in this layout."""
+        count, base = len(self.model.roles), self.model.engines[0]
+        preset = reshaped(base.scheduler, "unified" if fleet.layout == "unified" else "chunked")
+        roles: list[Role] = ["both"] * count
+        if fleet.layout == "split":
+            roles = ["prefill" if number < fleet.num_prefill else "decode" for number in range(count)]
+        engines = tuple(
+            base.with_(scheduler=prefill_scheduler(preset, base.slo) if role == "prefill" else preset) for role in roles
+        )
+        return replace(self.model, roles=tuple(roles), engines=engines)
+
+    def scores(self, asked: Sequence[tuple[ObservedFleet, float]]) -> dict[tuple[ObservedFleet, float], Score]:
+        """See advisor.evaluation.FleetLoad."""
+        for fleet, pace in asked:
+            requests = (replace(spec, arrival_ns=round(spec.arrival_ns / pace)) for spec in self.model.requests)
+            self.tables[fleet, pace] = replace(self.model_of(fleet), requests=tuple(requests)).run()
+        return {key: Score.of(self.tables[key]) for key in asked}
+
+
 def choose_shape(model: TwinModel) -> ShapeChoice:
-    """The shapes that as many workers can have, which know the objectives that are asked."""
-    model = model.told()
-    count = len(model.roles)
-    found = [_simulated(model, "chunked", 0), _simulated(model, "unified", 0)]
-    found += [_simulated(model, "split", num_prefill) for num_prefill in range(1, count)]
-    best = found[preferred([_offer(shape, found) for shape in found], TARGET)]
-    others = sorted((shape for shape in found if shape is not best), key=lambda shape: -shape.score)
-    return ShapeChoice((best, *others))
+    """The layouts that as many workers can have, which know the objectives that are asked; the one to take first."""
+    load = ObservedLoad(model)
+    evaluated = evaluate(load, load.fleets())
+    found = [_measured(load, each) for each in evaluated]
+    if any(each.score.judged for each in evaluated):
+        number = choose(evaluated, lambda fleet: fleet.layout, target=TARGET)[0]
+    else:
+        number = preferred([_offer(shape, found) for shape in found], TARGET)
+    others = sorted((shape for shape in found if shape is not found[number]), key=lambda shape: -shape.score)
+    return ShapeChoice((found[number], *others), load.model_of(evaluated[number].fleet))
 
 
 def _offer(shape: SimulatedShape, found: list[SimulatedShape]) -> LayoutOffer:
-    """Without objectives: how near its TTFT comes to the shortest."""
-    share = shape.attainment
-    if share is None:  # no time: no request was finished
-        shortest = min((other.ttft_s for other in found if other.ttft_s), default=0.0)
-        share = shortest / shape.ttft_s if shape.ttft_s else 0.0
-    return LayoutOffer(shape.shape, share)
+    """Without objectives: how near its TTFT comes to the shortest (no time: no request was finished)."""
+    shortest = min((other.ttft_s for other in found if other.ttft_s), default=0.0)
+    return LayoutOffer(shape.shape, shortest / shape.ttft_s if shape.ttft_s else 0.0)
 
 
-def _simulated(model: TwinModel, shape: LayoutName, num_prefill: int) -> SimulatedShape:
-    count = len(model.roles)
-    base = model.engines[0]
-    preset = reshaped(base.scheduler, "unified" if shape == "unified" else "chunked")
-    roles: list[Role] = ["both"] * count
-    if shape == "split":
-        roles = ["prefill" if number < num_prefill else "decode" for number in range(count)]
-    engines = tuple(
-        base.with_(scheduler=prefill_scheduler(preset, base.slo) if role == "prefill" else preset) for role in roles
-    )
-    table = replace(model, roles=tuple(roles), engines=engines).run()
-    option = f"--shape {shape}" + (f" --workers {count}" if count > 1 else "")
-    words = f"{shape}, {count} worker{'s' if count > 1 else ''}"
-    if shape == "split":
-        option = f"--prefill {num_prefill} --decode {count - num_prefill}"
-        words = f"split, {num_prefill} prefill + {count - num_prefill} decode"
-    return _measured(shape, words, option, table, model)
-
-
-def _measured(shape: LayoutName, words: str, option: str, table: RequestTable, model: TwinModel) -> SimulatedShape:
+def _measured(load: ObservedLoad, evaluated: EvaluatedFleet[ObservedFleet]) -> SimulatedShape:
+    fleet, model = evaluated.fleet, load.model
+    table, count = load.tables[fleet, 1.0], len(model.roles)
+    option = f"--shape {fleet.layout}" + (f" --workers {count}" if count > 1 else "")
+    words = f"{fleet.layout}, {count} worker{'s' if count > 1 else ''}"
+    if fleet.layout == "split":
+        option = f"--prefill {fleet.num_prefill} --decode {count - fleet.num_prefill}"
+        words = f"split, {fleet.num_prefill} prefill + {count - fleet.num_prefill} decode"
     rows = table.completed_rows()
     late = slow = 0
     for row in rows:
@@ -112,16 +142,15 @@ def _measured(shape: LayoutName, words: str, option: str, table: RequestTable, m
         tpot_ns = table.tpot_ns(row)
         late += bool(slo and slo.ttft_ns and table.ttft_ns(row) > slo.ttft_ns)
         slow += bool(slo and slo.tpot_ns and tpot_ns and tpot_ns > slo.tpot_ns)
-    judged = [met for met in table.slo_met if met >= 0]
-    count = max(1, len(model.requests))
+    total = max(1, len(model.requests))
     tpots = [tpot for row in rows if (tpot := table.tpot_ns(row)) is not None]
     return SimulatedShape(
-        shape,
+        fleet.layout,
         words,
         option,
-        sum(judged) / len(judged) if judged else None,
-        late / count,
-        slow / count,
+        evaluated.score.attainment,
+        late / total,
+        slow / total,
         fmean(table.ttft_ns(row) for row in rows) / NS_PER_S if rows else 0.0,
         fmean(tpots) / NS_PER_S if tpots else 0.0,
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.control.config import DTypeName, QuantizeName, ShapeName, shape_preset
+from diptych.control.config import DTypeName, PresetName, QuantizeName, shape_preset
 from diptych.control.errors import BrokenInvariantError, ConfigError, CoreFailedError, WorkerError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
 from diptych.control.request import FinishReason, Pooling, SamplingParams
@@ -90,7 +90,7 @@ class LLM:
                     quantize=cast(QuantizeName, quantize),
                 ),
                 memory=MemoryOptions(),
-                scheduler=shape_preset(cast(ShapeName, shape), max_waiting=2**31),
+                scheduler=shape_preset(cast(PresetName, shape), max_waiting=2**31),
                 max_model_len=max_model_len,
                 speculation=cast(SpeculationName, speculation),
             )

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from diptych.control.config import DTypeName, QuantizeName, ShapeName
+from diptych.control.config import DTypeName, PresetName, QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, Role
 from diptych.simulation.number_limits import AtLeastOne, AtLeastZero, NotNegative, Share
@@ -50,7 +50,7 @@ class PoolSettings(SettingsTable, frozen=True, kw_only=True):
     max_model_len: Annotated[int, msgspec.Meta(ge=2)] | None = None
     dtype: DTypeName | None = None
     cores: str | AtLeastOne | None = None
-    shape: ShapeName | None = None
+    shape: PresetName | None = None
     scheduler: SchedulerSettings = SchedulerSettings()
     nics: AtLeastOne | None = None
     price_per_hour: NotNegative | None = None

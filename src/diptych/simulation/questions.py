@@ -135,9 +135,7 @@ class _Probes:
         """(run, requests that met their objectives, as a lasting load would, requests that had any); facts: of what
         differs from the others."""
         run = run_here(settings, values=self._values)
-        verdicts = run.result.requests.slo_met
-        judged, met = sum(verdict >= 0 for verdict in verdicts), sum(verdict == 1 for verdict in verdicts)
-        met = round(met * sustained_share(run.result.requests))
+        met, judged = lasting_score(run.result.requests)
         if not judged:
             raise ConfigError(f"no request of the workload has an objective: {OBJECTIVES}", param="slo")
         self.points.append(
@@ -242,6 +240,13 @@ def with_workers(settings: Settings, workers: Mapping[str, int]) -> Settings:
     for name, count in workers.items():
         named[name] = msgspec.structs.replace(named[name], replicas=count)
     return msgspec.structs.replace(settings, pools=msgspec.structs.replace(settings.pools, named=named))
+
+
+def lasting_score(table: RequestTable) -> tuple[int, int]:
+    """(requests that met their objectives, as a load that lasts would have it; requests that had any)."""
+    judged = sum(verdict >= 0 for verdict in table.slo_met)
+    met = sum(verdict == 1 for verdict in table.slo_met)
+    return round(met * sustained_share(table)), judged
 
 
 def sustained_share(table: RequestTable) -> float:

@@ -16,7 +16,7 @@ import msgspec.inspect
 import msgspec.structs
 
 from diptych.control.cluster.cluster_config import ClusterConfig, OnFailure, cluster_config
-from diptych.control.config import QuantizeName, ShapeName
+from diptych.control.config import PresetName, QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
@@ -174,7 +174,7 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     kv_bits: Literal[8, 16] = 16
     cost: str = "auto"
     engine: str | None = None
-    shape: ShapeName | None = None
+    shape: PresetName | None = None
     replicas: AtLeastOne = 1
     routing: RoutingName | None = None
     disaggregate: Disaggregate | None = None

@@ -10,7 +10,7 @@ from diptych.control.cluster.attempts import AttemptState
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import Arrived, Cancelled, ClusterEvent, Reported
 from diptych.control.commands import Command, End
-from diptych.control.config import SchedulerConfig, ShapeName
+from diptych.control.config import PresetName, SchedulerConfig
 from diptych.control.events import Event, FirstToken, HandoffReserved, RequestAdmitted
 from diptych.control.planner.fleet_layout import STARTED_GROUP
 from diptych.control.planner.planner_events import (
@@ -93,7 +93,7 @@ class ClusterWatch:
         """What this worker is for."""
         return self._core.members.infos[worker].role
 
-    def shape(self, worker: int) -> ShapeName:
+    def shape(self, worker: int) -> PresetName:
         """Of the settings that this worker schedules by."""
         started = self._members[worker].started if worker < len(self._members) else self._started
         scheduler = self._core.members.schedulers.get(worker, started)

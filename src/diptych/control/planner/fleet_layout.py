@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations, product
 
 from diptych.control.cluster.core_split import CoreSplit, split_for
-from diptych.control.config import ShapeName
+from diptych.control.config import PresetName
 from diptych.control.router.topology import ROLES, Role, has_both_phases
 
 NEW_WORKER = -1
 STARTED_GROUP = ""  # of workers that belong to no pool: all of an equal fleet, and those that are started later
 MOST_JOINT_GROUPS = 4  # that get a role each in one change
 
-Kind = tuple[str, Role, ShapeName]
+Kind = tuple[str, Role, PresetName]
 Counts = tuple[tuple[Kind, int], ...]
 
 
@@ -29,7 +29,7 @@ class WorkerSetting:
 
     worker: int
     role: Role
-    shape: ShapeName
+    shape: PresetName
     group: str = STARTED_GROUP
     num_cores: int = 0
 
@@ -87,14 +87,14 @@ class Reach:
     pools that have others), how many workers there may be (least to most), which keep what an operator has set, and
     whether cores may move between workers."""
 
-    shapes: tuple[ShapeName, ...]
+    shapes: tuple[PresetName, ...]
     least_workers: int
     most_workers: int
     pinned: frozenset[int] = field(default_factory=frozenset)
-    group_shapes: Mapping[str, tuple[ShapeName, ...]] = field(default_factory=dict)
+    group_shapes: Mapping[str, tuple[PresetName, ...]] = field(default_factory=dict)
     moves_cores: bool = False
 
-    def shapes_of(self, group: str) -> tuple[ShapeName, ...]:
+    def shapes_of(self, group: str) -> tuple[PresetName, ...]:
         """What the workers of a group may have."""
         return self.group_shapes.get(group, self.shapes)
 
@@ -173,7 +173,7 @@ def _rebuilt(free: Counter[Kind], pinned: Counter[Kind], reach: Reach) -> Iterat
             yield pinned + whole
 
 
-def _divisions(group: str, total: int, shapes: Sequence[ShapeName]) -> Iterator[Counter[Kind]]:
+def _divisions(group: str, total: int, shapes: Sequence[PresetName]) -> Iterator[Counter[Kind]]:
     first = shapes[0]
     for shape in shapes:
         for num_prefill in range(total + 1):

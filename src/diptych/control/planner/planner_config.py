@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from diptych.control.config import ShapeName
+from diptych.control.config import PresetName
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 
@@ -16,7 +16,7 @@ class PlannedPool:
     """Equal workers of an unequal fleet. shapes: that they may have."""
 
     name: str
-    shapes: tuple[ShapeName, ...]
+    shapes: tuple[PresetName, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class PlannerConfig:
     twin_share: float = 0.1
     twin_burst_ns: int = 10 * NS_PER_S
     max_workers: int = 0
-    shapes: tuple[ShapeName, ...] = ("chunked",)
+    shapes: tuple[PresetName, ...] = ("chunked",)
     pools: tuple[PlannedPool, ...] = ()
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.core_split import CoreSplit
-from diptych.control.config import EngineConfig, ShapeName
+from diptych.control.config import EngineConfig, PresetName
 from diptych.control.engine.reports import LoadReport
 from diptych.control.planner.fleet_layout import STARTED_GROUP, Layout
 from diptych.control.router.topology import ANY_LENGTH, Role
@@ -55,7 +55,7 @@ class ObservedWorker:
 
     worker: int
     role: Role
-    shape: ShapeName
+    shape: PresetName
     block_size: int
     load: LoadReport | None
     is_pinned: bool = False
@@ -266,7 +266,7 @@ class SetShape:
     """This worker gets the scheduler settings of another shape."""
 
     worker: int
-    shape: ShapeName
+    shape: PresetName
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class AddWorker:
     """Start one more worker, of this role and shape."""
 
     role: Role
-    shape: ShapeName
+    shape: PresetName
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ to their speed.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diptych.control.config import ShapeName
+from diptych.control.config import PresetName
 from diptych.control.planner.planner_events import DemandSummary, ReplayedArrival, Terms
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_S
@@ -50,7 +50,7 @@ class StepPrices:
     answer_speed: float
 
 
-Part = tuple[Role, ShapeName, StepPrices, int]  # so many equal workers
+Part = tuple[Role, PresetName, StepPrices, int]  # so many equal workers
 
 
 def work_of(demand: DemandSummary, arrivals: Sequence[ReplayedArrival], num_reserving: int) -> OfferedWork:

@@ -12,6 +12,7 @@ from typing import Any
 from diptych.diagnosis.adapters.exposition import Growth, MetricsPage
 from diptych.diagnosis.adapters.metric_names import Scrapes
 from diptych.diagnosis.observation import Estimate, Missing, Observation
+from diptych.engine_load_metrics import LLAMACPP_LOAD
 
 PREFIX = "llamacpp:"
 MISSING = (
@@ -49,8 +50,8 @@ def observe_llamacpp(scrapes: Scrapes, slots: Slots) -> Observation:
     decode_s = growth.count(f"{PREFIX}tokens_predicted_seconds") or 0.0
     tokens = growth.count(f"{PREFIX}tokens_predicted") or 0.0
     requests = float(slots.num_tasks)
-    waiting = fmean(page.total(f"{PREFIX}requests_deferred") or 0.0 for page in pages)
-    running = [page.total(f"{PREFIX}requests_processing") or 0.0 for page in pages]
+    waiting = fmean(page.total(LLAMACPP_LOAD.waiting) or 0.0 for page in pages)
+    running = [page.total(LLAMACPP_LOAD.running) or 0.0 for page in pages]
     queue_s = waiting * scrapes.window_s / requests if requests else 0.0
     prefill_s = prompt_s / requests if requests else 0.0
     count = int(requests)
@@ -63,7 +64,7 @@ def observe_llamacpp(scrapes: Scrapes, slots: Slots) -> Observation:
         signals["hit_share"] = cached / (prompts + cached)
     if slots.num_places:
         signals["max_num_seqs"] = float(slots.num_places)
-    if usage := [value for page in pages if (value := page.total(f"{PREFIX}kv_cache_usage_ratio")) is not None]:
+    if usage := [value for page in pages if (value := page.total(LLAMACPP_LOAD.kv_usage)) is not None]:
         signals |= {"kv_usage": fmean(usage), "kv_usage_max": max(usage)}
     return Observation(
         engine="llamacpp",

@@ -7,17 +7,18 @@ from typing import Final
 
 from diptych.diagnosis.adapters.metric_names import MetricNames
 from diptych.diagnosis.observation import Missing
+from diptych.engine_load_metrics import SGLANG_LOAD
 
 SGLANG: Final = MetricNames(
     engine="sglang",
     prefix="sglang:",
-    ttft="sglang:time_to_first_token_seconds",
+    ttft=SGLANG_LOAD.ttft,
     itl="sglang:inter_token_latency_seconds",
     queue="sglang:queue_time_seconds",
-    running="sglang:num_running_reqs",
-    waiting="sglang:num_queue_reqs",
-    kv_usage="sglang:token_usage",
-    preemptions="sglang:num_retracted_requests",
+    running=SGLANG_LOAD.running,
+    waiting=SGLANG_LOAD.waiting,
+    kv_usage=SGLANG_LOAD.kv_usage,
+    preemptions=SGLANG_LOAD.preemptions,
     hit_rate="sglang:cache_hit_rate",
     prompt_tokens="sglang:prompt_tokens_histogram",
     output_tokens="sglang:generation_tokens_histogram",

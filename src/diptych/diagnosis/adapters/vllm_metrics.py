@@ -8,20 +8,21 @@ from typing import Final
 
 from diptych.diagnosis.adapters.metric_names import MetricNames
 from diptych.diagnosis.observation import Missing
+from diptych.engine_load_metrics import VLLM_LOAD
 
 VLLM: Final = MetricNames(
     engine="vllm",
     prefix="vllm:",
-    ttft="vllm:time_to_first_token_seconds",
+    ttft=VLLM_LOAD.ttft,
     itl="vllm:inter_token_latency_seconds",
     tpot="vllm:request_time_per_output_token_seconds",
     queue="vllm:request_queue_time_seconds",
     prefill="vllm:request_prefill_time_seconds",
     transfer="vllm:nixl_xfer_time_seconds",
-    running="vllm:num_requests_running",
-    waiting="vllm:num_requests_waiting",
-    kv_usage="vllm:kv_cache_usage_perc",
-    preemptions="vllm:num_preemptions",
+    running=VLLM_LOAD.running,
+    waiting=VLLM_LOAD.waiting,
+    kv_usage=VLLM_LOAD.kv_usage,
+    preemptions=VLLM_LOAD.preemptions,
     prefix_queries="vllm:prefix_cache_queries",
     prefix_hits="vllm:prefix_cache_hits",
     prompt_tokens="vllm:request_prompt_tokens",

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych.control.cluster.core_split import CoreSplit, parse_core_split
 from diptych.control.compute_share import ComputeShare, cpu_ranges
-from diptych.control.config import ShapeName
+from diptych.control.config import PresetName
 from diptych.control.errors import (
     AuthenticationError,
     ConfigError,
@@ -49,7 +49,7 @@ class ChangeBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: Role | None = None
-    shape: ShapeName | None = None
+    shape: PresetName | None = None
     drain: bool | None = None
     cores: str | None = None
     multiprocessors: int | None = Field(default=None, ge=1)

@@ -15,7 +15,7 @@ from typing import Protocol
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import ClusterEvent
 from diptych.control.commands import Command
-from diptych.control.config import CacheConfig, EngineConfig, ShapeName
+from diptych.control.config import CacheConfig, EngineConfig, PresetName
 from diptych.control.errors import ConflictError, DiptychError
 from diptych.control.planner.cluster_watch import ClusterWatch, PoolMember
 from diptych.control.planner.planner_config import PlannedPool, PlannerConfig
@@ -286,7 +286,7 @@ def pools_of(
     ):
         members.append(PoolMember(group.name, own.scheduler))
         twins.setdefault(group.name, TwinPool(group.name, _engine_of(own, options.slo), copies[number]))
-        shape: ShapeName = "unified" if own.scheduler.budget.kind == "whole" else "chunked"
+        shape: PresetName = "unified" if own.scheduler.budget.kind == "whole" else "chunked"
         shapes = fleet.plan.shapes if group.scheduler is None else (shape,)
         planned.setdefault(group.name, PlannedPool(group.name, shapes))
     is_added_here = fleet.join is None or fleet.ray is not None  # workers that join by themselves are not

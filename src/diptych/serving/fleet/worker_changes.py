@@ -21,7 +21,7 @@ from diptych.control.cluster.cluster_events import (
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.cluster.membership import Membership
 from diptych.control.compute_share import ComputeShare
-from diptych.control.config import SchedulerConfig, ShapeName, prefill_scheduler, reshaped
+from diptych.control.config import PresetName, SchedulerConfig, prefill_scheduler, reshaped
 from diptych.control.errors import ConflictError, InvalidRequestError, NotFoundError
 from diptych.control.planner.planner_events import Cores
 from diptych.control.router.topology import Role
@@ -159,12 +159,12 @@ class WorkerChanges:
         self._schedulers[worker] = scheduler
         self._fleet.tell(SchedulerChanged(worker, self.settings(worker, self._fleet.members.infos[worker].role)))
 
-    def change_shape(self, worker: int, shape: ShapeName) -> None:
+    def change_shape(self, worker: int, shape: PresetName) -> None:
         """The same with the preset of a shape. Raises NotFoundError when there is no such worker."""
         self._require(worker)
         self.change_scheduler(worker, reshaped(self._base(worker), shape))
 
-    def shape(self, worker: int) -> ShapeName:
+    def shape(self, worker: int) -> PresetName:
         """By which it schedules, when it does both phases."""
         return "unified" if self._base(worker).budget.kind == "whole" else "chunked"
 

@@ -5,23 +5,24 @@ Owns the words; the rule is that of ``diptych plan`` (advisor/layout_preference.
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from diptych.advisor.device_layout import LayoutName
+from diptych.advisor.evaluation import TARGET
 from diptych.advisor.layout_preference import ROOM, TIE, LayoutOffer, preferred
 from diptych.web.panels.formula import milliseconds, percent, significant
 from diptych.web.panels.machine import Machine
 
-GuideShape = Literal["unified", "chunked", "disaggregated"]
-TARGET = 0.9  # the share of the requests that must meet their objectives
+LAYOUTS: tuple[LayoutName, ...] = ("unified", "chunked", "split")
 
 
 class AdvisedShape(msgspec.Struct, frozen=True, kw_only=True):
     """One shape at the asked rate. capacity_rps: the highest rate found at which 90 % of the requests meet their
     objectives (0: none was found). late_share, slow_share: of the answers, those that missed TTFT, and TPOT."""
 
-    shape: GuideShape
+    shape: LayoutName
     words: str
     workers: int
     prefill: int
@@ -47,7 +48,7 @@ def recommend(
     best = best_of(found, rate)
     reasons = [_why(best, found)]
     reasons += [_against(shape, best, asked) for shape in found if shape is not best]
-    if best.shape != "disaggregated" and all(shape.shape != "disaggregated" for shape in found):
+    if best.shape != "split" and all(shape.shape != "split" for shape in found):
         reasons.append(
             f"Two pools need two workers at least, and here is room for one: a worker of {chosen.model.name} takes "
             f"{chosen.num_gpus} of {gpus}."
@@ -87,7 +88,7 @@ def best_of(found: Sequence[AdvisedShape], rate: float) -> AdvisedShape:
     """The one to take, by the rule of ``diptych plan``."""
     offers = [
         LayoutOffer(
-            "split" if shape.shape == "disaggregated" else shape.shape,
+            shape.shape,
             shape.attainment,
             worth=shape.capacity_rps,
             headroom=shape.capacity_rps / rate,
@@ -150,7 +151,7 @@ def _against(shape: AdvisedShape, best: AdvisedShape, asked: Mapping[str, Any]) 
             f"{name}: {percent(shape.attainment)} of the requests meet their objectives; it holds "
             f"{'more than' if shape.holds_more else 'up to'} {_rate(shape)}."
         )
-    if shape.shape == "disaggregated":
+    if shape.shape == "split":
         pool = "prefill" if shape.late_share > shape.slow_share else "decode"
         cause = f"its {pool} workers have too much to do"
     elif shape.shape == "unified":
@@ -164,7 +165,7 @@ def _against(shape: AdvisedShape, best: AdvisedShape, asked: Mapping[str, Any]) 
 def serve_command(best: AdvisedShape, chosen: Machine, asked: Mapping[str, Any]) -> str:
     """How to start that shape, with these objectives for requests that name none."""
     command = ["diptych", "serve", "--model", f"./{chosen.model.name}"]
-    if best.shape == "disaggregated":
+    if best.shape == "split":
         command += ["--prefill", str(best.prefill), "--decode", str(best.decode)]
     else:
         command += ["--shape", best.shape]
@@ -202,7 +203,7 @@ def simulate_command(best: AdvisedShape, chosen: Machine, asked: Mapping[str, An
     if chosen.weight_bits != 16:
         command += ["--weight-bits", str(chosen.weight_bits)]
     command += ["--shape", "unified" if best.shape == "unified" else "chunked"]
-    if best.shape == "disaggregated":
+    if best.shape == "split":
         command += ["--prefill", str(best.prefill), "--decode", str(best.decode), "--link", asked["link"]]
     elif best.workers > 1:
         command += ["--replicas", str(best.workers)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.control.config import ShapeName
+from diptych.control.config import PresetName
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.simulation.prepare import cache_config, scheduler_of
@@ -108,7 +108,7 @@ def scenario_of(chosen: Machine, **settings: Any) -> Scenario:
 
 
 def one_worker(
-    chosen: Machine, shape: ShapeName, scheduler: Mapping[str, Any] | None = None, tpot_ms: float | None = None
+    chosen: Machine, shape: PresetName, scheduler: Mapping[str, Any] | None = None, tpot_ms: float | None = None
 ) -> Scenario:
     """The scenario of one worker with these settings of its scheduler. (Quicker than ``scenario_of``: finding the cost
     model takes as long as a simulation.) Raises ConfigError."""

@@ -7,23 +7,25 @@ that serve; nothing is looked up in a table.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from diptych.advisor.device_layout import LayoutName
+from diptych.advisor.evaluation import PACES, TARGET, EvaluatedFleet, Score, evaluation
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.results import SimulationResult, summarize
 from diptych.simulation.run import simulate
 from diptych.simulation.settings import Settings, plain, prepare, settings_from
-from diptych.web.panels.advice import TARGET, AdvisedShape, GuideShape, recommend
+from diptych.web.panels.advice import LAYOUTS, AdvisedShape, recommend
 from diptych.web.panels.machine import Machine, about, machine, step_ns
 from diptych.web.panels.query import Query
 
 SECONDS = 15.0  # of load per simulation, within these numbers of requests
 LEAST_REQUESTS, MOST_REQUESTS = 150, 800
-SEARCH_STEPS = 5
+SEARCH_STEPS = PACES.max_probes - 1
 MOST_FACTOR = 4  # how far above the asked rate it is worth knowing what a shape holds
 MAX_SPLITS = 3
 LENGTH_SIGMA = 0.6  # of the lognormal lengths
@@ -48,7 +50,7 @@ class ChooseQuery(Query, frozen=True, kw_only=True):
 class Plan:
     """One way to use the GPUs. prefill, decode 0: every worker does both."""
 
-    shape: GuideShape
+    shape: LayoutName
     workers: int
     prefill: int = 0
     decode: int = 0
@@ -75,32 +77,28 @@ def steps(query: ChooseQuery) -> Iterator[dict[str, Any]]:
             f"{chosen.model.name} ({chosen.model.max_context:,}) can be asked for",
             param="prompt",
         )
-    groups = [plans(chosen, query, shape) for shape in get_args(GuideShape)]
+    groups = [plans(chosen, query, shape) for shape in LAYOUTS]
     total = sum(len(group) + SEARCH_STEPS for group in groups if group)
     done = 0
     yield {"kind": "progress", "done": 0, "total": total, "text": "starting"}
-    found: list[AdvisedShape] = []
+    best: list[Plan] = []
     for group in groups:
-        tried = []
+        tried: dict[Plan, AdvisedShape] = {}
         for plan in group:
-            tried.append(candidate(chosen, query, plan, query.rate))
+            tried[plan] = candidate(chosen, query, plan, query.rate)
             done += 1
             yield {"kind": "progress", "done": done, "total": total, "text": words(plan)}
-        if not tried:
-            continue
-        best = max(tried, key=lambda shape: (shape.attainment, shape.goodput_rps))
-        search = _search(chosen, query, _plan(best), best.attainment >= TARGET)
-        for index, capacity in enumerate(search):
-            more = capacity >= MOST_FACTOR * query.rate
-            best = msgspec.structs.replace(best, capacity_rps=capacity, holds_more=more)
-            yield {
-                "kind": "progress",
-                "done": done + index + 1,
-                "total": total,
-                "text": f"the highest rate of {words(_plan(best))}",
-            }
-        done += SEARCH_STEPS
-        found.append(best)
+        if tried:
+            best.append(max(tried, key=lambda plan: (tried[plan].attainment, tried[plan].goodput_rps)))
+    found: list[AdvisedShape] = []
+    for event in _searched(chosen, query, best):
+        if isinstance(event, list):
+            found = [_advised(chosen, query, each) for each in event]
+        else:
+            done += 1
+            yield {"kind": "progress", "done": done, "total": total, "text": f"the highest rate of {words(event)}"}
+    for step in range(done + 1, total + 1):  # searches that ended early
+        yield {"kind": "progress", "done": step, "total": total, "text": "the highest rates"}
     yield {
         "kind": "result",
         "machine": about(chosen),
@@ -111,10 +109,10 @@ def steps(query: ChooseQuery) -> Iterator[dict[str, Any]]:
     }
 
 
-def plans(chosen: Machine, query: ChooseQuery, shape: GuideShape) -> list[Plan]:
+def plans(chosen: Machine, query: ChooseQuery, shape: LayoutName) -> list[Plan]:
     """What to try of a shape: for two pools the splits around the one that balances prefill and decode work."""
     workers = query.gpus // chosen.num_gpus
-    if shape != "disaggregated":
+    if shape != "split":
         return [Plan(shape, workers)]
     if workers < 2:
         return []
@@ -154,7 +152,7 @@ def settings_of(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) ->
         "routing": "kv_aware",
         "workload": {
             "rate": rate,
-            "num_requests": num_requests(rate),
+            "num_requests": num_requests(query.rate),  # at every pace the same requests
             "lengths": lengths,
             "slo": {"ttft_ms": query.ttft_ms, "tpot_ms": query.tpot_ms},
         },
@@ -173,13 +171,13 @@ def _simulated(settings: bytes) -> SimulationResult:
 
 def candidate(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) -> AdvisedShape:
     """What a plan does at this rate."""
-    result = _simulated(msgspec.json.encode(plain(settings_of(chosen, query, plan, rate))))
+    result = _served(chosen, query, plan, rate)
     summary, table = summarize(result), result.requests
     rows = table.completed_rows()
     late = sum(table.ttft_ns(row) > query.ttft_ms * 1e6 for row in rows)
     slow = sum((table.tpot_ns(row) or 0) > query.tpot_ms * 1e6 for row in rows)
     usd_per_hour = chosen.hardware.price_per_hour * plan.workers * chosen.num_gpus
-    attainment = summary["attainment"] or 0.0
+    attainment = Score.of(table).attainment or 0.0
     good = rate * attainment  # of a fleet that runs on; the last answers of a short run would count against it
     return AdvisedShape(
         shape=plan.shape,
@@ -200,23 +198,32 @@ def candidate(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) -> A
     )
 
 
-def _search(chosen: Machine, query: ChooseQuery, plan: Plan, holds: bool) -> Iterator[float]:
-    """The highest rate at which TARGET of the requests meet their objectives, closer with each step. Rates that were
-    found too high come down by bisection; the first steps double, or take a third. At MOST_FACTOR times the asked rate
-    it ends."""
-    low, high = (query.rate, 0.0) if holds else (0.0, query.rate)
-    for _ in range(SEARCH_STEPS):
-        if low < MOST_FACTOR * query.rate:
-            middle = low * 2 if not high else high / 3 if not low else (low + high) / 2
-            if candidate(chosen, query, plan, round(middle, 3)).attainment >= TARGET:
-                low = middle
-            else:
-                high = middle
-        yield low
+def _searched(chosen: Machine, query: ChooseQuery, fleets: list[Plan]) -> "Iterator[Plan | list[EvaluatedFleet[Plan]]]":
+    """The plan of each simulation of advisor.evaluation, and at last what it found. A pace is a rate."""
+    steps = evaluation(fleets, pace=query.rate)
+    asked = next(steps)
+    while True:
+        scores: dict[tuple[Plan, float], Score] = {}
+        for plan, rate in asked:
+            scores[plan, rate] = Score.of(_served(chosen, query, plan, rate).requests)
+            if rate != query.rate:
+                yield plan
+        try:
+            asked = steps.send(scores)
+        except StopIteration as end:
+            yield end.value
+            return
 
 
-def _plan(shape: AdvisedShape) -> Plan:
-    return Plan(shape.shape, shape.workers, shape.prefill, shape.decode)
+def _advised(chosen: Machine, query: ChooseQuery, evaluated: EvaluatedFleet[Plan]) -> AdvisedShape:
+    most = MOST_FACTOR * query.rate
+    highest = evaluated.highest or 0.0
+    shape = candidate(chosen, query, evaluated.fleet, query.rate)
+    return msgspec.structs.replace(shape, capacity_rps=round(min(most, highest), 3), holds_more=highest >= most)
+
+
+def _served(chosen: Machine, query: ChooseQuery, plan: Plan, rate: float) -> SimulationResult:
+    return _simulated(msgspec.json.encode(plain(settings_of(chosen, query, plan, rate))))
 
 
 def _prefill_seconds(cost: CostModel, query: ChooseQuery) -> float:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from diptych.control.config import BudgetConfig, BudgetName, ShapeName
+from diptych.control.config import BudgetConfig, BudgetName, PresetName
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS
 from diptych.simulation.scenario import Scenario
@@ -98,7 +98,7 @@ def scheduler_settings(query: ChunkedQuery, chunk: int) -> dict[str, Any]:
 
 
 def _scenario(chosen: Machine, query: ChunkedQuery) -> Scenario:
-    shape: ShapeName = "unified" if query.mode == "whole" else "chunked"
+    shape: PresetName = "unified" if query.mode == "whole" else "chunked"
     tpot_ms = query.tpot_ms if query.mode == "slo" else None
     return one_worker(chosen, shape, scheduler_settings(query, query.chunk), tpot_ms)
 

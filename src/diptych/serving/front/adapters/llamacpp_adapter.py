@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from diptych.engine_load_metrics import LLAMACPP_LOAD
 from diptych.serving.front.adapters.openai_parts import (
     LOOK_S,
     TOKENIZE_S,
@@ -26,13 +27,7 @@ from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, WHOLE_PATHS, RelayRequest, encode_json
 from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 
-_GAUGES = GaugePage(
-    {
-        "num_running": "llamacpp:requests_processing",
-        "num_waiting": "llamacpp:requests_deferred",
-        "kv_usage": "llamacpp:kv_cache_usage_ratio",
-    }
-)
+_GAUGES = GaugePage(LLAMACPP_LOAD.series())
 
 
 class LlamaCppAdapter:

@@ -9,6 +9,7 @@ token ids are not on its OpenAI endpoints: a stream that it loses cannot be cont
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diptych.engine_load_metrics import SGLANG_LOAD
 from diptych.serving.front.adapters.openai_parts import (
     LOOK_S,
     GaugePage,
@@ -24,15 +25,7 @@ from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_request import COMPLETION_PATH, RelayRequest
 from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 
-_GAUGES = GaugePage(
-    {
-        "num_running": "sglang:num_running_reqs",
-        "num_waiting": "sglang:num_queue_reqs",
-        "kv_usage": "sglang:token_usage",
-        "num_preemptions": "sglang:num_retracted_requests_total",
-        "num_first_tokens": "sglang:time_to_first_token_seconds_count",
-    }
-)
+_GAUGES = GaugePage(SGLANG_LOAD.series())
 
 
 class SGLangAdapter:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diptych.engine_load_metrics import VLLM_LOAD
 from diptych.serving.api.manners import is_loopback
 from diptych.serving.front.adapters.openai_parts import (
     LOOK_S,
@@ -31,15 +32,7 @@ from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, Rela
 from diptych.serving.front.reply_chunks import UnreadableReplyError, read_chunk
 from diptych.serving.front.tokenized_prompt import GENERATE_PATH, RENDER_PATH, TokenizedPrompt
 
-_GAUGES = GaugePage(
-    {
-        "num_running": "vllm:num_requests_running",
-        "num_waiting": "vllm:num_requests_waiting",
-        "kv_usage": "vllm:kv_cache_usage_perc",
-        "num_preemptions": "vllm:num_preemptions_total",
-        "num_first_tokens": "vllm:time_to_first_token_seconds_count",
-    }
-)
+_GAUGES = GaugePage(VLLM_LOAD.series())
 _CACHE_LINE = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
 _RANK = re.compile(rb'^vllm:cache_config_info\{[^}\n]*\bengine="(\d{1,4})"', re.MULTILINE)
 _LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d+)"')

@@ -3,7 +3,7 @@ import { milliseconds, percent, significant } from "../common/format.js";
 import { readLines } from "../common/stream.js";
 import { accept, errorOf, get, panel, query, refuse, showMachine } from "./panel.js";
 
-const NAMES = { unified: "Unified", chunked: "Chunked", disaggregated: "Two pools" };
+const NAMES = { unified: "Unified", chunked: "Chunked", split: "Two pools" };
 let asking = null;
 let answered = null; // the question that is answered on the page
 
