@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diptych.advisor.twin_process import answer
 from fake_worker import fake_command
 from in_process_fleet import in_process_fleet
 from test_failing_server import failing_worker
@@ -20,6 +19,7 @@ from test_framed_link import linked
 from test_join import KEY, agent, ask, expected, front_end, number_of, port_of, process, ready, tokens, until
 from virtual_time import in_virtual_time
 
+from diptych.advisor.twin_process import answer
 from diptych.control.errors import BrokenInvariantError, CoreFailedError, WorkerError
 from diptych.control.planner.planner_events import TwinAnswered, TwinFailed, TwinQuestion
 from diptych.length_prefix import pack
