@@ -25,7 +25,6 @@ from enum import IntEnum
 
 from diptych.control.errors import DiptychError
 from diptych.runtime.transfer.connector import MAX_ATTEMPT_ID_BYTES, MAX_PAYLOAD_BYTES
-from diptych.runtime.transfer.stream.fence import Fence
 
 _FIELDS = struct.Struct("<BBHIQQIIIHH")
 _PLACE = struct.Struct("<Q")
@@ -124,33 +123,3 @@ def parse_header(header: bytes | bytearray) -> Frame:
     if body_bytes > _MAX_BODY[known]:
         raise ProtocolError(f"a frame of kind {known.name} has {body_bytes} bytes; at most {_MAX_BODY[known]}")
     return Frame(known, number, sequence, start, tokens, first, layers, encoding, flags, body_bytes, crc)
-
-
-class OutgoingFrame:
-    """A frame on its way out: a header and pieces of a body that may lie in a transfer's blocks, behind ``fence``."""
-
-    def __init__(self, pieces: list[memoryview], fence: Fence | None = None) -> None:
-        self.pieces = pieces
-        self.at = 0  # pieces before this one have left
-        self.fence = fence
-
-    def detach(self) -> None:
-        """Copy what has not left yet: the frame no longer points into blocks. With the fence's lock held."""
-        self.pieces[self.at :] = [memoryview(bytes(piece)) for piece in self.pieces[self.at :]]
-
-    def advance(self, count: int) -> bool:
-        """``count`` bytes have left. Whether all have."""
-        self.at = skip_bytes(self.pieces, self.at, count)
-        return self.at == len(self.pieces)
-
-
-def skip_bytes(pieces: list[memoryview], at: int, count: int) -> int:
-    """Cut ``count`` bytes off the pieces from ``at`` on: where they begin now."""
-    while count:
-        size = len(pieces[at])
-        if size > count:
-            pieces[at] = pieces[at][count:]
-            return at
-        count -= size
-        at += 1
-    return at

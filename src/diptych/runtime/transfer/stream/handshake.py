@@ -20,7 +20,7 @@ tokens, names of requests and the KV formats travel in the clear, and prompts ca
 DATA has a CRC-32 alone, which detects damage; an attacker on the path who rewrites packets can change KV so that the
 CRC still fits. All workers share the secret, so it does not tell them apart: each of them can speak for any other. An
 attacker on the path can delay or cut connections, and one who only reaches the port can crowd out handshakes that are
-under way (receiver.py, MAX_UNPROVED). There is no forward secrecy, since there is no secrecy. Between hosts, TLS is
+under way (MAX_UNPROVED of stream_connector.py). There is no forward secrecy, since there is no secrecy. Between hosts, TLS is
 left out only on request (--transfer-plain), for a network that only workers can reach, or a tunnel that encrypts
 (WireGuard, IPsec). The protocol was designed here and has had no review from outside.
 """
