@@ -76,9 +76,9 @@ class KVCodec:
         is_covered = can_run and self._on_cpu and kv_format.layout == "cpu" and dim % 16 == 0 and dim <= MAX_NATIVE_DIM
         self._native = library if is_covered else None
         self._block_bytes = kv_format.bytes_per_layer_block
-        # wire_bytes is linear in pieces of this many tokens
-        self._piece_tokens = kv_format.block_size if encoding is WireEncoding.RAW else TILE_TOKENS
-        self._piece_bytes = wire_bytes(kv_format, encoding, self._piece_tokens, 1)
+        # on the wire, tokens take whole pieces: blocks (RAW) or tiles, of this many bytes in one layer
+        self.piece_tokens = kv_format.block_size if encoding is WireEncoding.RAW else TILE_TOKENS
+        self.piece_bytes = wire_bytes(kv_format, encoding, self.piece_tokens, 1)
         if native and self._native is None:
             raise ConfigError(f"native kernels are not built, or do not cover {kv_format}", param="native")
         addresses = [cache.data_ptr() for pair in caches for cache in pair]
@@ -92,7 +92,7 @@ class KVCodec:
     def num_bytes(self, num_tokens: int, num_layers: int | None = None) -> int:
         """Bytes on the wire of ``num_tokens`` tokens in ``num_layers`` layers (None: all)."""
         layers = self.format.num_layers if num_layers is None else num_layers
-        return layers * -(-num_tokens // self._piece_tokens) * self._piece_bytes
+        return layers * -(-num_tokens // self.piece_tokens) * self.piece_bytes
 
     def encode(
         self,

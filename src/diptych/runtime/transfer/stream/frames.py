@@ -100,6 +100,14 @@ class Seal:
         )  # fmt: skip
         return fields + self._mac(fields, body)
 
+    def open(self, header: bytes | bytearray) -> Frame:
+        """The next frame, by its header. What the seal covers besides the header (the body of kinds other than DATA,
+        where there is one) is left to ``check``. Raises ProtocolError."""
+        frame = parse_header(header)
+        if frame.kind is Kind.DATA or not frame.body_bytes:
+            self.check(header)
+        return frame
+
     def check(self, header: bytes | bytearray, body: bytes | bytearray = b"") -> None:
         """Raises ProtocolError when the header (and the body of kinds other than DATA) is not the next one."""
         fields = bytes(header[: _FIELDS.size])

@@ -56,7 +56,6 @@ from diptych.runtime.transfer.stream.frames import (
     ProtocolError,
     Seal,
     checksum,
-    parse_header,
 )
 from diptych.runtime.transfer.stream.handshake import (
     GREETING_BYTES,
@@ -318,10 +317,9 @@ class StreamConnection(ABC):
 
     def _header_done(self) -> None:
         assert self.seal_in is not None
-        frame = parse_header(self._header)
+        frame = self.seal_in.open(self._header)
         self._sealed = bytes(self._header)
         if frame.kind is Kind.DATA:
-            self.seal_in.check(self._sealed)
             views, self._fence = self.body_for(frame)
             body = [view for view in views if len(view)]
         else:
@@ -342,7 +340,8 @@ class StreamConnection(ABC):
             return
         assert self.seal_in is not None
         body = bytes(self._control)
-        self.seal_in.check(self._sealed, body)
+        if body:
+            self.seal_in.check(self._sealed, body)
         self.control_done(frame, body)
 
     def _next_header(self) -> None:
