@@ -121,6 +121,11 @@ class Seal:
         return mac.digest()
 
 
+def make_seals(key_in: bytes, key_out: bytes) -> tuple[Seal, Seal]:
+    """The seals of what comes in on a connection, and of what goes out."""
+    return Seal(key_in), Seal(key_out)
+
+
 def parse_header(header: bytes | bytearray) -> Frame:
     """The fields, bounded but not yet believed. Raises ProtocolError."""
     kind, encoding, flags, body_bytes, number, sequence, crc, start, tokens, first, layers = _FIELDS.unpack_from(header)

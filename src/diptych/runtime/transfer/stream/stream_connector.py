@@ -56,6 +56,7 @@ from diptych.runtime.transfer.stream.frames import (
     ProtocolError,
     Seal,
     checksum,
+    make_seals,
 )
 from diptych.runtime.transfer.stream.handshake import (
     GREETING_BYTES,
@@ -681,7 +682,7 @@ class SenderConnection(StreamConnection):
             self.expect_item(format_bytes_of(item))
         else:
             who = accept_welcome(self._identity, self._greeted, self._said, self._welcome + item)
-            self.seal_in, self.seal_out = Seal(who.key_to_sender), Seal(who.key_to_receiver)
+            self.seal_in, self.seal_out = make_seals(who.key_to_sender, who.key_to_receiver)
             self.begin_frames()
             self.peer.welcomed(who)
 
@@ -1056,7 +1057,7 @@ class ReceiverConnection(StreamConnection):
         self._receiver.introduced(self, who)
         self.peer = who
         self.put(answer)
-        self.seal_in, self.seal_out = Seal(who.key_to_receiver), Seal(who.key_to_sender)
+        self.seal_in, self.seal_out = make_seals(who.key_to_receiver, who.key_to_sender)
         self.begin_frames()  # a sender whose format does not fit finds that in the answer, and reports it on its side
 
     def read(self) -> None:
