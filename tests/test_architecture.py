@@ -4,7 +4,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -257,3 +257,81 @@ def test_a_worker_knows_nothing_of_the_fleet() -> None:
         for name in imports(path):
             for room in ("cluster", "router", "admission"):
                 assert not name.startswith(f"diptych.control.{room}"), f"{path.name} imports {name}"
+
+
+# Circles that are left, type imports included; none may come, and none of these may grow.
+KNOWN_CIRCLES = {
+    ("control.cluster.cluster_core", "control.cluster.relocation"),
+    (
+        "serving.answers.grammar.object_terms", "serving.answers.grammar.schema_complements",
+        "serving.answers.grammar.schema_keywords", "serving.answers.grammar.schema_sets",
+    ),
+    ("serving.fleet.fleet", "serving.fleet.fleet_view"),
+    ("simulation.hub_config", "simulation.models"),
+    ("simulation.prepare", "simulation.settings", "simulation.tier_sizes"),
+}  # fmt: skip
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    """Imports within functions and for type checking only count, too. What ``diptych`` itself offers to users is loaded
+    when it is asked for: no module of ours asks for more than its version."""
+    names = {module_name(path): path for _, path in modules()}
+    graph = {name: imported_modules(path, names) - {name, "diptych"} for name, path in names.items()}
+    del graph["diptych"]
+    circles = {tuple(sorted(name.removeprefix("diptych.") for name in circle)) for circle in circles_of(graph)}
+    assert circles == KNOWN_CIRCLES
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of a source file."""
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path: Path, names: Mapping[str, Path]) -> set[str]:
+    """The modules of ours that a file names in any import."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & names.keys() or {node.module}
+    return found & names.keys()
+
+
+def circles_of(graph: Mapping[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that reach each other, by Kosaraju's algorithm."""
+    reversed_graph: dict[str, set[str]] = {name: set() for name in graph}
+    for name, targets in graph.items():
+        for target in targets:
+            reversed_graph[target].add(name)
+    order: list[str] = []
+    seen: set[str] = set()
+    for name in graph:
+        collect(name, graph, seen, order)
+    seen.clear()
+    circles = []
+    for name in reversed(order):
+        group: list[str] = []
+        collect(name, reversed_graph, seen, group)
+        if len(group) > 1:
+            circles.append(set(group))
+    return circles
+
+
+def collect(start: str, graph: Mapping[str, set[str]], seen: set[str], order: list[str]) -> None:
+    """Append what is reached from ``start`` and was not seen, each after all that it reaches."""
+    if start in seen:
+        return
+    seen.add(start)
+    waiting = [(start, iter(sorted(graph[start])))]
+    while waiting:
+        name, targets = waiting[-1]
+        following = next((target for target in targets if target not in seen), None)
+        if following is None:
+            waiting.pop()
+            order.append(name)
+        else:
+            seen.add(following)
+            waiting.append((following, iter(sorted(graph[following]))))

@@ -24,12 +24,10 @@ from diptych.control.engine.kvcache.tier_records import (
     TierEvent,
 )
 from diptych.control.errors import ConfigError
-from diptych.runtime.tiers import disk_store, extent_format, tier_mover, uncached_file
+from diptych.runtime.tiers import disk_store, extent_format, tier_io, uncached_file
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import PAGE_BYTES, extent_bytes, unpack_header
-from diptych.runtime.tiers.tier_driver import TierDriver
-from diptych.runtime.tiers.tier_events import TierEvents
-from diptych.runtime.tiers.tier_mover import TierMover
+from diptych.runtime.tiers.tier_io import TierDriver, TierEvents, TierMover
 from tests.runtime.test_uncached_file import refuse_direct_files
 
 FORMAT = b"f" * 16
@@ -374,7 +372,7 @@ def test_a_full_disk_is_asked_again_later(tmp_path: Path, monkeypatch: pytest.Mo
         allocate(fd, offset, size)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    monkeypatch.setattr(tier_mover, "FULL_REST_S", 0.05)
+    monkeypatch.setattr(tier_io, "FULL_REST_S", 0.05)
     mover = moving(store, Host(4))
     for number in range(6):
         mover.act(StoreBlocks(number, (hash_of(1),), (0,)))

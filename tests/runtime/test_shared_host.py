@@ -19,10 +19,8 @@ import torch
 from diptych.control.engine.kvcache.tier_records import CancelLoad, LoadBlocks, RunLoaded, ShareBlocks
 from diptych.control.errors import ConfigError
 from diptych.runtime.kv_cache.kv_tensors import KVTensors
-from diptych.runtime.tiers.peer_reader import PeerReader
 from diptych.runtime.tiers.shared_host import PeerHost, SharedHost
-from diptych.runtime.tiers.tier_driver import TierDriver
-from diptych.runtime.tiers.tier_events import TierEvents
+from diptych.runtime.tiers.tier_io import PeerReader, TierDriver, TierEvents
 from tests.runtime.test_kv_tensors import make_backend
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on linux only")

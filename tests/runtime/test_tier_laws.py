@@ -21,15 +21,12 @@ from diptych.control.engine.kvcache.tier_records import (
     StoreBlocks,
     TierEvent,
 )
-from diptych.runtime.tiers import folder_view, tier_mover
+from diptych.runtime.tiers import folder_view, tier_io
 from diptych.runtime.tiers.disk_store import DROPPED, DiskStore
 from diptych.runtime.tiers.extent_format import PAGE_BYTES, ExtentHeader, extent_bytes, unpack_header
-from diptych.runtime.tiers.peer_reader import PeerReader
 from diptych.runtime.tiers.segment_folder import SegmentFolder, bound_bytes, reading
 from diptych.runtime.tiers.shared_host import PeerHost, SharedHost
-from diptych.runtime.tiers.tier_driver import TierDriver
-from diptych.runtime.tiers.tier_events import TierEvents
-from diptych.runtime.tiers.tier_mover import TierMover
+from diptych.runtime.tiers.tier_io import PeerReader, TierDriver, TierEvents, TierMover
 from diptych.runtime.tiers.weights_digest import weights_digest
 from tests.runtime.test_disk_store import BLOCK, CAP, FORMAT, Host, content, get, hash_of, moving, opened, put, wait_for
 
@@ -274,7 +271,7 @@ def test_locks_without_a_segment_go_and_the_folder_never_exceeds_its_cap(tmp_pat
 
 
 def test_a_disk_that_is_switched_off_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_mover, "REFRESH_S", 0.0)
+    monkeypatch.setattr(tier_io, "REFRESH_S", 0.0)
     store = opened(tmp_path)
     asked: list[str] = []
 
@@ -290,7 +287,7 @@ def test_a_disk_that_is_switched_off_is_left_alone(tmp_path: Path, monkeypatch: 
     mover.act(LoadBlocks(2, (hash_of(1),), (0,)))
     wait_for(mover, RunLoaded)
     time.sleep(0.05)  # the writer turns all the time
-    assert len(asked) == tier_mover.MAX_FAILURES and not [e for e in mover.poll() if isinstance(e, DiskState)]
+    assert len(asked) == tier_io.MAX_FAILURES and not [e for e in mover.poll() if isinstance(e, DiskState)]
     mover.close()
 
 
@@ -305,10 +302,10 @@ def test_a_disk_that_does_not_write_is_switched_off_and_one_that_is_full_is_not(
             raise OSError(error, os.strerror(error))
 
         monkeypatch.setattr(store, "store", fail)
-        monkeypatch.setattr(tier_mover, "FULL_REST_S", 0.0)
+        monkeypatch.setattr(tier_io, "FULL_REST_S", 0.0)
         mover = moving(store, Host(1))
         events: list[TierEvent] = []
-        for number in range(tier_mover.MAX_FAILURES):
+        for number in range(tier_io.MAX_FAILURES):
             mover.act(StoreBlocks(number, (hash_of(1),), (0,)))
             events += wait_for(mover, RunStored)
         mover.close()
@@ -340,7 +337,7 @@ def test_a_failure_that_passes_switches_nothing_off(tmp_path: Path, monkeypatch:
 def test_what_others_store_is_reported_and_where_they_delete_it_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_mover, "REFRESH_S", 0.005)
+    monkeypatch.setattr(tier_io, "REFRESH_S", 0.005)
     other = opened(tmp_path)
     mover = moving(opened(tmp_path), Host(2))
     put(other, 1, 2)

@@ -33,7 +33,6 @@ from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBod
 from diptych.runtime.transfer.connectors.tcp_connector import CodecBodies
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.addresses import parse_address
-from diptych.runtime.transfer.stream.event_queue import EventQueue
 from diptych.runtime.transfer.stream.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
 from diptych.runtime.transfer.stream.handshake import (
     GREETING_BYTES,
@@ -45,8 +44,13 @@ from diptych.runtime.transfer.stream.handshake import (
     greeting,
     hello,
 )
-from diptych.runtime.transfer.stream.receiver import ReceiverConnection, StreamReceiver
-from diptych.runtime.transfer.stream.transfer_state import RecvTransfer, SendTransfer
+from diptych.runtime.transfer.stream.stream_connector import (
+    EventQueue,
+    ReceiverConnection,
+    RecvTransfer,
+    SendTransfer,
+    StreamReceiver,
+)
 from tests.laws import law
 from tests.runtime.cutting_proxy import CuttingProxy
 

@@ -16,7 +16,6 @@ from diptych.runtime.transfer.connector import Committed
 from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBody
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.body_format import Part
-from diptych.runtime.transfer.stream.event_queue import EventQueue
 from diptych.runtime.transfer.stream.frames import (
     HEADER_BYTES,
     LAST_OF_CHUNK,
@@ -34,8 +33,12 @@ from diptych.runtime.transfer.stream.handshake import (
     accept_welcome,
     hello,
 )
-from diptych.runtime.transfer.stream.receiver import ReceiverConnection, StreamReceiver
-from diptych.runtime.transfer.stream.transfer_state import RecvTransfer
+from diptych.runtime.transfer.stream.stream_connector import (
+    EventQueue,
+    ReceiverConnection,
+    RecvTransfer,
+    StreamReceiver,
+)
 
 SECRET = b"0123456789abcdef" * 2
 FORMAT = KVFormat("m", 3, 2, 32, "bfloat16", 16, "cpu")

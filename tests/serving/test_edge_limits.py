@@ -156,7 +156,6 @@ ELSEWHERE: dict[str, str] = {
         "test_structured_limits.py::test_a_schema_of_as_many_parts_as_the_limit_is_followed_and_one_more_is_refused"
     ),
     "SECRET_BYTES": "test_key_file.py::test_each_limit_of_the_file_and_one_more",
-    "TIMELINE_READERS": "test_timeline.py::test_a_key_has_a_part_of_the_places",
     "TIMELINE_READERS_OF_TENANT": "test_timeline.py::test_a_key_has_a_part_of_the_places",
     "UNANSWERED_REQUESTS": "test_connection.py::test_a_client_is_not_read_while_so_many_of_its_requests_wait",
     "UNREAD_BODIES_BYTES": "test_body_budget.py::test_a_budget_of_half_read_bodies_and_one_byte_more",

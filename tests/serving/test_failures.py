@@ -16,7 +16,7 @@ from diptych.control.engine.engine_core import EngineCore
 from diptych.control.errors import BrokenInvariantError, CoreFailedError, ErrorRecord, WorkerError
 from diptych.control.request import DEFAULT_OPTIONS, Request, Submission
 from diptych.control.step import StepResult
-from diptych.runtime.tiers.tier_events import TierEvents
+from diptych.runtime.tiers.tier_io import TierEvents
 from diptych.serving.failures.failure_board import FailureBoard
 from diptych.serving.failures.failure_recording import MAX_FILES, write_failure
 from diptych.serving.failures.recent_rows import LAST_NS, MAX_ROWS, MAX_WEIGHT, RecentRows

@@ -21,7 +21,7 @@ from diptych.control.request import FinishReason, Request, RequestOptions, Sampl
 from diptych.control.step import SchedulerOutput, StepResult, StepTokens
 from diptych.runtime.sampling.answer_constraint import constraint_of
 from diptych.runtime.step.model_runner import ModelRunner
-from diptych.runtime.tiers.tier_driver import TierDriver
+from diptych.runtime.tiers.tier_io import TierDriver
 
 if TYPE_CHECKING:
     from diptych.runtime.sampling.grammar import Grammars

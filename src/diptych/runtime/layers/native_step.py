@@ -1,6 +1,6 @@
 """Decode steps of all layers in one native call, where a call for each part of a layer would cost as much as its work.
 
-For models of pre-norm layers (PreNormLayer), computed in the order of decode_step.cpp by the very kernels that the
+For models of pre-norm layers (PreNormLayer), computed in the order of decode_step.h by the very kernels that the
 parts call one by one: the same bits come out. A model that is made otherwise, or has a part without a kernel, goes
 without.
 """
@@ -43,7 +43,7 @@ class PreNormLayer(Protocol):
 
 
 def _record(pointers: str, sizes: str, floats: str = "") -> list[tuple[str, type]]:
-    """The fields of a struct in the order of decode_step.cpp."""
+    """The fields of a struct in the order of decode_step.h."""
     kinds = ((pointers, ctypes.c_void_p), (sizes, ctypes.c_int64), (floats, ctypes.c_float))
     return [(name, kind) for names, kind in kinds for name in names.split()]
 

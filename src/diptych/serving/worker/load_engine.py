@@ -20,7 +20,7 @@ from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.required_packages import require_packages
-from diptych.runtime.tiers.tier_driver import TierDriver
+from diptych.runtime.tiers.tier_io import TierDriver
 from diptych.runtime.transfer import CONNECTORS, make_connector
 from diptych.runtime.transfer.connector import KVConnector, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat

@@ -14,9 +14,7 @@ from diptych.private_files import make_private_folder, warn_of_visitors
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import MAX_BLOCKS
-from diptych.runtime.tiers.tier_driver import TierDriver
-from diptych.runtime.tiers.tier_events import TierEvents
-from diptych.runtime.tiers.tier_mover import TierMover
+from diptych.runtime.tiers.tier_io import TierDriver, TierEvents, TierMover
 from diptych.runtime.tiers.weights_digest import weights_digest
 from diptych.runtime.weights.checkpoint import open_checkpoint
 from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
@@ -83,7 +81,7 @@ def open_tiers(options: EngineOptions, runner: "ModelRunner", kv_format: "KVForm
     disk = None if options.memory.disk is None else _open_disk(options.memory, runner, kv_format, events)
     peers = None
     if shared is not None and place is not None:
-        from diptych.runtime.tiers.peer_reader import PeerReader
+        from diptych.runtime.tiers.tier_io import PeerReader
 
         host, digest = runner.kv.host_bytes, _memory_digest(runner, kv_format)
         fds = {worker: fd for worker, fd in place.host_fds.items() if worker != place.number}

@@ -35,7 +35,7 @@ from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult, Ste
 from diptych.runtime.device.compute_device import ComputeDevice, UndividedDevice
 from diptych.runtime.device.garbage import leave_alone_what_is_loaded
 from diptych.runtime.device.thread_limits import switch_often
-from diptych.runtime.tiers.tier_driver import TierDriver
+from diptych.runtime.tiers.tier_io import TierDriver
 from diptych.runtime.transfer.connector import KVConnector
 from diptych.serving.failures.failure_recording import error_words, folder_of
 from diptych.serving.failures.recorded_cores import engine_failure

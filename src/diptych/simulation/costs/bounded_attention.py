@@ -8,14 +8,10 @@ section 3.3). Its kernels were not measured: they are taken to reach what attent
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from diptych.control.step import ScheduledPrefill, chunk_attention
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import LinearAttentionSpec
-
-if TYPE_CHECKING:
-    from diptych.simulation.costs.roofline import AttentionOp
 
 NS = 1e9
 CHUNK = 64  # tokens of a prompt that the kernels compute together
@@ -23,11 +19,34 @@ KERNELS_PER_LAYER = 3  # the convolution, the gates, the norm of the output
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionOp:
+    """Attention of all layers on one device, in nanoseconds.
+
+    prefill: pair per (query, key) pair, token per computed token, start per token of KV that lies before a chunk.
+    decode: max(context * n + row * sequences, context_compute * n) + seq * sequences for n tokens of context.
+    """
+
+    pair_ns: float
+    token_ns: float
+    start_ns: float
+    context_ns: float
+    context_compute_ns: float
+    row_ns: float
+    seq_ns: float
+    launch_ns: float
+
+    def decode_ns(self, num_seqs: float, context: float) -> float:
+        """Of the sequences of a step, without the launch."""
+        memory = self.context_ns * context + self.row_ns * num_seqs
+        return max(memory, self.context_compute_ns * context) + self.seq_ns * num_seqs
+
+
+@dataclass(frozen=True, slots=True)
 class WindowedAttention:
     """Attention of all layers with a window on one device. tokens: of the window."""
 
     tokens: int
-    op: "AttentionOp"
+    op: AttentionOp
 
     @property
     def slope_ns(self) -> float:

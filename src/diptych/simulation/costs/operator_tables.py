@@ -17,6 +17,7 @@ from functools import reduce
 from diptych.control.errors import ConfigError
 from diptych.control.step import chunk_attention
 from diptych.simulation.costs.assumptions import assumptions_of
+from diptych.simulation.costs.bounded_attention import AttentionOp
 from diptych.simulation.costs.collectives import num_hosts, pipeline_hops
 from diptych.simulation.costs.interpolation import Curve, Surface, lower_of, rising_values
 from diptych.simulation.costs.layer_shapes import linear_shapes
@@ -34,7 +35,6 @@ from diptych.simulation.costs.roofline import (
     ACTIVATION_BYTES,
     KERNELS_PER_LAYER,
     SAMPLER_BYTES,
-    AttentionOp,
     attention_op,
     elementwise_bytes,
     expert_exchange,

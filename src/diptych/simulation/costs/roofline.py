@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 
 from diptych.control.step import SchedulerOutput, chunk_attention
 from diptych.simulation.costs.assumptions import assumptions_of, model_assumptions
-from diptych.simulation.costs.bounded_attention import LinearAttention, WindowedAttention
+from diptych.simulation.costs.bounded_attention import AttentionOp, LinearAttention, WindowedAttention
 from diptych.simulation.costs.collectives import MessageCost, all_reduce, all_to_all, pipeline_hops
 from diptych.simulation.costs.cost_model import UNBOUNDED, DecodeLine
 from diptych.simulation.costs.layer_shapes import (
@@ -61,29 +61,6 @@ class LinearOp:
     def total_ns(self, rows: float, matrices: float = 1.0) -> float:
         """Nanoseconds of all ``count`` of them."""
         return self.count * min([kernel.ns(rows, matrices) for kernel in self.kernels])
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionOp:
-    """Attention of all layers on one device, in nanoseconds.
-
-    prefill: pair per (query, key) pair, token per computed token, start per token of KV that lies before a chunk.
-    decode: max(context * n + row * sequences, context_compute * n) + seq * sequences for n tokens of context.
-    """
-
-    pair_ns: float
-    token_ns: float
-    start_ns: float
-    context_ns: float
-    context_compute_ns: float
-    row_ns: float
-    seq_ns: float
-    launch_ns: float
-
-    def decode_ns(self, num_seqs: float, context: float) -> float:
-        """Of the sequences of a step, without the launch."""
-        memory = self.context_ns * context + self.row_ns * num_seqs
-        return max(memory, self.context_compute_ns * context) + self.seq_ns * num_seqs
 
 
 class RooflineCost:

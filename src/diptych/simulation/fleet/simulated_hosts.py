@@ -1,5 +1,5 @@
 """Host blocks that the workers of a host read from each other, under virtual time: the same actions and events as the
-live ones (runtime/tiers/peer_reader.py), at the pace of a copy.
+live ones (runtime/tiers/tier_io.py), at the pace of a copy.
 """
 
 from collections.abc import Callable

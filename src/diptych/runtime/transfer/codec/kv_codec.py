@@ -75,6 +75,10 @@ class KVCodec:
         can_run = library is not None and CODEC_FEATURE in library.features
         is_covered = can_run and self._on_cpu and kv_format.layout == "cpu" and dim % 16 == 0 and dim <= MAX_NATIVE_DIM
         self._native = library if is_covered else None
+        self._block_bytes = kv_format.bytes_per_layer_block
+        # on the wire, tokens take whole pieces: blocks (RAW) or tiles, of this many bytes in one layer
+        self.piece_tokens = kv_format.block_size if encoding is WireEncoding.RAW else TILE_TOKENS
+        self.piece_bytes = wire_bytes(kv_format, encoding, self.piece_tokens, 1)
         if native and self._native is None:
             raise ConfigError(f"native kernels are not built, or do not cover {kv_format}", param="native")
         addresses = [cache.data_ptr() for pair in caches for cache in pair]
@@ -87,7 +91,8 @@ class KVCodec:
 
     def num_bytes(self, num_tokens: int, num_layers: int | None = None) -> int:
         """Bytes on the wire of ``num_tokens`` tokens in ``num_layers`` layers (None: all)."""
-        return wire_bytes(self.format, self.encoding, num_tokens, num_layers)
+        layers = self.format.num_layers if num_layers is None else num_layers
+        return layers * -(-num_tokens // self.piece_tokens) * self.piece_bytes
 
     def encode(
         self,
@@ -151,7 +156,7 @@ class KVCodec:
                 runs[-1][1] += 1
             else:
                 runs.append([block, block + 1])
-        step = self.format.bytes_per_layer_block
+        step = self._block_bytes
         flat = self._flat[2 * span.start : 2 * span.stop]
         return [cache[first * step : end * step] for cache in flat for first, end in runs]
 

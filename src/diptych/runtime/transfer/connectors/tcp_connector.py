@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.transfer.codec.kv_codec import KVCodec, measure_rates
-from diptych.runtime.transfer.codec.wire_format import TILE_TOKENS, WireEncoding, choose_codec, wire_encoding
+from diptych.runtime.transfer.codec.wire_format import WireEncoding, choose_codec, wire_encoding
 from diptych.runtime.transfer.connector import CodecName, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.body_format import BodyFormat, Part
@@ -33,6 +33,7 @@ class CodecBodies:
         self._frame_bytes = frame_bytes
         self._format = kv_format
         self._bodies: dict[WireEncoding, CodecBody] = {}
+        self._chosen: dict[tuple[str, KVFormat], CodecBody] = {}  # by codec and receiver
         self._rates = measure_rates(kv_format) if codec == "auto" else None
         self._body(wire_encoding("none", kv_format, kv_format))  # checks what the tensors are
 
@@ -41,7 +42,9 @@ class CodecBodies:
         codec: str = self._codec
         if codec == "auto":
             codec = "none" if link_bytes_per_s is None else self._fastest(num_tokens, link_bytes_per_s)
-        return self._body(wire_encoding(codec, self._format, receiver))
+        if (codec, receiver) not in self._chosen:
+            self._chosen[codec, receiver] = self._body(wire_encoding(codec, self._format, receiver))
+        return self._chosen[codec, receiver]
 
     def for_receiving(self, encoding: int, sender: KVFormat) -> BodyFormat:
         """See BodyFormats."""
@@ -76,16 +79,16 @@ class CodecBody:
         self._is_raw = codec.encoding is WireEncoding.RAW
         self._codec = codec
         self._frame_bytes = frame_bytes
-        self._step = codec.format.block_size if self._is_raw else TILE_TOKENS
+        self._step, self._step_bytes = codec.piece_tokens, codec.piece_bytes
 
     def parts(self, start: int, num_tokens: int) -> Iterator[Part]:
         """See BodyFormat. As many layers as fit of all tokens; or, of a long send, one layer of as many tokens as
         fit."""
         layers, end = self._codec.format.num_layers, start + num_tokens
-        height = min(layers, max(1, self._frame_bytes // self._codec.num_bytes(num_tokens, 1)))
+        height = min(layers, max(1, self._frame_bytes // (-(-num_tokens // self._step) * self._step_bytes)))
         width = num_tokens
         if height == 1:
-            width = max(1, self._frame_bytes // self._codec.num_bytes(self._step, 1)) * self._step
+            width = max(1, self._frame_bytes // self._step_bytes) * self._step
         for layer in range(0, layers, height):
             rows = min(height, layers - layer)
             for begin in range(start, end, width):
@@ -102,7 +105,7 @@ class CodecBody:
 
     def num_bytes(self, part: Part) -> int:
         """See BodyFormat."""
-        return self._codec.num_bytes(part.num_tokens, part.num_layers)
+        return part.num_layers * -(-part.num_tokens // self._step) * self._step_bytes
 
     def accepts(self, part: Part, body_bytes: int) -> bool:
         """See BodyFormat."""

@@ -25,7 +25,6 @@ from enum import IntEnum
 
 from diptych.control.errors import DiptychError
 from diptych.runtime.transfer.connector import MAX_ATTEMPT_ID_BYTES, MAX_PAYLOAD_BYTES
-from diptych.runtime.transfer.stream.fence import Fence
 
 _FIELDS = struct.Struct("<BBHIQQIIIHH")
 _PLACE = struct.Struct("<Q")
@@ -101,6 +100,14 @@ class Seal:
         )  # fmt: skip
         return fields + self._mac(fields, body)
 
+    def open(self, header: bytes | bytearray) -> Frame:
+        """The next frame, by its header. What the seal covers besides the header (the body of kinds other than DATA,
+        where there is one) is left to ``check``. Raises ProtocolError."""
+        frame = parse_header(header)
+        if frame.kind is Kind.DATA or not frame.body_bytes:
+            self.check(header)
+        return frame
+
     def check(self, header: bytes | bytearray, body: bytes | bytearray = b"") -> None:
         """Raises ProtocolError when the header (and the body of kinds other than DATA) is not the next one."""
         fields = bytes(header[: _FIELDS.size])
@@ -114,6 +121,11 @@ class Seal:
         return mac.digest()
 
 
+def make_seals(key_in: bytes, key_out: bytes) -> tuple[Seal, Seal]:
+    """The seals of what comes in on a connection, and of what goes out."""
+    return Seal(key_in), Seal(key_out)
+
+
 def parse_header(header: bytes | bytearray) -> Frame:
     """The fields, bounded but not yet believed. Raises ProtocolError."""
     kind, encoding, flags, body_bytes, number, sequence, crc, start, tokens, first, layers = _FIELDS.unpack_from(header)
@@ -124,33 +136,3 @@ def parse_header(header: bytes | bytearray) -> Frame:
     if body_bytes > _MAX_BODY[known]:
         raise ProtocolError(f"a frame of kind {known.name} has {body_bytes} bytes; at most {_MAX_BODY[known]}")
     return Frame(known, number, sequence, start, tokens, first, layers, encoding, flags, body_bytes, crc)
-
-
-class OutgoingFrame:
-    """A frame on its way out: a header and pieces of a body that may lie in a transfer's blocks, behind ``fence``."""
-
-    def __init__(self, pieces: list[memoryview], fence: Fence | None = None) -> None:
-        self.pieces = pieces
-        self.at = 0  # pieces before this one have left
-        self.fence = fence
-
-    def detach(self) -> None:
-        """Copy what has not left yet: the frame no longer points into blocks. With the fence's lock held."""
-        self.pieces[self.at :] = [memoryview(bytes(piece)) for piece in self.pieces[self.at :]]
-
-    def advance(self, count: int) -> bool:
-        """``count`` bytes have left. Whether all have."""
-        self.at = skip_bytes(self.pieces, self.at, count)
-        return self.at == len(self.pieces)
-
-
-def skip_bytes(pieces: list[memoryview], at: int, count: int) -> int:
-    """Cut ``count`` bytes off the pieces from ``at`` on: where they begin now."""
-    while count:
-        size = len(pieces[at])
-        if size > count:
-            pieces[at] = pieces[at][count:]
-            return at
-        count -= size
-        at += 1
-    return at

@@ -20,8 +20,8 @@ tokens, names of requests and the KV formats travel in the clear, and prompts ca
 DATA has a CRC-32 alone, which detects damage; an attacker on the path who rewrites packets can change KV so that the
 CRC still fits. All workers share the secret, so it does not tell them apart: each of them can speak for any other. An
 attacker on the path can delay or cut connections, and one who only reaches the port can crowd out handshakes that are
-under way (receiver.py, MAX_UNPROVED). There is no forward secrecy, since there is no secrecy. Between hosts, TLS is
-left out only on request (--transfer-plain), for a network that only workers can reach, or a tunnel that encrypts
+under way (MAX_UNPROVED of stream_connector.py). There is no forward secrecy, since there is no secrecy. Between hosts,
+TLS is left out only on request (--transfer-plain), for a network that only workers can reach, or a tunnel that encrypts
 (WireGuard, IPsec). The protocol was designed here and has had no review from outside.
 """
 
@@ -57,6 +57,10 @@ class Identity:
     instance: bytes
     kv_format: KVFormat
     encryption: KVEncryption | None = None  # None: what travels can be read on its way
+    format_bytes: bytes = field(init=False)  # of kv_format, as they travel
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format_bytes", self.kv_format.to_bytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ def hello(me: Identity, greeted: bytes, address: str, dial: int) -> bytes:
     """Sender: the answer to a greeting at this address. Raises ProtocolError when it is not one."""
     if not greeted.startswith(MAGIC):
         raise ProtocolError("the other side does not speak this version of the KV protocol")
-    fmt, nonce = me.kv_format.to_bytes(), secrets.token_bytes(NONCE_BYTES)
+    fmt, nonce = me.format_bytes, secrets.token_bytes(NONCE_BYTES)
     line = hashlib.blake2s(address.encode(), digest_size=LINE_BYTES).digest()
     said = nonce + me.instance + line + struct.pack("<Q", dial)
     proof = _proof(me.secret, b"sender", greeted, said, fmt)
@@ -103,7 +107,7 @@ def accept_hello(me: Identity, greeted: bytes, message: bytes) -> tuple[bytes, I
     said = nonce + instance + line + struct.pack("<Q", dial)
     if not hmac.compare_digest(proof, _proof(me.secret, b"sender", greeted, said, theirs)):
         raise ProtocolError("the sender did not prove that it knows the secret")
-    fmt = me.kv_format.to_bytes()
+    fmt = me.format_bytes
     answer = _proof(me.secret, b"receiver", greeted, message, me.instance, fmt)
     keys = _keys(me.secret, greeted, message, answer)
     introduction = Introduction(instance, instance + line, dial, KVFormat.from_bytes(theirs), *keys)
