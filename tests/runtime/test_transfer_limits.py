@@ -24,7 +24,7 @@ from diptych.runtime.transfer.stream.addresses import SocketAddress, listen, par
 from diptych.runtime.transfer.stream.body_format import Part
 from diptych.runtime.transfer.stream.frames import Frame, Kind, OutgoingFrame, ProtocolError, Seal, skip_bytes
 from diptych.runtime.transfer.stream.handshake import HELLO_BYTES, WELCOME_BYTES, Identity
-from diptych.runtime.transfer.stream.transfer_state import RecvTransfer, SendTransfer
+from diptych.runtime.transfer.stream.stream_connector import RecvTransfer, SendTransfer
 
 SECRET = b"0123456789abcdef" * 2
 FORMAT = KVFormat("m", 3, 2, 32, "bfloat16", 16, "cpu")
