@@ -44,7 +44,7 @@ def server() -> Iterator[tuple[str, dict[str, Any]]]:
     replies: dict[str, Any] = {"/v1/files": FILE, "/v1/batches": BATCH}
     handler = type("Handler", (Handler,), {"replies": replies})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as found:
-        thread = threading.Thread(target=found.serve_forever)
+        thread = threading.Thread(target=found.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{found.server_port}", replies
         found.shutdown()

