@@ -121,6 +121,9 @@ class FakeLLM:
         work = partial(lambda: [decode(prompt, **options) for prompt in prompts])
         return await self.long_work.run(work, sum(map(len, prompts)), tenant)
 
+    async def submit_in_turn(self, *arguments: Any, **more: Any) -> Generation:
+        return self.submit(*arguments, **more)
+
     def submit(
         self,
         prompts: Sequence[list[int]],

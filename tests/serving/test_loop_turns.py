@@ -17,13 +17,16 @@ import pytest
 from tests.serving.fake_llm import FakeLLM
 from tests.serving.tool_model import tool_model
 
-from diptych.control.errors import OverloadedError
-from diptych.serving import edge_limits, long_work, sliced_json
+from diptych.control.engine.kvcache.prefix_cache import hash_blocks
+from diptych.control.errors import InvalidRequestError, OverloadedError
+from diptych.control.request import SamplingParams
+from diptych.serving import async_llm, edge_limits, long_work, sliced_json
 from diptych.serving.answers import template_messages
 from diptych.serving.answers.generic_tools import with_generic_tools
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.app import build_app
 from diptych.serving.api.protocol import ChatBody
+from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.front.relay_request import read_request
 from diptych.serving.long_work import LONG, LongWork, UnwantedWorkError, check_wanted
 
@@ -421,3 +424,27 @@ def test_what_belongs_together_is_joined_once() -> None:
     assert steps_of(lambda: with_generic_tools(results, [], takes_system=True)) < 5
     [joined] = template_messages._neighbours_joined(users)
     assert joined["content"] == "\n\n".join(str(number) for number in range(500))
+
+
+async def test_long_prompts_are_checked_and_hashed_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, threads = FakeLLM(), set[int]()
+    llm: Any = object.__new__(AsyncLLM)
+    llm.long_work, llm.options, llm._needs_hashes = fake.long_work, fake.options, True
+    llm.require_ready = fake.require_ready
+    submitted: list[Any] = []
+    llm.submit = lambda *arguments: submitted.append(arguments)
+
+    def noted(*arguments: Any) -> tuple[bytes, ...]:
+        threads.add(threading.get_ident())
+        return hash_blocks(*arguments)
+
+    monkeypatch.setattr(async_llm, "hash_blocks", noted)
+    prompts, sampling = [[1] * 1000, [2] * 1000] * 10, SamplingParams(max_tokens=1)
+    await llm.submit_in_turn(prompts, sampling)
+    assert threads and threading.get_ident() not in threads
+    hashes = submitted[0][-1]
+    assert hashes == [hash_blocks(prompt, llm.options.memory.block_size) for prompt in prompts]
+    with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
+        await llm.submit_in_turn([[1] * 4000, [1] * 999, [10**9]], sampling)
+    await llm.submit_in_turn([[1]], sampling)
+    assert len(submitted) == 2

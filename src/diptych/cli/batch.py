@@ -145,8 +145,11 @@ def _fetch(client: BatchClient, ended: dict[str, Any], output: Path, errors: Pat
     """Write the files of a batch that has ended. Returns how many lines failed. Raises RequestError when no line could
     be run."""
     if ended["status"] == "failed":
-        faults = ended["errors"]["data"]
-        shown = [f"line {fault['line']}: {fault['message']}" if fault["line"] else fault["message"] for fault in faults]
+        faults = [fault for fault in (ended["errors"] or {}).get("data") or () if isinstance(fault, dict)]
+        shown = [
+            f"line {fault['line']}: {fault.get('message')}" if fault.get("line") else str(fault.get("message"))
+            for fault in faults
+        ]
         raise RequestError("the file cannot be run:\n  " + "\n  ".join(shown[:20]))
     counts = ended["request_counts"]
     print(
@@ -201,5 +204,5 @@ def _own_server(model: str, folder: Path, options: list[str]) -> Iterator[str]:
 def _row(found: dict[str, Any]) -> tuple[str, ...]:
     counts = found["request_counts"]
     done = f"{counts['completed'] + counts['failed']:,} of {counts['total']:,}"
-    expires = datetime.fromtimestamp(found["expires_at"]).strftime("%m-%d %H:%M")
+    expires = datetime.fromtimestamp(found["expires_at"]).strftime("%m-%d %H:%M") if found["expires_at"] else ""
     return (found["id"], found["status"], found["endpoint"], done, f"{counts['failed']:,}", expires)

@@ -114,7 +114,7 @@ class AsyncLLM(ServedFleet):
         text = prompt if isinstance(prompt, str) else None
         token_ids = await self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         options = options or RequestOptions(priority=priority, slo=slo)
-        generation = self.submit([token_ids], sampling, request_id, options)
+        generation = await self.submit_in_turn([token_ids], sampling, request_id, options)
         builder = OutputBuilder(generation, text, self.tokenizer)
         try:
             while not generation.is_exhausted:
@@ -206,7 +206,7 @@ class AsyncLLM(ServedFleet):
             self._grammars = GrammarChecker(tokenizer.fast.to_str(), list(ready.eos_token_ids), vocab_size)
         return await self._grammars.check(grammar)
 
-    def submit(
+    async def submit_in_turn(
         self,
         prompts: Sequence[list[int]],
         sampling: SamplingParams,
@@ -215,13 +215,32 @@ class AsyncLLM(ServedFleet):
         shown: Mapping[int, str] = {},
         resumed: StreamRecord | None = None,
     ) -> Generation:
+        """``submit``, with long prompts checked and hashed off the event loop in the turn of their tenant. Raises
+        OverloadedError while too much waits for that."""
+        ready = self.require_ready()
+        check_count(len(prompts) * sampling.n, ready)
+        work = partial(self._checked, prompts, sampling, options.cache_salt, ready)
+        hashes = await self.long_work.run(work, sum(map(len, prompts)), options.tenant)
+        return self.submit(prompts, sampling, request_id, options, shown, resumed, hashes)
+
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        shown: Mapping[int, str] = {},
+        resumed: StreamRecord | None = None,
+        hashes: Sequence[tuple[bytes, ...]] | None = None,
+    ) -> Generation:
         """Send every prompt n times; sequence number i is answer ``i % n`` of prompt ``i // n``. shown: special tokens
-        that are part of the text. resumed: the stream goes on (one prompt, one answer)."""
+        that are part of the text. resumed: the stream goes on (one prompt, one answer). hashes: of prompts that were
+        checked."""
         ready = self.require_ready()
         count, limit = len(prompts) * sampling.n, ready.max_waiting + ready.max_num_seqs
         check_count(count, ready)
-        for prompt in prompts:
-            check_prompt(prompt, sampling, ready)
+        if hashes is None:
+            hashes = self._checked(prompts, sampling, options.cache_salt, ready)
         if sampling.stop and not self.tokenizer.has_text:
             raise InvalidRequestError("stop needs text, and this model has no tokenizer.json", param="stop")
         untouched = self._streams.num_untouched
@@ -246,7 +265,8 @@ class AsyncLLM(ServedFleet):
                 return generation
         self._streams.add(streams)
         try:
-            self.fleet.submit([self._submission(stream) for stream in streams], streams[0].num_tokens)
+            submissions = [self._submission(stream, hashes[at // sampling.n]) for at, stream in enumerate(streams)]
+            self.fleet.submit(submissions, streams[0].num_tokens)
         except Exception:
             self.abort(generation)
             generation.close()
@@ -259,12 +279,20 @@ class AsyncLLM(ServedFleet):
             self.journal.close(generation)
         super().abort(generation)
 
-    def _submission(self, stream: AnswerStream) -> Submission:
-        """A request as the cluster knows it. Hashes only where there is a choice of workers."""
-        hashes: tuple[bytes, ...] = ()
-        if self._needs_hashes:
-            salt = stream.options.cache_salt
-            hashes = hash_blocks(stream.prompt_token_ids, self.options.memory.block_size, salt)
+    def _checked(
+        self, prompts: Sequence[list[int]], sampling: SamplingParams, salt: str | None, ready: Ready
+    ) -> list[tuple[bytes, ...]]:
+        """The hashes of each prompt's blocks, where there is a choice of workers. Raises what check_prompt does."""
+        block_size = self.options.memory.block_size
+        hashes: list[tuple[bytes, ...]] = []
+        for prompt in prompts:
+            check_wanted()
+            check_prompt(prompt, sampling, ready)
+            hashes.append(hash_blocks(prompt, block_size, salt) if self._needs_hashes else ())
+        return hashes
+
+    def _submission(self, stream: AnswerStream, hashes: tuple[bytes, ...]) -> Submission:
+        """A request as the cluster knows it."""
         return Submission(
             stream.request_id,
             len(stream.prompt_token_ids),

@@ -150,7 +150,7 @@ class Service:
             for prompt in prompts:
                 check_prompt(prompt, sampling, ready)
             texts = await llm.decode_all(prompts, tenant=tenant)
-        generation = llm.submit(
+        generation = await llm.submit_in_turn(
             prompts,
             sampling,
             f"cmpl-{uuid.uuid4().hex}" if resumed is None else resumed.stream_id,

@@ -92,7 +92,9 @@ async def start_chat(
         sampling = replace(sampling, predicted=await _predicted(llm, body.prediction, ready.max_model_len, tenant))
     shown = shown_tokens(llm.tokenizer, body, template.texts if template is not None else ())
     request_id = f"{id_prefix}{uuid.uuid4().hex}" if resumed is None else resumed.stream_id
-    generation = llm.submit([prompt], sampling, request_id, options_of(body, tenant), shown=shown, resumed=resumed)
+    generation = await llm.submit_in_turn(
+        [prompt], sampling, request_id, options_of(body, tenant), shown=shown, resumed=resumed
+    )
     created = int(time.time()) if resumed is None else resumed.head.created
     generation.not_enforced = tried.left_out
     context = ReplyContext(generation, body, llm.tokenizer, model_name, created)

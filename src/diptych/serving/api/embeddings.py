@@ -173,9 +173,13 @@ async def _submit(llm: AsyncLLM, body: EmbeddingsBody, tenant: str) -> Generatio
         raise InvalidRequestError("prompt_name is for texts; input holds token ids", param="prompt_name")
     prompts = truncated(body, prompts, ready, 1)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
-    for number, prompt in enumerate(prompts):
-        check_prompt(prompt, sampling, ready, "input" if count == 1 else f"input.{number}")
-    return llm.submit(prompts, sampling, f"embd-{uuid.uuid4().hex}", options_of(body, tenant))
+
+    def check() -> None:
+        for number, prompt in enumerate(prompts):
+            check_prompt(prompt, sampling, ready, "input" if count == 1 else f"input.{number}")
+
+    await llm.long_work.run(check, sum(map(len, prompts)), tenant)
+    return await llm.submit_in_turn(prompts, sampling, f"embd-{uuid.uuid4().hex}", options_of(body, tenant))
 
 
 def _inputs(body: EmbeddingsBody) -> tuple[list[str], list[list[int]]]:

@@ -29,6 +29,7 @@ from diptych.serving.answers.response.held_text import HeldText
 from diptych.serving.answers.response.pattern import Pattern, PatternMatch, Prefix, Search
 from diptych.serving.answers.response.response_template import FieldKind, ResponseField, ResponseTemplate
 from diptych.serving.answers.response.text_region import TextRegion
+from diptych.serving.answers.response.whole_calls import PythonCalls, WholeCalls
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,6 +88,9 @@ class _OpenCall:
         return self.field.exact or self.enclosure is not Enclosure.NONE
 
 
+MAX_MISREAD = 8  # texts that were read to their end before they turned out to be no calls; later marks are text
+
+
 class ResponseParser:
     """Reads one answer. tools: None when the request has none; fields of calls are then text. prompt_end: the end of
     the prompt, in which the template may have opened a field. max_calls: later calls are left out. special_tokens: of
@@ -115,6 +119,7 @@ class ResponseParser:
         self._call: _OpenCall | None = None
         self._held = HeldCalls()
         self._has_answered = False  # content or a call has begun
+        self._num_misread = 0
         self._may_wait = True  # no call that waited was still open at the end of the answer
         self._undecided = HeldText()  # from ``_base`` on: what the search or the end of a call has looked at
         self._base = 0
@@ -296,7 +301,7 @@ class ResponseParser:
             self._as_text(mark, parts)
             return
         call = _OpenCall(opened, mark, start, reader, enclosure)
-        if call.waits and not self._may_wait:
+        if (call.waits and not self._may_wait) or self._num_misread >= MAX_MISREAD:
             self._as_text(mark, parts)
             return
         self._unread.take_back(self._undecided)
@@ -396,8 +401,9 @@ class ResponseParser:
         raw = "".join([call.mark, *call.raw])
         return raw[: len(raw) - len(call.reader.rest)]
 
-    def _refuse(self, call: _OpenCall, parts: list[AnswerPart]) -> None:
-        """It is no call: its mark is text, and what follows is looked at again."""
+    def _refuse(self, call: _OpenCall, parts: list[AnswerPart], *, is_end: bool = False) -> None:
+        """It is no call: its mark is text, and what follows is looked at again. is_end: of the answer."""
+        self._num_misread += is_end or isinstance(call.reader, WholeCalls | PythonCalls)
         self._unread.take_back(self._undecided)
         if call.closing is None:
             self._unread.prepend(call.reader.rest)
@@ -415,7 +421,7 @@ class ResponseParser:
             self._may_wait = self._may_wait and not call.waits
             self._pass(call, call.reader.end(is_cut=is_cut), parts)
             if call.reader.reading is Reading.REFUSED:
-                self._refuse(call, parts)
+                self._refuse(call, parts, is_end=True)
                 return True
             self._end_reading(call)
         self._looks_for_end(call)
