@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
+from diptych.control.recent_rows import RecentRows
 from diptych.runtime.checkpoint import fingerprint
 from diptych.runtime.compute_device import ComputeDevice, UndividedDevice
 from diptych.runtime.kv_geometry import KVGeometry, read_kv_geometry
@@ -26,7 +27,6 @@ from diptych.runtime.transfer.connector import KVConnector, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.serving.answers.grammar.grammar_checker import is_installed
 from diptych.serving.answers.tokenizer import Tokenizer
-from diptych.serving.failures.recent_rows import RecentRows
 from diptych.serving.failures.recorded_cores import recent_of_engine, written_to
 from diptych.serving.fleet.shared_memory import default_num_blocks
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
@@ -94,7 +94,7 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
     if recorder is not None:
         logger.warning("recording to %s", recorder.path)
     recent = recent_of_engine()
-    engine = RecordingEngineCore(settings, written_to(recent, recorder))
+    engine = RecordingEngineCore(settings, *written_to(recent, recorder))
     measured = []
     if options.warm_up:
         report("warming up")
