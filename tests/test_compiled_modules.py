@@ -82,6 +82,22 @@ def test_compiled_and_python_decide_the_same(tmp_path: Path) -> None:
     assert lines[0] == lines[1]
 
 
+def said_of_planted_states(how: str) -> list[str]:
+    """The lines of tests.planted_states."""
+    command = [sys.executable, "-m", "tests.planted_states", how]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_every_planted_state_is_noticed() -> None:
+    lines = said_of_planted_states("python")
+    assert len(lines) == 8 and not [line for line in lines if "nothing was noticed" in line]
+
+
+@pytest.mark.skipif(compiled_modules.runs_sources(), reason="nothing is compiled (scripts/compile)")
+def test_compiled_and_python_notice_the_same_planted_states() -> None:
+    assert said_of_planted_states("compiled") == said_of_planted_states("python")
+
+
 @pytest.mark.skipif(compiled_modules.runs_sources(), reason="nothing is compiled (scripts/compile)")
 def test_what_is_imported_is_machine_code() -> None:
     lines = in_python(

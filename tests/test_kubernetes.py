@@ -59,6 +59,21 @@ def test_a_misspelt_field_is_noticed() -> None:
         validate.validate(front, "1.37", strict=True)
 
 
+def test_the_liveness_probe_leaves_time_for_what_a_server_replaces_by_itself() -> None:
+    from diptych.serving.api.server import FAILED_S
+    from diptych.serving.failures.failure_board import ELSEWHERE_S
+    from diptych.serving.failures.restart_pause import LONGEST_PAUSE_S
+
+    yaml = pytest.importorskip("yaml")
+    front = yaml.safe_load((DEPLOY / "kubernetes" / "base" / "front.yaml").read_text())
+    [container] = front["spec"]["template"]["spec"]["containers"]
+    alive, ready = container["livenessProbe"], container["readinessProbe"]
+    assert (alive["httpGet"]["path"], ready["httpGet"]["path"]) == ("/health", "/ready")
+    acts_after_s = (alive["failureThreshold"] - 1) * alive["periodSeconds"]
+    assert acts_after_s > max(LONGEST_PAUSE_S, ELSEWHERE_S) + FAILED_S
+    assert ready["periodSeconds"] * ready.get("failureThreshold", 3) <= 10
+
+
 def test_arguments_are_options_of_the_program_and_fit_together(manifests: tuple[Path, list[Any]]) -> None:
     front, *workers = sorted(map(given, pods(manifests[1])), key=lambda options: options["command"] != "serve")
     assert front["both"] == 0 and front["listen_workers"].endswith(":7000")

@@ -3,23 +3,28 @@
 import asyncio
 import json
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from in_process_fleet import engine_options, expected, in_process_fleet
 from virtual_time import in_virtual_time
 
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.config import CacheConfig, EngineConfig
 from diptych.control.engine.engine_core import EngineCore
+from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import BrokenInvariantError, CoreFailedError, ErrorRecord, WorkerError
+from diptych.control.recent_rows import LAST_NS, MAX_ROWS, MAX_WEIGHT, ROW_WEIGHT, RecentRows
 from diptych.control.request import DEFAULT_OPTIONS, Request, Submission
 from diptych.control.step import StepResult
 from diptych.runtime.tiers.tier_io import TierEvents
 from diptych.serving.failures.failure_board import FailureBoard
 from diptych.serving.failures.failure_recording import MAX_FILES, write_failure
-from diptych.serving.failures.recent_rows import LAST_NS, MAX_ROWS, MAX_WEIGHT, RecentRows
+from diptych.serving.failures.recent_rows import weigh_engine_row
 from diptych.serving.failures.restart_pause import HEALTHY_S, LONGEST_PAUSE_S, RestartPause
 from diptych.serving.failures.watched_tasks import start_watched
 from diptych.simulation.cluster_replay import replay_cluster
@@ -117,25 +122,70 @@ def test_a_request_that_nobody_owns_is_noticed_by_the_cluster() -> None:
         core._audit.check()
 
 
-def test_recent_rows_are_bounded_in_time_number_and_weight() -> None:
-    now = [0]
-    rows = RecentRows(lambda row: row[0], clock=lambda: now[0])
+def recent_rows(weigh: Callable[[Any], int] = lambda row: row[1]) -> RecentRows:
+    """Of rows (time or None, weight, ...)."""
+    return RecentRows(weigh, lambda row: row[0])
+
+
+def names(rows: RecentRows) -> list[Any]:
+    """The third of each row that is kept."""
+    return [row[2] for row in rows.kept()[0]]
+
+
+def test_recent_rows_are_bounded_in_number_and_weight() -> None:
+    rows = recent_rows()
     for number in range(MAX_ROWS + 10):
-        rows.write((0, number))
-    assert len(rows.rows()) == MAX_ROWS and rows.num_dropped == 10
-    rows.write((MAX_WEIGHT // 2, "heavy"))
-    rows.write((MAX_WEIGHT // 2, "heavier"))
-    assert [row[1] for row in rows.rows()] == ["heavier"]
-    rows.write((2 * MAX_WEIGHT, "too heavy"))
-    assert rows.rows() == []
-    rows.write((0, "old"))
-    now[0] = LAST_NS + 1
-    rows.write((0, "new"))
-    assert [row[1] for row in rows.rows()] == ["new"]
+        (rows.write_light if number % 3 else rows.write)((number, 0, number))
+    assert names(rows) == list(range(10, MAX_ROWS + 10)) and rows.kept()[1] == 10
+    rows = recent_rows()
+    rows.write((1, MAX_WEIGHT // 2, "heavy"))
+    rows.write_light((1, 0, "light"))
+    rows.write((1, MAX_WEIGHT // 2, "heavier"))
+    assert names(rows) == ["light", "heavier"] and rows.kept()[1] == 1
+    rows.write((1, 2 * MAX_WEIGHT, "too heavy"))
+    assert rows.kept() == ([], 4)
+    rows.write_light((1, 0, "new"))
+    assert names(rows) == ["new"]
+
+
+def test_recent_rows_are_those_of_the_last_seconds_before_the_newest_one() -> None:
+    rows = recent_rows()
+    for time_ns, name in ((0, "old"), (None, "before"), (LAST_NS, "edge"), (None, "beside"), (2 * LAST_NS, "new")):
+        rows.write_light((time_ns, 0, name))
+    assert names(rows) == ["before", "edge", "beside", "new"] and rows.kept()[1] == 1
+    rows.write_light((None, 0, "newer"))
+    assert names(rows) == ["before", "edge", "beside", "new", "newer"]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, MAX_WEIGHT // 3)), max_size=60))
+def test_what_recent_rows_refer_to_never_exceeds_the_limit_and_the_newest_stay(written: list[tuple[bool, int]]) -> None:
+    rows, weights = recent_rows(), []
+    for number, (is_light, weight) in enumerate(written):
+        weights.append(0 if is_light else weight)
+        (rows.write_light if is_light else rows.write)((1, weights[-1], number))
+        kept, num_gone = rows.kept()
+        assert [row[2] for row in kept] == list(range(num_gone, number + 1))
+        total = sum(row[1] for row in kept) + ROW_WEIGHT * len(kept)
+        assert total <= MAX_WEIGHT + ROW_WEIGHT * len(kept)
+        if num_gone:  # no more is let go than must be
+            assert total + sum(weights[num_gone - 1 :][:1]) + ROW_WEIGHT * len(written) > MAX_WEIGHT
+
+
+def test_a_row_is_light_only_where_it_refers_to_nothing() -> None:
+    """Whatever a scheduler does: what is not weighed has no weight."""
+    light: list[Any] = []
+    core = RecordingEngineCore(EngineConfig(cache=CacheConfig(64, 16)), lambda row: None, light.append)
+    for number in range(6):
+        core.add_request(Request(f"r{number}", 40 + 30 * number, 60), 0)
+    for now in range(1, 400):
+        if (output := core.begin_step(now)) is not None:
+            core.end_step(StepResult(output.step_id), now)
+    assert len(light) > 400 and {row[0] for row in light} == {"begin", "end"}
+    assert [weigh_engine_row(row) for row in light] == [0] * len(light)
 
 
 def test_a_recording_has_no_hashes_no_labels_and_few_files(tmp_path: Path) -> None:
-    rows = RecentRows(lambda row: 0)
+    rows = RecentRows(lambda row: 0, lambda row: row[1])
     block_hash = b"0123456789abcdef"
     rows.write(("add", 1, ("id", [block_hash, block_hash], {"metadata": {"name": "secret label"}})))
     for _ in range(MAX_FILES + 3):

@@ -19,7 +19,9 @@ from diptych.serving.failures.failure_recording import default_folder
 from diptych.serving.front import engine_connection, engine_exchange
 from diptych.serving.front.engine_cache import EngineCache
 from diptych.serving.front.engine_load import EngineLoad
+from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.external_worker import ExternalWorker
+from diptych.serving.front.kv_events import KVEventReader
 
 pytestmark = pytest.mark.asyncio
 
@@ -150,6 +152,18 @@ async def test_streams_of_the_engine_whose_connection_fails_go_on_elsewhere(
             assert whole.startswith(answer.text) if number in failed else whole == answer.text
         await client.until_up(2)
         await client.idle()
+
+
+async def test_a_reader_of_events_that_ends_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVEventReader, "run", planted)
+    monkeypatch.setattr(EngineCache, "_on_change", planted)  # what is done where events cannot be read
+    spec = EngineSpec("vllm", "http://127.0.0.1:1")
+    cache = EngineCache(FrontOptions((spec,), 16), spec, lambda: 0)
+    found: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    cache.on_defect = found.set_result
+    cache.begin(1, 1, lambda events: None, ("tcp://127.0.0.1:1", ""))
+    assert str(await asyncio.wait_for(found, 10)) == "planted"
+    await cache.close()
 
 
 BESIDE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -28,16 +28,26 @@ _NO_PEER = ", peer_run=None)"  # the end of a command for which nothing is read 
 
 class RecordingClusterCore(ClusterCore):
     """A ClusterCore that hands (now, event, its commands) to ``write``, which must return at once and must not raise.
-    The objects are immutable and may be read later, on another thread."""
+    The objects are immutable and may be read later, on another thread. write_light: for rows that refer to nothing
+    (None: the same)."""
 
-    def __init__(self, config: ClusterConfig, write: Callable[[Row], None]) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        write: Callable[[Row], None],
+        write_light: Callable[[Row], None] | None = None,
+    ) -> None:
         super().__init__(config)
         self._write = write
+        self._write_light = write_light or write
 
     def on_event(self, event: ClusterEvent, now: int) -> list[Command]:
         """See ClusterCore."""
         commands = super().on_event(event, now)
-        self._write((now, event, tuple(commands)))
+        if commands or type(event) is not Reported or event.events:
+            self._write((now, event, tuple(commands)))
+        else:
+            self._write_light((now, event, ()))
         return commands
 
 

@@ -49,12 +49,16 @@ class RecordingEngineCore(EngineCore):
     """An EngineCore that hands each input to ``write`` before it acts on it (and each plan after it is made).
 
     ``write`` is called on the worker's own thread: it must return at once and must not raise. The objects in a row
-    are immutable and may be read later, on another thread.
+    are immutable and may be read later, on another thread. ``write_light`` gets rows that refer to nothing: those of
+    most steps (None: the same).
     """
 
-    def __init__(self, config: EngineConfig, write: Callable[[Row], None]) -> None:
+    def __init__(
+        self, config: EngineConfig, write: Callable[[Row], None], write_light: Callable[[Row], None] | None = None
+    ) -> None:
         super().__init__(config)
         self._write = write
+        self._write_light = write_light or write
 
     def add_request(self, request: Request, now: int) -> list[Event]:
         """See EngineCore."""
@@ -133,14 +137,33 @@ class RecordingEngineCore(EngineCore):
 
     def begin_step(self, now: int) -> SchedulerOutput | None:
         """See EngineCore."""
-        output = super().begin_step(now)
-        self._write(("begin", now, output))
+        output = EngineCore.begin_step(self, now)  # super() costs as much as the row
+        if output is not None and (
+            output.new_blocks
+            or output.prefills
+            or output.finished
+            or output.extra_rows
+            or output.resumed
+            or output.paused
+            or output.swap_out
+            or output.swap_in
+        ):
+            self._write(("begin", now, output))
+        else:  # nothing, or the same requests decode in blocks that they have
+            self._write_light(("begin", now, output))
         return output
 
     def end_step(
         self, result: StepResult, now: int, *, num_steps: int = 1, last_start_ns: int | None = None
     ) -> list[Event]:
         """See EngineCore."""
+        if (
+            num_steps == 1
+            and last_start_ns is None
+            and not (result.full_blocks or result.stopped or result.failed or result.extra or result.offers)
+        ):
+            self._write_light(("end", now, result.step_id, (), (), (), ()))
+            return EngineCore.end_step(self, result, now)
         repeats = () if num_steps == 1 and last_start_ns is None else (num_steps, last_start_ns)
         more: Row = (extra_rows(result.extra), offer_rows(result.offers)) if result.extra or result.offers else ()
         self._write(("end", now, result.step_id, result.stopped, result.full_blocks, result.failed, repeats, *more))

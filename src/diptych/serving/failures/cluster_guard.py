@@ -35,7 +35,7 @@ class ClusterGuard:
         """A core, and what it is recorded with in this file (None: only its last seconds are kept)."""
         self._config = config
         recorder = None if path is None else record_cluster(path, config)
-        return RecordingClusterCore(config, written_to(self._recent, recorder)), recorder
+        return RecordingClusterCore(config, *written_to(self._recent, recorder)), recorder
 
     def note_unfinished(self, event: ClusterEvent, now: int) -> None:
         """The core has failed over this event, and so has not recorded it."""

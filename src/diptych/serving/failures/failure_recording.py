@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from diptych import __version__
-from diptych.serving.failures.recent_rows import RecentRows, Row
+from diptych.control.recent_rows import RecentRows, Row
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,9 @@ def _lines(recent: RecentRows | None, encode: Callable[[Row], Row]) -> tuple[lis
     """The rows as lines, and how many are missing before the first."""
     if recent is None:
         return [], 0
-    lines = [msgspec.json.encode(row) for row in _blinded(recent.rows(), encode)]
-    num_dropped, size = recent.num_dropped, sum(len(line) + 1 for line in lines)
+    rows, num_dropped = recent.kept()
+    lines = [msgspec.json.encode(row) for row in _blinded(rows, encode)]
+    size = sum(len(line) + 1 for line in lines)
     first = 0
     while size > MAX_BYTES:
         size -= len(lines[first]) + 1

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from diptych.control.planner.cluster_watch import ClusterWatch
 from diptych.control.planner.planner_core import PlannerCore
+from diptych.control.recent_rows import RecentRows
 from diptych.serving.failures.failure_board import FailureBoard
 from diptych.serving.failures.failure_recording import error_words
-from diptych.serving.failures.recent_rows import RecentRows
 from diptych.serving.failures.recorded_cores import planner_failure
 from diptych.serving.failures.restart_pause import RestartPause
 

@@ -1,50 +1,20 @@
-"""The newest inputs of a core, kept in memory so that they can be written down should the core fail.
-
-Always on: a row is one append to a queue. Bounded in seconds, in rows, and in what rows refer to. Rows are those of a
-recording (see recorder.py); they hold counts, ids and hashes, never tokens.
-"""
-
-import time
-from collections import deque
-from collections.abc import Callable
-from typing import Any
+"""How much the rows of each core refer to, and when they were written: what RecentRows asks."""
 
 from diptych.control.cluster.cluster_events import Arrived, Reported
 from diptych.control.events import KVEvents, KVSnapshot
+from diptych.control.recent_rows import ROW_WEIGHT, Row
 
-Row = tuple[Any, ...]
-Weigh = Callable[[Row], int]
-
-LAST_NS = 30 * 10**9
-MAX_ROWS = 8192
-MAX_WEIGHT = 200_000  # block ids, hashes and events that the rows refer to: a few MB
-ROW_WEIGHT = 8  # of a row that refers to nothing
+TIMELESS = frozenset(("ahead", "configure", "rescale", "observe"))  # rows of an engine without a time
 
 
-class RecentRows:
-    """The rows of the last LAST_NS. weigh: how much a row refers to, beside itself. clock: nanoseconds."""
+def time_of_event(row: Row) -> int | None:
+    """Of the row of a cluster or a planner."""
+    return int(row[0])
 
-    def __init__(self, weigh: Weigh, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self.num_dropped = 0  # rows that are not kept any more
-        self._weigh = weigh
-        self._clock = clock
-        self._rows: deque[tuple[int, int, Row]] = deque()
-        self._weight = 0
 
-    def write(self, row: Row) -> None:
-        """Take a row, and let go of those that are too old or too many."""
-        rows, now, weight = self._rows, self._clock(), ROW_WEIGHT + self._weigh(row)
-        rows.append((now, weight, row))
-        self._weight += weight
-        while rows[0][0] < now - LAST_NS or self._weight > MAX_WEIGHT or len(rows) > MAX_ROWS:
-            self._weight -= rows.popleft()[1]
-            self.num_dropped += 1
-            if not rows:
-                break
-
-    def rows(self) -> list[Row]:
-        """What is kept, the oldest first."""
-        return [row for _, _, row in self._rows]
+def time_of_input(row: Row) -> int | None:
+    """Of the row of an engine."""
+    return None if row[0] in TIMELESS else int(row[1])
 
 
 def weigh_cluster_row(row: Row) -> int:
@@ -70,11 +40,18 @@ def weigh_engine_row(row: Row) -> int:
         output = row[2]
         if output is None:
             return 0
-        return sum(len(chunk.block_ids) for chunk in output.prefills) + len(output.new_blocks) + len(output.swap_out)
+        weight = len(output.new_blocks) + len(output.finished) + len(output.paused) + len(output.extra_rows)
+        if output.prefills:
+            weight += sum(ROW_WEIGHT + len(chunk.block_ids) for chunk in output.prefills) + len(output.block_copies)
+        if output.resumed:
+            weight += sum(ROW_WEIGHT + len(member.block_ids) for member in output.resumed)
+        if output.swap_out or output.swap_in:
+            weight += len(output.swap_out) + len(output.swap_in)
+        return weight
     if kind in ("add", "reserve"):
         return len(row[2][3])
     if kind == "end":
-        return len(row[4])
+        return sum(len(part) for part in (*row[3:6], *row[7:]))
     if kind == "tier":
         return len(getattr(row[3], "added", ())) + len(getattr(row[3], "removed", ()))
     return 0

@@ -10,10 +10,11 @@ from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import EngineConfig
 from diptych.control.planner import planner_recording
 from diptych.control.planner.planner_config import PlannerConfig
+from diptych.control.recent_rows import RecentRows, Row
 from diptych.serving.failures.failure_recording import write_failure
 from diptych.serving.failures.recent_rows import (
-    RecentRows,
-    Row,
+    time_of_event,
+    time_of_input,
     weigh_cluster_row,
     weigh_engine_row,
     weigh_planner_row,
@@ -23,31 +24,35 @@ from diptych.serving.link.recorder import Recorder, engine_encoder, engine_heade
 Write = Callable[[Row], None]
 
 
-def written_to(recent: RecentRows, recorder: Recorder | None) -> Write:
-    """Where the rows of a core go: into memory, and into its recording, if there is one."""
+def written_to(recent: RecentRows, recorder: Recorder | None) -> tuple[Write, Write]:
+    """Where the rows of a core go, and those that refer to nothing: into memory, and into its recording, if there is
+    one."""
     if recorder is None:
-        return recent.write
+        return recent.write, recent.write_light
 
-    def write(row: Row) -> None:
-        recorder.write(row)
-        recent.write(row)
+    def both(keep: Write) -> Write:
+        def write(row: Row) -> None:
+            recorder.write(row)
+            keep(row)
 
-    return write
+        return write
+
+    return both(recent.write), both(recent.write_light)
 
 
 def recent_of_cluster() -> RecentRows:
     """For a RecordingClusterCore."""
-    return RecentRows(weigh_cluster_row)
+    return RecentRows(weigh_cluster_row, time_of_event)
 
 
 def recent_of_engine() -> RecentRows:
     """For a RecordingEngineCore."""
-    return RecentRows(weigh_engine_row)
+    return RecentRows(weigh_engine_row, time_of_input)
 
 
 def recent_of_planner() -> RecentRows:
     """For a RecordingPlannerCore."""
-    return RecentRows(weigh_planner_row)
+    return RecentRows(weigh_planner_row, time_of_event)
 
 
 def cluster_failure(

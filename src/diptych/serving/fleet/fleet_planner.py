@@ -266,7 +266,7 @@ def plan_with(
 
     def make() -> PlannerParts:
         recent = recent_of_planner()
-        planner = RecordingPlannerCore(config, written_to(recent, recorders.pop() if recorders else None))
+        planner = RecordingPlannerCore(config, written_to(recent, recorders.pop() if recorders else None)[0])
         return PlannerParts(planner, ClusterWatch(core, options.scheduler, members), recent)
 
     guard = PlannerGuard(make, failures, folder_of(options.failures))

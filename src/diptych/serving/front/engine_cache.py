@@ -6,7 +6,6 @@ it is assumed. No event comes for a block that was cached before the first one t
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
@@ -16,6 +15,7 @@ from diptych.control.router.kv_bridge import KVBridge
 from diptych.control.router.kv_source import KVSource, SourceChange, SourceState
 from diptych.control.slo import NS_PER_S
 from diptych.limited_log import LimitedLog, kind_of
+from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.kv_events import KVEventReader
 
@@ -41,6 +41,7 @@ class EngineCache:
         self._log = LimitedLog(logger)
         self._sequence = 0
         self._report: Report = lambda events: None
+        self.on_defect: Callable[[BaseException], None] = lambda error: None  # nothing is read any more
         self.num_gaps = 0  # of events, that were not filled, in all its lives
         self._seen_gaps = 0  # of these, in this one
 
@@ -55,7 +56,7 @@ class EngineCache:
             bridge = KVBridge(self._options.block_size, num_engine_blocks + SPARE_BLOCKS)
             self._source = KVSource(bridge, can_replay=bool(replay))
             reader = KVEventReader(self._source, events, replay, self._on_change)
-            self._reading = asyncio.create_task(self._read(reader))
+            self._reading = start_watched(self._read(reader), f"KV events of {self._spec.name}", self.on_defect)
 
     @property
     def kind(self) -> str:
@@ -76,8 +77,7 @@ class EngineCache:
         reading, self._reading, self._source = self._reading, None, None
         if reading is not None:
             reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reading
+            await asyncio.gather(reading, return_exceptions=True)
 
     def on_computed(self, hashes: Sequence[bytes], now: int) -> None:
         """The engine has computed a prompt with these blocks, or found them in its cache."""

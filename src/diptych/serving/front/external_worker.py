@@ -107,6 +107,7 @@ class ExternalWorker:
         self.pool = pool_to(*spec.address, spec.headers, is_tls=spec.is_tls)
         self.load = EngineLoad(UNKNOWN_BLOCKS, options.block_size, 0, clock(), prices)
         self.cache = EngineCache(options, spec, clock)
+        self.cache.on_defect = self._on_task_failed
         self.steps = StepWatch(spec, self._on_step, clock)
         self.handoffs = HandoffPort(self)
         self._boundaries = TextBoundaries(self)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
+from diptych.control.recent_rows import RecentRows
 from diptych.runtime.device.compute_device import ComputeDevice, UndividedDevice
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
@@ -27,7 +28,6 @@ from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.weights.checkpoint import fingerprint
 from diptych.serving.answers.grammar.grammar_checker import is_installed
 from diptych.serving.answers.tokenizer import Tokenizer
-from diptych.serving.failures.recent_rows import RecentRows
 from diptych.serving.failures.recorded_cores import recent_of_engine, written_to
 from diptych.serving.fleet.shared_memory import default_num_blocks
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
@@ -95,7 +95,7 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
     if recorder is not None:
         logger.warning("recording to %s", recorder.path)
     recent = recent_of_engine()
-    engine = RecordingEngineCore(settings, written_to(recent, recorder))
+    engine = RecordingEngineCore(settings, *written_to(recent, recorder))
     measured = []
     if options.warm_up:
         report("warming up")
