@@ -47,7 +47,10 @@ assert pace.pause_s(11.0, 1.2) < 1e-9 and abs(pace.pause_s(11.0, 1.4) - 1.0) < 1
 small = next(attack for attack in ATTACKS if attack.name == "small requests")
 ends = ["200", "429 queue_full", "open at the end", "429 queue_full without Retry-After", "503 queue_full", "500",
         "ECONNRESET", "unanswered", "partial 200: ECONNRESET", "closed by the server", "dropped"]
-assert set(small.wrong_ends(Counter(ends).items())) == set(ends[3:])
+for server in ("serve", "front"):
+    assert set(small.wrong_ends(Counter(ends).items(), server)) == set(ends[3:])
+deep = next(attack for attack in ATTACKS if attack.name == "deep JSON")
+assert deep.wrong_ends([("200", 2), ("400", 1)], "serve") == {"200": 2} and not deep.wrong_ends([("200", 2)], "front")
 for attack in ATTACKS:
     assert not [end for end in attack.expect if not end.split()[0].isdigit()], attack
 """
