@@ -73,8 +73,8 @@ for size in range(1, len(told)):
 assert reply(told[:-1]).fate("ECONNRESET") == "partial 503: ECONNRESET" and reply().fate("ECONNRESET") == "ECONNRESET"
 chunked = b"HTTP/1.1 200 OK" + end + b"transfer-encoding: chunked" + end + end
 last = b"1" + end + b"0" + end + b"0" + end + end
-whole = chunked + b"7d0" + end + b"x" * 2000 + end + last
-for size in range(1, len(whole)):
+whole = chunked + b"2710" + end + b"x" * 10_000 + end + last
+for size in (*range(1, 300), *range(8000, 8300), *range(9900, len(whole))):
     assert reply(whole[:size], whole[size:]).is_whole and not reply(whole[:size]).is_whole, size
 assert reply(*(bytes([byte]) for byte in whole)).fate("") == "200"
 until_closed = b"HTTP/1.1 200 OK" + end + end + b"x"
