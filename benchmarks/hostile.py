@@ -309,11 +309,11 @@ def measure(attack: Attack, options: argparse.Namespace) -> dict[str, Any]:
         attacker.send("over")
         streams.send("over")
         felt = streams.recv() if streams.poll(120) else Felt(failed=[(time.monotonic(), "the streams did not end")])
-    return row_of(attack, felt, course, memory.samples)
+    return row_of(attack, options.server, felt, course, memory.samples)
 
 
 def row_of(
-    attack: Attack, felt: Felt, course: Course, memory: Sequence[tuple[float, dict[str, float]]]
+    attack: Attack, server: Server, felt: Felt, course: Course, memory: Sequence[tuple[float, dict[str, float]]]
 ) -> dict[str, Any]:
     """Of the table. memory: samples by time."""
     row: dict[str, Any] = {"attack": attack.name}
@@ -330,7 +330,7 @@ def row_of(
         row[f"{kind} most MiB"] = round(max(sample[kind] for at, sample in memory if at >= began))
         row[f"{kind} at end MiB"] = round(memory[-1][1][kind])
     row["rss back s"] = None if course.back_s is None else round(course.back_s, 1)
-    wrong_ends = attack.wrong_ends(course.fates.items())
+    wrong_ends = attack.wrong_ends(course.fates.items(), server)
     row |= {"streams": felt.num_complete, "failed": len(felt.failed), "wrong": len(felt.wrong)}
     row |= {"calls": course.fates.total(), "otherwise": wrong_ends.total(), "attacker cores": round(course.cores, 2)}
     failures = [said for _, said in (*felt.failed, *felt.wrong)][:5]

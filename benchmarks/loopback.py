@@ -59,7 +59,7 @@ def listen_drops() -> dict[str, int]:
 class Reply:
     """One reply, as it comes in. beginning: its first KEPT bytes. num_bytes: all that came."""
 
-    KEPT: ClassVar[int] = 1500
+    KEPT: ClassVar[int] = 8192  # with the code behind a message of full length
     LAST_CHUNK: ClassVar[bytes] = b"\r\n0\r\n\r\n"  # in no text of this server: JSON and events hold no CR LF
 
     beginning: bytes = b""

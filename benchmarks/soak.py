@@ -54,6 +54,7 @@ STRIKES = ("kill", "kill", "stop", "drain", "role", "role", "replace")
 LONGEST_STOP_S = 3.0
 REFUSALS = ("429", "503")
 WRITE_S = 60.0
+MOST_WORKERS = 4
 SERVER = ("--prefill", "1", "--decode", "1", "--both", "1", "--disaggregate", "always")
 BLOCK_S = 120  # of the bootstrap: longer than a batch, or a restart, is felt
 NUM_DRAWS = 2000
@@ -314,7 +315,7 @@ async def replace_worker(server: ServerProcess, rng: random.Random) -> int:
 
     workers = (await asyncio.to_thread(server.call, "/admin/workers"))["workers"]
     old = rng.choice(workers)
-    if await asyncio.to_thread(call, "POST", "/admin/workers") is None:
+    if len(workers) < MOST_WORKERS and await asyncio.to_thread(call, "POST", "/admin/workers") is None:
         return 0
     return int(await asyncio.to_thread(call, "DELETE", f"/admin/workers/{old['worker']}") is not None)
 
@@ -414,7 +415,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = tool_model.tool_model(folder / "model")
-        with ServerProcess(["--model", str(model), *SERVER, "--batch-dir", str(folder / "batches")]) as server:
+        with ServerProcess(
+            ["--model", str(model), *SERVER, "--max-workers", str(MOST_WORKERS), "--batch-dir", str(folder / "batches")]
+        ) as server:
             asyncio.run(soak(server, given, outcome, folder))
             outcome.left = what_is_left(server)
             orphans = server.close()

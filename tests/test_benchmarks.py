@@ -47,7 +47,10 @@ assert pace.pause_s(11.0, 1.2) < 1e-9 and abs(pace.pause_s(11.0, 1.4) - 1.0) < 1
 small = next(attack for attack in ATTACKS if attack.name == "small requests")
 ends = ["200", "429 queue_full", "open at the end", "429 queue_full without Retry-After", "503 queue_full", "500",
         "ECONNRESET", "unanswered", "partial 200: ECONNRESET", "closed by the server", "dropped"]
-assert set(small.wrong_ends(Counter(ends).items())) == set(ends[3:])
+for server in ("serve", "front"):
+    assert set(small.wrong_ends(Counter(ends).items(), server)) == set(ends[3:])
+deep = next(attack for attack in ATTACKS if attack.name == "deep JSON")
+assert deep.wrong_ends([("200", 2), ("400", 1)], "serve") == {"200": 2} and not deep.wrong_ends([("200", 2)], "front")
 for attack in ATTACKS:
     assert not [end for end in attack.expect if not end.split()[0].isdigit()], attack
 """
@@ -70,8 +73,8 @@ for size in range(1, len(told)):
 assert reply(told[:-1]).fate("ECONNRESET") == "partial 503: ECONNRESET" and reply().fate("ECONNRESET") == "ECONNRESET"
 chunked = b"HTTP/1.1 200 OK" + end + b"transfer-encoding: chunked" + end + end
 last = b"1" + end + b"0" + end + b"0" + end + end
-whole = chunked + b"7d0" + end + b"x" * 2000 + end + last
-for size in range(1, len(whole)):
+whole = chunked + b"2710" + end + b"x" * 10_000 + end + last
+for size in (*range(1, 300), *range(8000, 8300), *range(9900, len(whole))):
     assert reply(whole[:size], whole[size:]).is_whole and not reply(whole[:size]).is_whole, size
 assert reply(*(bytes([byte]) for byte in whole)).fate("") == "200"
 until_closed = b"HTTP/1.1 200 OK" + end + end + b"x"

@@ -128,6 +128,7 @@ ELSEWHERE: dict[str, str] = {
     "CHOICES": "test_structured_limits.py::test_as_many_choices_as_the_limit_are_followed_and_one_more_is_refused",
     "CONTEXT_EDITS": "test_loop_turns.py::test_the_limits_of_what_takes_long",
     "CONVERSATION_BYTES": "test_response_store.py::test_a_conversation_is_read_up_to_the_limit_and_refused_beyond",
+    "ERROR_CHARACTERS": "test_error_format.py::test_the_message_of_an_error_is_bounded",
     "GRAMMAR_BYTES": (
         "test_structured_limits.py::test_a_grammar_of_as_many_bytes_as_the_limit_is_followed_and_one_more_is_refused"
     ),

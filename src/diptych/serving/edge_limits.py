@@ -156,6 +156,13 @@ LABELS = _limit("LABELS", 16, "labels", "labels in `metadata`", beyond="400")
 LABEL_NAME = _limit("LABEL_NAME", 64, "characters", "name of a label", beyond="400")
 LABEL_VALUE = _limit("LABEL_VALUE", 512, "characters", "value of a label", beyond="400")
 EMBEDDING_NUMBERS = _limit("EMBEDDING_NUMBERS", 1 << 22, "numbers", "numbers in one reply of embeddings", beyond="400")
+ERROR_CHARACTERS = _limit(
+    "ERROR_CHARACTERS",
+    4000,
+    "characters",
+    "message of an error, in which something of the request may come back",
+    beyond="its middle is left out",
+)
 
 # Grammars, schemas and choices.
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from diptych.control.errors import ContextLengthError, DiptychError, RequestError
-from diptych.serving.api.error_format import error_body
+from diptych.serving.api.error_format import error_body, param_of, shortened
 
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -50,15 +50,15 @@ def anthropic_error(error: DiptychError) -> bytes:
     """Anthropic's error, with OpenAI's param and code. Clients know a full context by Anthropic's words."""
     kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     is_known = TOO_LONG in error.message or not isinstance(error, ContextLengthError)
-    message = error.message if is_known else f"{TOO_LONG}: {error.message}"
-    detail = {"type": kind, "message": message, "param": error.param, "code": error.code}
+    message = shortened(error.message if is_known else f"{TOO_LONG}: {error.message}")
+    detail = {"type": kind, "message": message, "param": param_of(error), "code": error.code}
     return msgspec.json.encode({"type": "error", "error": detail})
 
 
 def response_error(error: DiptychError) -> dict[str, Any]:
     """The ``error`` of a response that failed, with OpenAI's codes: by them a client decides whether it asks again.
     (Codex asks five times more after each code that it does not know.)"""
-    message = error.message
+    message = shortened(error.message)
     if isinstance(error, ContextLengthError):
         code = "context_length_exceeded"
     elif error.status == 429:
@@ -69,7 +69,7 @@ def response_error(error: DiptychError) -> dict[str, Any]:
         code = "invalid_prompt"
     else:
         code = "server_error"
-    return {"code": code, "message": message, "type": error.type, "param": error.param}
+    return {"code": code, "message": message, "type": error.type, "param": param_of(error)}
 
 
 def chat_failure(error: DiptychError) -> bytes:

@@ -8,12 +8,29 @@ from http import HTTPStatus
 import msgspec
 
 from diptych.control.errors import DiptychError, InvalidRequestError, RequestError
+from diptych.serving import edge_limits
 
 
 def error_body(error: DiptychError) -> bytes:
     """The JSON of one error."""
-    detail = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    detail = {"message": shortened(error.message), "type": error.type, "param": param_of(error), "code": error.code}
     return msgspec.json.encode({"error": detail})
+
+
+def shortened(message: str) -> str:
+    """A message of at most ERROR_CHARACTERS: what a client sent, a name of a model or a field, may stand in it, and
+    may have megabytes."""
+    most = edge_limits.ERROR_CHARACTERS
+    if len(message) <= most:
+        return message
+    note = f" ... ({len(message)} characters) ... "
+    kept = most - len(note)
+    return message[: kept - kept // 2] + note + message[len(message) - kept // 2 :]
+
+
+def param_of(error: DiptychError) -> str | None:
+    """The field that an error names, which the client named."""
+    return None if error.param is None else shortened(error.param)
 
 
 def error_headers(error: DiptychError) -> dict[str, str]:
