@@ -279,3 +279,14 @@ async def test_whatever_is_asked_of_files_and_batches_is_refused_with_a_time_whi
                 assert (reply.status_code, reply.json()["error"]["code"]) == (503, "disk_failed"), path
                 assert reply.headers["retry-after"] == "60"
         assert (await client.get(f"/v1/batches/{batch}")).status_code == 200
+
+
+async def test_a_request_that_comes_while_the_server_ends_is_told(tmp_path: Path) -> None:
+    service = BatchService(BatchOptions(tmp_path / "batches", BatchLimits()))
+    app = build_app(FakeLLM(), "fake", batches=service)  # type: ignore[arg-type]
+    service.close()
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        for reply in (await upload(client, b"{}"), await client.get("/v1/batches"), await create(client, "file-a")):
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
+            assert reply.headers["retry-after"] == "1"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diptych.byte_size import size_words
-from diptych.control.errors import BodyTooLargeError, InvalidRequestError, UnavailableError
+from diptych.control.errors import BodyTooLargeError, DrainingError, InvalidRequestError, UnavailableError
 from diptych.limited_log import LimitedLog
 from diptych.private_files import open_private
 from diptych.serving.batches.batch_records import Batch, BatchLimits, BatchTerms, StoredFile
@@ -69,6 +69,7 @@ class BatchService:
         self._running: asyncio.Task[None] | None = None
         self._log = LimitedLog(logger)
         self._incoming_bytes = 0  # of uploads that are under way
+        self._is_closed = False
 
     def connect(self, host: LineHost) -> None:
         """Run lines here."""
@@ -111,6 +112,7 @@ class BatchService:
 
     def close(self) -> None:
         """After ``stop``: let another server have the folder."""
+        self._is_closed = True
         self._pool.shutdown()
         self.store.close()
 
@@ -130,7 +132,10 @@ class BatchService:
             raise self.disk_failed(error) from None
 
     async def for_client(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """As ``in_thread``, for a request that waits for it. Raises UnavailableError when the disk fails."""
+        """As ``in_thread``, for a request that waits for it. Raises UnavailableError when the disk fails, DrainingError
+        after ``close``."""
+        if self._is_closed:
+            raise DrainingError
         try:
             return await self.in_thread(work, *arguments)
         except (OSError, sqlite3.Error) as error:
