@@ -107,8 +107,11 @@ class StreamJournal:
         encode = msgspec.msgpack.encode
         begun = path.with_suffix(".begun")
         self._append(begun, pack(encode(head)) + pack(encode(StreamNews(stream.token_ids))))
-        if begun.exists():
-            begun.replace(path)
+        try:
+            if stream_id in self._live:
+                begun.replace(path)
+        except OSError as error:
+            self._give_up(begun, error)
         return stream_id in self._live
 
     def write(self, generations: Iterable[Generation]) -> None:
@@ -146,13 +149,17 @@ class StreamJournal:
                     rest = rest[os.write(descriptor, rest) :]
             finally:
                 os.close(descriptor)
-        except OSError as error:  # serving goes on; this stream cannot be resumed from here
-            self.num_not_recorded += 1
-            self._log.error("write", "a stream cannot be recorded: %s", error)
-            self._written.pop(path.stem, None)
-            self._live.pop(path.stem, None)
-            with contextlib.suppress(OSError):
-                path.unlink()
+        except OSError as error:
+            self._give_up(path, error)
+
+    def _give_up(self, path: Path, error: OSError) -> None:
+        """Serving goes on; the stream of this file cannot be resumed from here."""
+        self.num_not_recorded += 1
+        self._log.error("write", "a stream cannot be recorded: %s", error)
+        self._written.pop(path.stem, None)
+        self._live.pop(path.stem, None)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
     def _sweep(self) -> None:
         """Remove what is too old, now and then."""
@@ -160,7 +167,12 @@ class StreamJournal:
         if self._swept_s and now - self._swept_s < SWEEP_S:
             return
         self._swept_s, oldest, kept = now, time.time() - self._kept_s, 0
-        for entry in os.scandir(self._directory):
+        try:
+            entries = list(os.scandir(self._directory))
+        except OSError as error:  # whether a stream can be recorded, its own file will tell
+            self._log.error("read", "recorded streams cannot be listed: %s", error)
+            return
+        for entry in entries:
             if not _NAME.fullmatch(entry.name.removesuffix(".begun")):
                 continue
             with contextlib.suppress(OSError):
