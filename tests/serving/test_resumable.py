@@ -198,3 +198,28 @@ async def test_wherever_the_disk_fails_a_stream_is_served_without_a_record(
     journal.close(generation)
     assert set(os.listdir(tmp_path / "streams")) == {"lock"} | ({generation.request_id} if is_recorded else set())
     journal.end()
+
+
+@pytest.mark.asyncio
+async def test_a_disk_that_is_full_in_the_middle_of_a_stream_ends_its_record_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    journal = StreamJournal(tmp_path / "streams")
+    stream = SimpleNamespace(num_tokens=0, token_ids=[], finished=None, stop_reason=None)
+    generation: Any = SimpleNamespace(request_id=f"cmpl-{0:032x}", streams=[stream])
+    assert journal.begin(generation, StreamHead("text", "me", b"{}", 0, [1]))
+    for is_full in (False, True, True, False, False):
+        stream.num_tokens += 1
+        stream.token_ids.append(7)
+        with monkeypatch.context() as patch:
+            if is_full:
+                patch.setattr(os, "write", failing)
+            journal.write([generation])
+    assert journal.num_not_recorded == 1 and journal.live(generation.request_id) is None
+    assert os.listdir(tmp_path / "streams") == ["lock"]
+    journal.close(generation)
+    assert not journal._written
+    journal.end()

@@ -118,19 +118,21 @@ class StreamJournal:
         """These have something new: it is written before any of it is sent."""
         for generation in generations:
             written = self._written.get(generation.request_id)
-            if written is None or self._live[generation.request_id] is not generation:
+            if written is None or self._live.get(generation.request_id) is not generation:
                 continue
             stream = generation.streams[0]
             if stream.num_tokens > written or stream.finished is not None:
                 is_stop = isinstance(stream.stop_reason, int)
                 news = StreamNews(stream.token_ids[written:], is_stop, stream.finished)
                 self._append(self._directory / generation.request_id, pack(msgspec.msgpack.encode(news)))
-                self._written[generation.request_id] = stream.num_tokens
+                if generation.request_id in self._written:  # the disk has taken it
+                    self._written[generation.request_id] = stream.num_tokens
 
     def close(self, generation: Generation) -> None:
         """Nothing more comes of this stream; its record is kept for a while."""
         if self._live.get(generation.request_id) is generation:
-            del self._live[generation.request_id], self._written[generation.request_id]
+            del self._live[generation.request_id]
+            self._written.pop(generation.request_id, None)
 
     def live(self, stream_id: str) -> Generation | None:
         """The stream, when it is under way in this process."""
