@@ -241,6 +241,52 @@ async def test_an_upload_on_a_full_disk_is_refused_and_leaves_nothing(
         for reply in replies:
             assert reply.status_code == 503 and reply.json()["error"]["code"] == "disk_failed"
             assert reply.headers["retry-after"] == "60"
-        assert caplog.text.count("cannot be written to") == 1
+        assert caplog.text.count("cannot be used") == 1
         assert not list((tmp_path / "batches").rglob("file-*"))
         assert (await upload(client, b"{}")).status_code == 200
+
+
+FAILURES = (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), sqlite3.OperationalError("database or disk is full"))
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=["file", "database"])
+async def test_whatever_is_asked_of_files_and_batches_is_refused_with_a_time_while_their_disk_fails(
+    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No route lets it through as an internal error; afterwards all is as before."""
+
+    async def failing(self: batch_service.BatchService, work: Any, *arguments: Any) -> Any:
+        raise failure
+
+    async with served(tmp_path / "batches") as client:
+        file = (await upload(client, b"{}")).json()["id"]
+        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = (await client.post("/v1/batches", json=body)).json()["id"]
+        calls = [
+            ("POST", "/v1/batches", body),
+            *(
+                ("GET", path, None)
+                for path in ("/v1/batches", "/v1/files", f"/v1/batches/{batch}", f"/v1/files/{file}")
+            ),
+            ("GET", f"/v1/files/{file}/content", None),
+            ("POST", f"/v1/batches/{batch}/cancel", None),
+            ("DELETE", f"/v1/files/{file}", None),
+        ]
+        with monkeypatch.context() as patch:
+            patch.setattr(batch_service.BatchService, "in_thread", failing)
+            for method, path, given in calls:
+                reply = await client.request(method, path, json=given)
+                assert (reply.status_code, reply.json()["error"]["code"]) == (503, "disk_failed"), path
+                assert reply.headers["retry-after"] == "60"
+        assert (await client.get(f"/v1/batches/{batch}")).status_code == 200
+
+
+async def test_a_request_that_comes_while_the_server_ends_is_told(tmp_path: Path) -> None:
+    service = BatchService(BatchOptions(tmp_path / "batches", BatchLimits()))
+    app = build_app(FakeLLM(), "fake", batches=service)  # type: ignore[arg-type]
+    service.close()
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        for reply in (await upload(client, b"{}"), await client.get("/v1/batches"), await create(client, "file-a")):
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
+            assert reply.headers["retry-after"] == "1"

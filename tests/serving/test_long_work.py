@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diptych.control.errors import OverloadedError
+from diptych.control.errors import DrainingError, OverloadedError
 from diptych.serving import edge_limits
 from diptych.serving.long_work import LONG, VERY_LONG, LongWork
 
@@ -102,3 +102,21 @@ async def test_an_error_of_the_work_is_raised_to_its_caller() -> None:
     for size in (0, LONG):
         with pytest.raises(ValueError, match="wrong"):
             await LongWork().run(fails, size)
+
+
+async def test_what_waits_when_the_server_ends_and_what_comes_later_is_told() -> None:
+    """Neither waits for ever, and neither ends as an internal error."""
+    gate, queue = Gate(), LongWork()
+    held = [asyncio.create_task(queue.run(gate.held("held"), LONG)) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(queue.run(gate.quick("waits"), LONG))
+    await asyncio.sleep(0)
+    assert queue.num_waiting == 1
+    queue.close()
+    with pytest.raises(DrainingError):
+        await waiting
+    with pytest.raises(DrainingError):
+        await queue.run(gate.quick("later"), LONG)
+    gate.open.set()
+    assert await asyncio.gather(*held) == ["held", "held"]
+    assert (queue.num_waiting, queue.num_bytes) == (0, 0) and set(gate.begun) == {"held"}

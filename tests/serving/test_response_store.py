@@ -14,7 +14,7 @@ import openai
 import pytest
 from fake_llm import FakeLLM
 
-from diptych.control.errors import ConfigError, InvalidRequestError, NotFoundError, UnavailableError
+from diptych.control.errors import ConfigError, DrainingError, InvalidRequestError, NotFoundError, UnavailableError
 from diptych.serving import edge_limits
 from diptych.serving.api.app import build_app
 from diptych.serving.api.response_store import ResponseStore
@@ -353,3 +353,14 @@ async def test_two_at_once_continue_the_same_conversation(new_store: Stores) -> 
         first = await client.responses.create(model="fake", input="Well?")
         asked = [client.responses.create(model="fake", input="And?", previous_response_id=first.id) for _ in range(8)]
         assert len({reply.id for reply in await asyncio.gather(*asked)}) == 8
+
+
+async def test_a_store_that_is_closed_says_that_the_server_ends(new_store: Stores, place: Path | None) -> None:
+    store = new_store(place)
+    store.close()
+    for asked in (store.reply("resp_a", "me"), store.conversation("resp_a", "me"), store.delete("resp_a", "me")):
+        with pytest.raises(DrainingError):
+            await asked
+    reply = {"id": "resp_a"}
+    assert await store.put_in_time(reply, "me", None, []) == "the server is shutting down"
+    assert store.put(reply, "me", None, []).result() == "the server is shutting down"

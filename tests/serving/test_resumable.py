@@ -1,10 +1,12 @@
 """Streams that are gone on with: after every event, in the middle, at the end, and after the server has died."""
 
+import errno
 import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,7 +14,8 @@ import pytest
 from fake_worker import fake_command
 
 from diptych.control.errors import ConfigError
-from diptych.serving.answers.stream_journal import StreamJournal, read_record
+from diptych.serving.answers import stream_journal
+from diptych.serving.answers.stream_journal import StreamHead, StreamJournal, read_record
 from diptych.serving.api.app import build_app
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet.fleet import Fleet
@@ -172,3 +175,51 @@ async def test_records_are_removed_after_their_time(tmp_path: Path, monkeypatch:
     async with server(directory) as client:
         await client.post("/v1/completions", json=COMPLETION)
         assert name not in os.listdir(directory) and len(os.listdir(directory)) == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("where", ["scandir", "replace", "open", "write"])
+async def test_wherever_the_disk_fails_a_stream_is_served_without_a_record(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    journal = StreamJournal(tmp_path / "streams")
+    stream = SimpleNamespace(num_tokens=0, token_ids=[], finished=None, stop_reason=None)
+    generation: Any = SimpleNamespace(request_id=f"cmpl-{0:032x}", streams=[stream])
+    targets = {"scandir": (os, "scandir"), "replace": (Path, "replace"), "write": (os, "write")}
+    with monkeypatch.context() as patch:
+        patch.setattr(*targets.get(where, (stream_journal, "open_private")), failing)
+        is_recorded = journal.begin(generation, StreamHead("text", "me", b"{}", 0, [1]))
+    assert is_recorded == (where == "scandir")  # a list that cannot be read hinders nothing
+    assert journal.num_not_recorded == (not is_recorded)
+    journal.write([generation])
+    journal.close(generation)
+    assert set(os.listdir(tmp_path / "streams")) == {"lock"} | ({generation.request_id} if is_recorded else set())
+    journal.end()
+
+
+@pytest.mark.asyncio
+async def test_a_disk_that_is_full_in_the_middle_of_a_stream_ends_its_record_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    journal = StreamJournal(tmp_path / "streams")
+    stream = SimpleNamespace(num_tokens=0, token_ids=[], finished=None, stop_reason=None)
+    generation: Any = SimpleNamespace(request_id=f"cmpl-{0:032x}", streams=[stream])
+    assert journal.begin(generation, StreamHead("text", "me", b"{}", 0, [1]))
+    for is_full in (False, True, True, False, False):
+        stream.num_tokens += 1
+        stream.token_ids.append(7)
+        with monkeypatch.context() as patch:
+            if is_full:
+                patch.setattr(os, "write", failing)
+            journal.write([generation])
+    assert journal.num_not_recorded == 1 and journal.live(generation.request_id) is None
+    assert os.listdir(tmp_path / "streams") == ["lock"]
+    journal.close(generation)
+    assert not journal._written
+    journal.end()

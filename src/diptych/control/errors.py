@@ -157,6 +157,15 @@ class UnavailableError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class DrainingError(UnavailableError):
+    """The server ends: what it has not answered by then, and whatever comes later, is to be asked of another."""
+
+    code = "draining"
+
+    def __init__(self, message: str = "the server is shutting down") -> None:
+        super().__init__(message)
+
+
 class WorkerError(DiptychError):
     """A worker process failed or was lost while it held requests."""
 

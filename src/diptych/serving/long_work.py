@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from diptych.byte_size import size_words
-from diptych.control.errors import OverloadedError
+from diptych.control.errors import DrainingError, OverloadedError
 from diptych.serving import edge_limits
 from diptych.serving.freed_memory import FreedMemory, give_memory_back
 
@@ -62,14 +62,17 @@ class LongWork:
         self._waiting: dict[str, deque[_Waiting]] = {}  # by tenant; the first one's turn comes next
         self._running: set[asyncio.Future[Any]] = set()
         self._num_very_long = 0  # that are running
+        self._is_closed = False
         self.num_waiting = 0
         self.num_bytes = 0  # of those, and of what runs
 
     async def run(self, work: Callable[[], Result], size: int, tenant: str = "", *, is_reply: bool = False) -> Result:
         """The result of ``work``. size: of its input, in bytes, characters or token ids. Raises OverloadedError while
-        too much waits, unless it is the reply to a request that was served."""
+        too much waits, unless it is the reply to a request that was served, and DrainingError after ``close``."""
         if size < LONG:
             return work()
+        if self._is_closed:
+            raise DrainingError
         if not is_reply and not self._makes_room(tenant, size):
             raise self._refusal()
         item = _Waiting(work, size, asyncio.get_running_loop().create_future())
@@ -86,7 +89,13 @@ class LongWork:
         return result
 
     def close(self) -> None:
-        """Start nothing more."""
+        """Start nothing more: what waits ends with DrainingError, and so does what comes later."""
+        self._is_closed = True
+        for tenant, items in list(self._waiting.items()):
+            for item in list(items):
+                if not item.future.done():
+                    item.future.set_exception(DrainingError())
+                self._drop(tenant, item)
         self.freed.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -153,7 +162,7 @@ class LongWork:
             self.freed.note(item.size)
         if not item.future.done():  # its caller is still there
             if running.cancelled():
-                item.future.cancel()
+                item.future.set_exception(DrainingError())
             elif (error := running.exception()) is not None:
                 item.future.set_exception(error)
             else:

@@ -6,7 +6,7 @@ engines that others run. Owns no requests.
 
 import asyncio
 
-from diptych.control.errors import UnavailableError
+from diptych.control.errors import DrainingError, UnavailableError
 from diptych.serving.answers.answer_stream import Generation
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.link.engine_options import EngineOptions
@@ -67,9 +67,9 @@ class ServedFleet:
         return True
 
     async def shutdown(self) -> None:
-        """Stop the workers; requests that still run fail with UnavailableError."""
+        """Stop the workers; requests that still run fail with DrainingError."""
         self.is_draining = True
-        self.fleet.streams.fail_all(UnavailableError("the server is shutting down"))
+        self.fleet.streams.fail_all(DrainingError())
         self.long_work.close()
         await self.fleet.stop()
         self.timeline.close()

@@ -107,27 +107,32 @@ class StreamJournal:
         encode = msgspec.msgpack.encode
         begun = path.with_suffix(".begun")
         self._append(begun, pack(encode(head)) + pack(encode(StreamNews(stream.token_ids))))
-        if begun.exists():
-            begun.replace(path)
+        try:
+            if stream_id in self._live:
+                begun.replace(path)
+        except OSError as error:
+            self._give_up(begun, error)
         return stream_id in self._live
 
     def write(self, generations: Iterable[Generation]) -> None:
         """These have something new: it is written before any of it is sent."""
         for generation in generations:
             written = self._written.get(generation.request_id)
-            if written is None or self._live[generation.request_id] is not generation:
+            if written is None or self._live.get(generation.request_id) is not generation:
                 continue
             stream = generation.streams[0]
             if stream.num_tokens > written or stream.finished is not None:
                 is_stop = isinstance(stream.stop_reason, int)
                 news = StreamNews(stream.token_ids[written:], is_stop, stream.finished)
                 self._append(self._directory / generation.request_id, pack(msgspec.msgpack.encode(news)))
-                self._written[generation.request_id] = stream.num_tokens
+                if generation.request_id in self._written:  # the disk has taken it
+                    self._written[generation.request_id] = stream.num_tokens
 
     def close(self, generation: Generation) -> None:
         """Nothing more comes of this stream; its record is kept for a while."""
         if self._live.get(generation.request_id) is generation:
-            del self._live[generation.request_id], self._written[generation.request_id]
+            del self._live[generation.request_id]
+            self._written.pop(generation.request_id, None)
 
     def live(self, stream_id: str) -> Generation | None:
         """The stream, when it is under way in this process."""
@@ -146,13 +151,17 @@ class StreamJournal:
                     rest = rest[os.write(descriptor, rest) :]
             finally:
                 os.close(descriptor)
-        except OSError as error:  # serving goes on; this stream cannot be resumed from here
-            self.num_not_recorded += 1
-            self._log.error("write", "a stream cannot be recorded: %s", error)
-            self._written.pop(path.stem, None)
-            self._live.pop(path.stem, None)
-            with contextlib.suppress(OSError):
-                path.unlink()
+        except OSError as error:
+            self._give_up(path, error)
+
+    def _give_up(self, path: Path, error: OSError) -> None:
+        """Serving goes on; the stream of this file cannot be resumed from here."""
+        self.num_not_recorded += 1
+        self._log.error("write", "a stream cannot be recorded: %s", error)
+        self._written.pop(path.stem, None)
+        self._live.pop(path.stem, None)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
     def _sweep(self) -> None:
         """Remove what is too old, now and then."""
@@ -160,7 +169,12 @@ class StreamJournal:
         if self._swept_s and now - self._swept_s < SWEEP_S:
             return
         self._swept_s, oldest, kept = now, time.time() - self._kept_s, 0
-        for entry in os.scandir(self._directory):
+        try:
+            entries = list(os.scandir(self._directory))
+        except OSError as error:  # whether a stream can be recorded, its own file will tell
+            self._log.error("read", "recorded streams cannot be listed: %s", error)
+            return
+        for entry in entries:
             if not _NAME.fullmatch(entry.name.removesuffix(".begun")):
                 continue
             with contextlib.suppress(OSError):

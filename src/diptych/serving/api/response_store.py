@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from diptych.control.errors import ConfigError, InvalidRequestError, NotFoundError, UnavailableError
+from diptych.control.errors import ConfigError, DrainingError, InvalidRequestError, NotFoundError, UnavailableError
 from diptych.limited_log import LimitedLog
 from diptych.private_files import lock_of, private_database
 from diptych.serving import edge_limits
@@ -120,6 +120,10 @@ class ResponseStore:
         return _Row(reply["id"], tenant, previous, *encoded, self._clock() + self._expiry_s), ids
 
     def _put_row(self, row: "_Row", item_ids: list[str]) -> "Future[str]":
+        if self._is_closed:
+            closed: Future[str] = Future()
+            closed.set_result(self._not_stored("the server is shutting down"))
+            return closed
         with self._counting:
             has_room = self._unwritten_bytes + row.num_bytes <= edge_limits.RESPONSES_UNWRITTEN_BYTES
             self._unwritten_bytes += row.num_bytes if has_room else 0
@@ -183,11 +187,15 @@ class ResponseStore:
     # -- in the thread ------------------------------------------------------------------------------------------------
 
     async def _run(self, work: Callable[[], Result]) -> Result:
+        if self._is_closed:
+            raise DrainingError
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, self._swept, work)
         except sqlite3.Error as error:
             self._log.error("read", "stored responses cannot be used: %s", error)
-            raise UnavailableError(f"stored responses cannot be used: {error}", retry_after_s=60.0) from None
+            raise UnavailableError(
+                f"stored responses cannot be used: {error}", retry_after_s=60.0, code="disk_failed"
+            ) from None
 
     def _swept(self, work: Callable[[], Result]) -> Result:
         """Do this; now and then, what has expired is deleted before."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diptych.byte_size import size_words
-from diptych.control.errors import BodyTooLargeError, InvalidRequestError, UnavailableError
+from diptych.control.errors import BodyTooLargeError, DrainingError, InvalidRequestError, UnavailableError
 from diptych.limited_log import LimitedLog
 from diptych.private_files import open_private
 from diptych.serving.batches.batch_records import Batch, BatchLimits, BatchTerms, StoredFile
@@ -69,6 +69,7 @@ class BatchService:
         self._running: asyncio.Task[None] | None = None
         self._log = LimitedLog(logger)
         self._incoming_bytes = 0  # of uploads that are under way
+        self._is_closed = False
 
     def connect(self, host: LineHost) -> None:
         """Run lines here."""
@@ -111,6 +112,7 @@ class BatchService:
 
     def close(self) -> None:
         """After ``stop``: let another server have the folder."""
+        self._is_closed = True
         self._pool.shutdown()
         self.store.close()
 
@@ -124,16 +126,26 @@ class BatchService:
         """A place for a new file. Raises BodyTooLargeError when there is no room for any, UnavailableError when the
         disk fails."""
         try:
-            await self.in_thread(self.store.check_room, self._incoming_bytes)
+            await self.for_client(self.store.check_room, self._incoming_bytes)
             return Upload(self, f"file-{uuid.uuid4().hex}")
+        except OSError as error:
+            raise self.disk_failed(error) from None
+
+    async def for_client(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """As ``in_thread``, for a request that waits for it. Raises UnavailableError when the disk fails, DrainingError
+        after ``close``."""
+        if self._is_closed:
+            raise DrainingError
+        try:
+            return await self.in_thread(work, *arguments)
         except (OSError, sqlite3.Error) as error:
             raise self.disk_failed(error) from None
 
     def disk_failed(self, error: OSError | sqlite3.Error) -> UnavailableError:
-        """What a client is told when its file cannot be kept; a line in the log once a minute."""
+        """What a client is told when files and batches cannot be read or kept; a line in the log once a minute."""
         words = (isinstance(error, OSError) and error.strerror) or str(error)
-        self._log.error("disk", "a file that is uploaded cannot be written to %s: %s", self.store.folder, words)
-        return UnavailableError(f"the file cannot be written: {words}", retry_after_s=60.0, code="disk_failed")
+        self._log.error("disk", "files and batches in %s cannot be used: %s", self.store.folder, words)
+        return UnavailableError(f"files and batches cannot be used: {words}", retry_after_s=60.0, code="disk_failed")
 
     def count_incoming(self, num_bytes: int) -> None:
         """So many more bytes are being uploaded (less: when an upload is over)."""
@@ -146,8 +158,8 @@ class BatchService:
         return StoredFile(0, file_id, tenant, "batch", filename, num_bytes, now, expires_s)
 
     async def file(self, file_id: str, tenant: str) -> StoredFile:
-        """Raises NotFoundError."""
-        return await self.in_thread(self.store.file, file_id, tenant)
+        """Raises NotFoundError, or UnavailableError when the disk fails, as all of these do."""
+        return await self.for_client(self.store.file, file_id, tenant)
 
     async def files(
         self, tenant: str, purpose: str | None, after: str | None, limit: int, *, newest: bool
@@ -158,11 +170,11 @@ class BatchService:
             number = None if after is None else self.store.file(after, tenant, "after").number
             return self.store.tables.files(tenant, purpose, number, limit, newest=newest)
 
-        return await self.in_thread(work)
+        return await self.for_client(work)
 
     async def delete_file(self, file_id: str, tenant: str) -> None:
         """Raises NotFoundError, or ConflictError while a batch reads it."""
-        await self.in_thread(self.store.delete_file, file_id, tenant)
+        await self.for_client(self.store.delete_file, file_id, tenant)
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -174,14 +186,14 @@ class BatchService:
         now = int(self._clock())
         batch_id = f"batch_{uuid.uuid4().hex}"
         batch = Batch(0, batch_id, tenant, terms, "validating", now, now + terms.window_s)
-        added = await self.in_thread(self.store.add_batch, batch)
+        added = await self.for_client(self.store.add_batch, batch)
         assert self.runner is not None
         self.runner.add(added)
         return added
 
     async def batch(self, batch_id: str, tenant: str) -> Batch:
         """Raises NotFoundError."""
-        return await self.in_thread(self.store.batch, batch_id, tenant)
+        return await self.for_client(self.store.batch, batch_id, tenant)
 
     async def batches(self, tenant: str, after: str | None, limit: int) -> list[Batch]:
         """Batches of a tenant, the newest first, from behind the batch ``after``. Raises NotFoundError for that."""
@@ -190,12 +202,12 @@ class BatchService:
             number = None if after is None else self.store.batch(after, tenant, "after").number
             return self.store.tables.batches(tenant, number, limit)
 
-        return await self.in_thread(work)
+        return await self.for_client(work)
 
     async def cancel(self, batch_id: str, tenant: str) -> Batch:
         """Raises NotFoundError, or ConflictError when it has ended."""
         now = int(self._clock())
-        batch = await self.in_thread(self.store.cancel, batch_id, tenant, now)
+        batch = await self.for_client(self.store.cancel, batch_id, tenant, now)
         assert self.runner is not None
         self.runner.cancel(batch)
         return batch
@@ -228,17 +240,17 @@ class Upload:
         await self._on_disk(lambda: os.fsync(self._file.fileno()))
         self._file.close()
         file = self._service.new_file(self._file_id, tenant, filename, self.num_bytes, expiry_s)
-        try:
-            return await self._service.in_thread(self._service.store.keep, file)
-        except (OSError, sqlite3.Error) as error:
-            raise self._service.disk_failed(error) from None
+        return await self._service.for_client(self._service.store.keep, file)
 
     def drop(self) -> None:
         """The upload is over; what was not kept goes."""
         self._service.count_incoming(-self.num_bytes)
         self.num_bytes = 0
-        self._file.close()
-        self._path.unlink(missing_ok=True)
+        try:
+            self._file.close()
+            self._path.unlink(missing_ok=True)
+        except OSError as error:  # the reply says what came before
+            self._service.disk_failed(error)
 
     async def _on_disk(self, work: Callable[[], Any]) -> None:
         try:
