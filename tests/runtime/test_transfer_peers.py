@@ -20,12 +20,15 @@ from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBod
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.addresses import parse_address
 from diptych.runtime.transfer.stream.body_format import Part
-from diptych.runtime.transfer.stream.stream_connector import EventQueue
 from diptych.runtime.transfer.stream.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
 from diptych.runtime.transfer.stream.handshake import HELLO_BYTES, Identity, accept_hello, greeting
-from diptych.runtime.transfer.stream.stream_connector import Peer, SenderConnection
-from diptych.runtime.transfer.stream.stream_connector import ConnectionLost
-from diptych.runtime.transfer.stream.stream_connector import SendTransfer
+from diptych.runtime.transfer.stream.stream_connector import (
+    ConnectionLost,
+    EventQueue,
+    Peer,
+    SenderConnection,
+    SendTransfer,
+)
 
 SECRET = b"0123456789abcdef" * 2
 FORMAT = KVFormat("m", 3, 2, 32, "bfloat16", 16, "cpu")
