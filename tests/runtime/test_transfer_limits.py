@@ -22,9 +22,9 @@ from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream import frames, handshake
 from diptych.runtime.transfer.stream.addresses import SocketAddress, listen, parse_address
 from diptych.runtime.transfer.stream.body_format import Part
-from diptych.runtime.transfer.stream.frames import Frame, Kind, OutgoingFrame, ProtocolError, Seal, skip_bytes
+from diptych.runtime.transfer.stream.frames import Frame, Kind, ProtocolError, Seal
 from diptych.runtime.transfer.stream.handshake import HELLO_BYTES, WELCOME_BYTES, Identity
-from diptych.runtime.transfer.stream.stream_connector import RecvTransfer, SendTransfer
+from diptych.runtime.transfer.stream.stream_connector import OutgoingFrame, RecvTransfer, SendTransfer, skip_bytes
 
 SECRET = b"0123456789abcdef" * 2
 FORMAT = KVFormat("m", 3, 2, 32, "bfloat16", 16, "cpu")
