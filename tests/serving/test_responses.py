@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -208,14 +209,16 @@ async def test_a_reply_that_is_over_is_freed_without_a_search_for_garbage(leaves
     gc.collect()
     gc.disable()
     try:
-        running = asyncio.create_task(run(response(llm, stream=True), client))
+        reply = response(llm, stream=True)
+        freed = weakref.ref(reply)
+        running = asyncio.create_task(run(reply, client))
         for _ in range(20):
             await asyncio.sleep(0)
         client.leave()
         await running
-        del running
+        del running, reply
         await asyncio.sleep(0)
-        assert not [found for found in gc.get_objects() if isinstance(found, GenerationResponse)]
+        assert freed() is None
     finally:
         gc.enable()
 

@@ -30,7 +30,7 @@ class LayoutOffer:
 
 def preferred(offers: Sequence[LayoutOffer], target: float) -> int:
     """The index of the one to take. target: share of the requests that a fleet must serve well to hold the load;
-    where none does, all are compared. Needs at least one offer."""
+    where none does, those are compared that come nearest to it. Needs at least one offer."""
     known = range(len(offers))
     holding = [number for number in known if offers[number].attainment >= target]
     near = [number for number in holding if (offers[number].headroom or 0.0) >= ROOM]
@@ -38,12 +38,20 @@ def preferred(offers: Sequence[LayoutOffer], target: float) -> int:
         least = min(offers[number].cost for number in near)
         near = [number for number in near if offers[number].cost <= least * (1 + TIE)]
     else:
-        near = holding or list(known)
-        most = max(offers[number].worth for number in near)
-        near = [number for number in near if offers[number].worth >= most * (1 - TIE)]
-        share = max(offers[number].attainment for number in near)
-        near = [number for number in near if offers[number].attainment >= share - TIE]
+        near = _nearest(_near(holding or _nearest(list(known), offers), offers), offers)
     return min(near, key=lambda number: (SIMPLER.index(offers[number].shape), -offers[number].worth, number))
+
+
+def _nearest(numbers: list[int], offers: Sequence[LayoutOffer]) -> list[int]:
+    """Those within TIE of the most requests that meet their objectives."""
+    most = max(offers[number].attainment for number in numbers)
+    return [number for number in numbers if offers[number].attainment >= most - TIE]
+
+
+def _near(numbers: list[int], offers: Sequence[LayoutOffer]) -> list[int]:
+    """Those within TIE of what is worth most."""
+    most = max(offers[number].worth for number in numbers)
+    return [number for number in numbers if offers[number].worth >= most * (1 - TIE)]
 
 
 def ranked(offers: Sequence[LayoutOffer], target: float) -> list[int]:

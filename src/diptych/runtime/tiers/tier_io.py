@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from diptych.control.engine.kvcache.tier_records import (
     NO_PEER,
@@ -34,10 +35,12 @@ from diptych.control.engine.kvcache.tier_records import (
 from diptych.control.errors import WorkerError
 from diptych.limited_log import LimitedLog
 from diptych.runtime.device.thread_priority import give_way
-from diptych.runtime.tiers.block_coding import BlockCoding
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import Buffer
-from diptych.runtime.tiers.shared_host import NAME_BYTES, PeerHost, SharedHost
+
+if TYPE_CHECKING:
+    from diptych.runtime.tiers.block_coding import BlockCoding
+    from diptych.runtime.tiers.shared_host import PeerHost, SharedHost
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +286,7 @@ class PeerReader:
 
     def __init__(
         self,
-        own: SharedHost,
+        own: "SharedHost",
         fds: Mapping[int, int],
         format_digest: bytes,
         host_buffer: Callable[[int], Buffer],
@@ -323,6 +326,8 @@ class PeerReader:
     def _names(self, hashes: Sequence[bytes]) -> list[bytes]:
         """Block hashes say which tokens, and the digest of what model and in which layout."""
         key = self._digest
+        from diptych.runtime.tiers.shared_host import NAME_BYTES  # imports numpy, which a front end may lack
+
         return [blake2b(block_hash, digest_size=NAME_BYTES, key=key).digest() for block_hash in hashes]
 
     def _read_loop(self) -> None:
@@ -356,9 +361,11 @@ class PeerReader:
             count += 1
         return count
 
-    def _peer(self, worker: int) -> PeerHost | None:
+    def _peer(self, worker: int) -> "PeerHost | None":
         peer = self._peers.get(worker)
         if peer is None and worker in self._fds:
+            from diptych.runtime.tiers.shared_host import PeerHost  # imports numpy, which a front end may lack
+
             peer = PeerHost.open(self._fds[worker], self._block_bytes)
             if peer is not None:
                 self._peers[worker] = peer

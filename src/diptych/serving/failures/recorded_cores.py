@@ -12,7 +12,7 @@ from diptych.control.planner import planner_recording
 from diptych.control.planner.planner_config import PlannerConfig
 from diptych.control.recent_rows import RecentRows, Row
 from diptych.serving.failures.failure_recording import write_failure
-from diptych.serving.failures.recent_rows import (
+from diptych.serving.failures.row_weights import (
     time_of_event,
     time_of_input,
     weigh_cluster_row,
