@@ -46,10 +46,13 @@ def begin(rng: random.Random, prefill: Peer, decode: Peer, request: Attempt, *, 
     decode.reserve(request, lease_ns, borrowed=borrowed)
 
     def answered() -> object:
-        for recalled in decode.of_kind(HandoffRecalled):  # its blocks are needed: the front end gives it up
-            if not decode.has_let_go(recalled.request_id):
+        prefill.read()
+        recalled = [event.request_id for event in decode.of_kind(HandoffRecalled)]  # their blocks are needed ...
+        lost = [ended for ended, event in prefill.finished.items() if event.reason == FinishReason.ABORT]
+        for given_up in (*recalled, *lost):  # ... or nobody computes them any more: the front end gives them up
+            if not decode.has_let_go(given_up):
                 for peer in (prefill, decode):
-                    peer.drop(recalled.request_id)
+                    peer.drop(given_up)
         return decode.event(HandoffReserved, attempt_id) or decode.has_let_go(attempt_id)
 
     reserved = decode.until(answered)

@@ -168,11 +168,15 @@ class Peer:
         deadline = time.monotonic() + PATIENCE_S
         while not (value := condition()):
             assert time.monotonic() < deadline, f"it never happened; it said {self.said[-5:]}"
-            self.channel.flush()
-            select.select([self.channel], [], [], 0.1)
-            for data in self.channel.receive():
-                self._take(decode_from_worker(data))
+            self.read(0.1)
         return value
+
+    def read(self, seconds: float = 0.0) -> None:
+        """Take what it has said, or what it says first within so many seconds."""
+        self.channel.flush()
+        select.select([self.channel], [], [], seconds)
+        for data in self.channel.receive():
+            self._take(decode_from_worker(data))
 
     def of_kind(self, kind: type[Happened]) -> list[Happened]:
         """All events of a kind so far."""
