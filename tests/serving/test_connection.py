@@ -358,9 +358,29 @@ async def test_a_client_that_leaves_ends_every_request_that_it_has_sent(rest: by
 @pytest.mark.asyncio
 async def test_a_client_that_says_nothing_is_cut_off() -> None:
     client = Client()
-    await client.clock.pass_s(REQUEST_SILENCE_S)
+    await client.clock.pass_s(REQUEST_SILENCE_S - 0.001)
+    assert not client.wire.is_over
+    await client.clock.pass_s(0.001)
     assert client.wire.is_over
     assert client.wire.said == b""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("more", "status"), [(0, 200), (1, 431)])
+async def test_a_head_has_its_limit_and_no_byte_more(more: int, status: int) -> None:
+    """Target, names and values count, and four bytes for each header."""
+    left = HEAD_BYTES + more - len(b"/x") - len(b"host: x\r\n") - len(b"y: \r\n")
+    client = await replies(b"GET /x HTTP/1.1\r\nhost: x\r\ny: %b\r\n\r\n" % (b"y" * left))
+    assert client.wire.statuses == [status]
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_was_refused_may_linger_until_its_time_is_over() -> None:
+    client = await replies(b"no HTTP\r\n\r\n")
+    await client.clock.pass_s(REFUSAL_LINGER_S - 0.001)
+    assert client.wire.statuses == [400] and not client.wire.is_over
+    await client.clock.pass_s(0.001)
+    assert client.wire.is_over
 
 
 @pytest.mark.asyncio
