@@ -163,6 +163,11 @@ ELSEWHERE: dict[str, str] = {
     "TIMELINE_READERS_OF_TENANT": "test_timeline.py::test_a_key_has_a_part_of_the_places",
     "UNANSWERED_REQUESTS": "test_connection.py::test_a_client_is_not_read_while_so_many_of_its_requests_wait",
     "UNREAD_BODIES_BYTES": "test_body_budget.py::test_a_budget_of_half_read_bodies_and_one_byte_more",
+    "RESPONSE_LIFE_S": "test_response_store.py::test_a_response_is_kept_for_its_life_and_no_second_longer",
+    "WORKER_FIRST_BYTES": "test_framed_link.py::test_a_frame_has_its_limit_and_no_byte_more",
+    "WORKER_FRAME_BYTES": "test_framed_link.py::test_a_frame_has_its_limit_and_no_byte_more",
+    "WORKER_UNSENT_BYTES": "test_framed_link.py::test_as_many_bytes_wait_as_the_limit_and_no_more",
+    "WORKER_LABEL": "test_framed_link.py::test_a_worker_s_label_has_its_limit_and_no_character_more",
     "UNSHAKEN_WORKERS": (
         "test_handshake_port.py::test_connections_that_never_shake_hands_are_bounded_and_keep_no_worker_out"
     ),
@@ -189,7 +194,6 @@ UNSENT = frozenset(
         "RECORDED_STREAM_S",
         "RESPONSES_FILE_BYTES",
         "RESPONSES_MEMORY_BYTES",
-        "RESPONSE_LIFE_S",
         "RESPONSE_WRITE_S",
         "TIMELINE_EVENT_RECORDS",
         "UNREAD_BYTES_AT_FRONT",
@@ -197,11 +201,7 @@ UNSENT = frozenset(
         "WAITING_GRAMMARS",
         "WAITING_ON_WORKER",
         "WORKER_BACKLOG",
-        "WORKER_FIRST_BYTES",
-        "WORKER_FRAME_BYTES",
         "WORKER_HANDSHAKE_S",
-        "WORKER_LABEL",
-        "WORKER_UNSENT_BYTES",
     }
 )
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from diptych.control.errors import ConfigError
 from diptych.length_prefix import pack
+from diptych.serving import edge_limits
 from diptych.serving.join.framed_link import FramedLink
-from diptych.serving.join.join_messages import RELAYED, TOLD
+from diptych.serving.join.join_messages import RELAYED, TOLD, Registration
 
 MIB = bytes(1 << 20)
 
@@ -110,3 +112,37 @@ async def test_silence_is_counted_from_the_last_bytes_whatever_they_are(monkeypa
     assert link.silent_s() >= 99.0
     link.data_received(b"\x01")  # a part of a frame is a sign of life
     assert link.silent_s() == 0.0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_frame_has_its_limit_and_no_byte_more(is_known: bool) -> None:
+    most = edge_limits.WORKER_FRAME_BYTES if is_known else edge_limits.WORKER_FIRST_BYTES
+    for size in (most, most + 1):
+        link, transport, closed = linked()
+        if is_known:
+            link.introduced()
+        link.data_received(size.to_bytes(4, "little"))  # the length is enough to be refused
+        assert bool(transport.ended) == (size > most)
+        link.connection_lost(None)
+        assert ("at most" in closed[0]) == (size > most)
+
+
+@pytest.mark.asyncio
+async def test_as_many_bytes_wait_as_the_limit_and_no_more() -> None:
+    link, transport, _ = linked()
+    transport.held = edge_limits.WORKER_UNSENT_BYTES - len(pack(b"x"))
+    link.tell(b"x")
+    assert link.is_open
+    link.tell(b"x")
+    assert not link.is_open
+
+
+@pytest.mark.parametrize("name", ["host", "rack"])
+def test_a_worker_s_label_has_its_limit_and_no_character_more(name: str) -> None:
+    known: dict[str, Any] = {"host": "h", "rack": "r", "protocol": 1, "version": "", "model": "", "model_name": ""}
+    known |= {"agent": b"", "role": "both", "num_cores": 1}
+    assert getattr(Registration(**known | {name: "x" * edge_limits.WORKER_LABEL}), name)
+    with pytest.raises(ConfigError) as refused:
+        Registration(**known | {name: "x" * (edge_limits.WORKER_LABEL + 1)})
+    assert refused.value.param == name

@@ -151,6 +151,16 @@ async def test_what_has_expired_goes_with_its_texts_and_not_only_when_others_com
     assert store.num_responses == 0  # at the start, too
 
 
+async def test_a_response_is_kept_for_its_life_and_no_second_longer(new_store: Stores, place: Path | None) -> None:
+    now = [1000.0]
+    store = new_store(place, clock=lambda: now[0])
+    kept(store, "a", "", 10)
+    now[0] += edge_limits.RESPONSE_LIFE_S
+    assert await is_there(store, "a", "")
+    now[0] += 1
+    assert not await is_there(store, "a", "")
+
+
 async def test_a_tenant_reads_continues_and_deletes_its_own_responses_alone(
     new_store: Stores, place: Path | None
 ) -> None:
