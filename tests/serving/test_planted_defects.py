@@ -147,7 +147,9 @@ async def test_an_agent_that_fails_ends_and_says_why_on_both_hosts_and_its_strea
         await until(lambda: len([count for count in llm.fleet.progress().values() if count]) == 4)
         if name == "on_relayed":
             monkeypatch.setattr(failing._link, name, planted)
-            asking += [asyncio.create_task(ask(llm, 200)) for _ in range(4)]
+            while not running.done() and len(asking) < 64:  # until one of them is sent to this worker
+                asking.append(asyncio.create_task(ask(llm, 200)))
+                await asyncio.sleep(0.02)
         else:
             monkeypatch.setattr(failing._worker, name, planted)
         if name == "start_over":  # it is called where a front end is lost

@@ -12,6 +12,7 @@ import pytest
 from servers import fake_server, wait_until
 from watching import PHONE, chromium, overflow, serious_findings, watched
 
+from diptych.advisor.evaluation import PACES
 from diptych.web.chapters import CHAPTERS
 from diptych.web.guide_app import NAMES
 from diptych.web.panel_host import MAX_WAITING, PanelHost
@@ -156,7 +157,8 @@ def test_a_panel_that_nobody_waits_for_is_not_computed_and_a_stream_ends_when_it
     async def story(host: PanelHost) -> None:
         assert (await host.ask(Call(kind="panel", name="disaggregated"), gone)).status == 503
         first = await host.ask(Call(kind="begin", query={"gpus": "2", "rate": "1"}))
-        assert json.loads(first.body) == {"kind": "progress", "done": 0, "total": 18, "text": "starting"}
+        most = 3 * PACES.max_probes  # of chunked, unified, and one worker of each role
+        assert json.loads(first.body) == {"kind": "progress", "done": 0, "total": most, "text": "starting"}
         more = await host.ask(Call(kind="next", stream=first.stream))
         assert json.loads(more.body)["done"] == 1
         assert (await host.ask(Call(kind="drop", stream=first.stream))).body == b""
