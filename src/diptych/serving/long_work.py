@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from diptych.byte_size import size_words
 from diptych.control.errors import DrainingError, OverloadedError
 from diptych.serving import edge_limits
-from diptych.serving.freed_memory import FreedMemory, give_memory_back
+from diptych.serving.freed_memory import FreedMemory
 
 NUM_THREADS = 2
 LONG = 4096  # characters, bytes or token ids: shorter work is done at once
@@ -179,5 +179,3 @@ def _computed(item: _Waiting) -> Any:
         return item.work()
     finally:
         del _current.is_unwanted
-        if item.size >= VERY_LONG:
-            give_memory_back()
