@@ -9,13 +9,12 @@ import asyncio
 import logging
 import socket
 import ssl
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from diptych.limited_log import LimitedLog
 from diptych.serving import edge_limits
 from diptych.serving.descriptors import (
-    LOG_INTERVAL_S,
     SHORTAGE_PAUSE_S,
     descriptor_limit,
     is_out_of_descriptors,
@@ -39,7 +38,7 @@ class HandshakePort:
         self._shaking: dict[socket.socket, None] = {}  # the oldest first
         self._tasks: set[asyncio.Task[None]] = set()  # of these, and of those that were dropped and end
         self._retry: asyncio.TimerHandle | None = None
-        self._logged_s = -LOG_INTERVAL_S
+        self._log = LimitedLog(logger)
 
     @property
     def num_shaking(self) -> int:
@@ -75,11 +74,15 @@ class HandshakePort:
                     return
                 continue  # this client is gone already
             if client.fileno() >= limit - spare_descriptors(limit):
-                self._log("connections of workers are refused: all file descriptors but a reserve are in use")
+                self._log.warning(
+                    "refused", "connections of workers are refused: all file descriptors but a reserve are in use"
+                )
                 client.close()
                 continue
             if len(self._shaking) >= edge_limits.UNSHAKEN_WORKERS:
-                self._log("too many connections at the workers' port have not proved the key; the oldest are closed")
+                self._log.warning(
+                    "unshaken", "too many connections have not proved the workers' key; the oldest are closed"
+                )
                 self._drop_oldest()
             client.setblocking(False)
             self._shaking[client] = None
@@ -106,13 +109,7 @@ class HandshakePort:
             client.shutdown(socket.SHUT_RDWR)
 
     def _pause(self, error: OSError) -> None:
-        self._log(f"connections of workers wait: {error.strerror}")
+        self._log.warning("wait", "connections of workers wait: %s", error.strerror)
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._socket)
         self._retry = loop.call_later(SHORTAGE_PAUSE_S, self.start)
-
-    def _log(self, words: str) -> None:
-        now = time.monotonic()
-        if now - self._logged_s >= LOG_INTERVAL_S:
-            self._logged_s = now
-            logger.warning("%s", words)
