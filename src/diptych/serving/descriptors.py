@@ -22,7 +22,6 @@ SERVER_DESCRIPTORS = 16  # of the event loop, the signals, the listening socket 
 MOST_DESCRIPTORS = 2**20
 FEW_CONNECTIONS = 2048  # said at the start when there is room for fewer
 SHORTAGE_PAUSE_S = 0.1  # until connections are accepted again, when there was no descriptor for one
-LOG_INTERVAL_S = 60.0  # between two lines about connections that are refused
 
 
 def descriptor_limit() -> int:

@@ -12,17 +12,16 @@ import asyncio
 import errno
 import logging
 import socket
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 from diptych.control.errors import ConfigError, UnavailableError
+from diptych.limited_log import LimitedLog
 from diptych.serving import edge_limits
 from diptych.serving.api.error_format import error_bytes
 from diptych.serving.descriptors import (
-    LOG_INTERVAL_S,
     SHORTAGE_PAUSE_S,
     is_out_of_descriptors,
     num_refusals,
@@ -85,7 +84,7 @@ class Listener:
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_refusals = 0  # that are open
         self._is_full = False  # of refusals: the clients wait in the kernel's queue
-        self._logged_s = -LOG_INTERVAL_S
+        self._log = LimitedLog(logger)
         reason = f"too many connections: this server may open {limit} files, and all but a reserve are in use"
         self._reply = error_bytes(UnavailableError(reason, code="too_many_connections"))
 
@@ -158,7 +157,7 @@ class Listener:
     def _refuse(self, client: socket.socket) -> bool:
         """Refuse a connection with a reason. Returns whether no more can be refused now. A connection that is closed
         at once while its client still sends is reset by the kernel, and the client never reads the reason."""
-        self._log("connections are refused: all file descriptors but a reserve are in use")
+        self._warn("are refused: all file descriptors but a reserve are in use")
         self._num_refusals += 1
         self._open(client, lambda: _Refusal(self._reply, self._on_refused), self._on_refused)
         self._is_full = self._num_refusals >= num_refusals(self._limit)
@@ -172,18 +171,16 @@ class Listener:
             self._is_full = False
             self._listen()
 
+    def _warn(self, words: str) -> None:
+        """One line a minute, of either kind."""
+        self._log.warning("connections", "connections %s (the limit, ulimit -n, is %d)", words, self._limit)
+
     def _pause(self, error: OSError) -> None:
         """Leave the clients in the kernel's queue for a moment: there is no descriptor even for a refusal."""
-        self._log(f"connections wait: {error.strerror}")
+        self._warn(f"wait: {error.strerror}")
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._socket)
         loop.call_later(SHORTAGE_PAUSE_S, self._listen)
-
-    def _log(self, words: str) -> None:
-        now = time.monotonic()
-        if now - self._logged_s >= LOG_INTERVAL_S:
-            self._logged_s = now
-            logger.warning("%s (the limit, ulimit -n, is %d)", words, self._limit)
 
 
 def _has_left(client: socket.socket) -> bool:
