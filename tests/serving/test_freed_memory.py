@@ -1,15 +1,23 @@
 """Memory that is kept by the allocator goes back some time after much was freed."""
 
 import asyncio
+import gc
+import json
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
+import httpx
 import pytest
+from tests.serving.fake_llm import FakeLLM
 
-from diptych.serving import freed_memory
+from diptych.serving import freed_memory, sliced_json
+from diptych.serving.api.app import build_app
 from diptych.serving.api.middleware import BodyLimit
 from diptych.serving.freed_memory import MUCH_BYTES, FreedMemory
-from diptych.serving.long_work import VERY_LONG, LongWork
+from diptych.serving.long_work import LONG, VERY_LONG, LongWork
 
 pytestmark = pytest.mark.anyio
 
@@ -95,3 +103,72 @@ async def test_a_body_is_noted_when_its_request_is_over(is_left: bool) -> None:
     layer = BodyLimit(app, 10 * MUCH_BYTES, {}, noted.append)  # type: ignore[arg-type]
     await layer({"type": "http", "path": "/v1/completions", "headers": []}, receive, receive)  # type: ignore[arg-type]
     assert noted == [MUCH_BYTES + 1]
+
+
+class Content(dict[str, Any]):
+    """A body that says when it is freed."""
+
+
+async def freed(*contents: "weakref.ref[Content]") -> None:
+    """Wait for them: a thread lets go of its work a moment after it has told of the end."""
+    while any(content() is not None for content in contents):
+        await asyncio.sleep(0.01)
+
+
+LONG_TEXT = "word " * 2000
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "a field of another kind": ("/v1/completions", {"prompt": LONG_TEXT, "max_tokens": "x"}),
+    "a chat beyond the context": ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG_TEXT * 9}]}),
+    "a model that is not here": ("/v1/completions", {"prompt": LONG_TEXT, "model": "other"}),
+    "a wrong message": ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": 5}, LONG_TEXT]}),
+    "a wrong item": ("/v1/responses", {"input": [{"type": "none", "text": LONG_TEXT}]}),
+    "a wrong input": ("/v1/embeddings", {"input": [LONG_TEXT, 5]}),
+    "a text that is none": ("/tokenize", {"prompt": [LONG_TEXT]}),
+    "counted beyond the context": ("/v1/messages/count_tokens", {"messages": [{"role": "user"}, LONG_TEXT]}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_refused_body_is_freed_without_a_search_for_garbage(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, body = REFUSED[name]
+    kept: list[weakref.ref[Content]] = []
+
+    def decode(data: bytes, *limits: int) -> Content:
+        content = Content(json.loads(data))
+        kept.append(weakref.ref(content))
+        return content
+
+    monkeypatch.setattr(sliced_json, "decode", decode)
+    app = build_app(FakeLLM(), "fake")  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    data = json.dumps(body).encode()
+    assert len(data) > LONG
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        gc.collect()
+        gc.disable()
+        try:
+            reply = await client.post(path, content=data)
+            assert 400 <= reply.status_code < 500
+            assert kept
+            await freed(*kept)
+        finally:
+            gc.enable()
+
+
+async def test_work_that_fails_is_freed_without_a_search_for_garbage() -> None:
+    queue, content = LongWork(), Content()
+    kept = weakref.ref(content)
+
+    def work(content: Content) -> None:
+        raise ValueError("no")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="no"):
+            await queue.run(partial(work, content), LONG)
+        del content
+        await freed(kept)
+    finally:
+        gc.enable()
+    queue.close()

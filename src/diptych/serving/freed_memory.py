@@ -22,6 +22,17 @@ def give_memory_back() -> None:
         trim(0)
 
 
+def forget_frames(error: BaseException) -> None:
+    """Let go of what an error that is answered has seen. Its traceback holds the frames of a whole request, with a body
+    of megabytes in their variables, and one of them often holds the error, through a future or a task: nothing but a
+    search for garbage, which may not come for minutes, would free them. What it was raised from goes, too."""
+    cause: BaseException | None = error
+    while cause is not None:
+        following = cause.__cause__ or cause.__context__
+        cause.__traceback__ = cause.__cause__ = cause.__context__ = None
+        cause = following
+
+
 class FreedMemory:
     """Of one event loop. Calls of the allocator are WAIT_S apart or more, and each note is followed by one."""
 

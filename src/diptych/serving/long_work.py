@@ -86,6 +86,8 @@ class LongWork:
             item.is_unwanted.set()
             self._drop(tenant, item)
             raise
+        finally:
+            del item  # its future holds what was raised, whose traceback holds this frame: see forget_frames
         return result
 
     def close(self) -> None:
@@ -173,9 +175,10 @@ class LongWork:
 
 
 def _computed(item: _Waiting) -> Any:
-    _current.is_unwanted = item.is_unwanted
+    _current.is_unwanted, work = item.is_unwanted, item.work
+    del item  # as in LongWork.run
     try:
         check_wanted()  # it was handed over before its caller was gone
-        return item.work()
+        return work()
     finally:
         del _current.is_unwanted

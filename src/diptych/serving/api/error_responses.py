@@ -15,6 +15,7 @@ from diptych.control.errors import DiptychError, InvalidRequestError, NotFoundEr
 from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.api.dialect import CHAT, Dialect, dialect_of
 from diptych.serving.api.error_format import error_headers, http_error
+from diptych.serving.freed_memory import forget_frames
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +53,12 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, DiptychError)
         if error.status >= 500 and not isinstance(error, RequestError):
             log.error(kind_of(error), "%s: %s", type(error).__name__, error.message)
+        forget_frames(error)
         return error_response(error, dialect_of(request.scope["path"]))
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        forget_frames(error)
         dialect = dialect_of(request.scope["path"])
         if error.status_code == 404:
             missing = NotFoundError(f"there is no path {request.scope['path']}", code="unknown_path")
@@ -65,6 +68,7 @@ def install(app: FastAPI) -> None:
         return response
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
+        forget_frames(error)
         return Response(status_code=499)  # the client is gone: the server sends nothing, and there is nothing to log
 
     async def on_bug(request: Request, error: Exception) -> Response:
