@@ -38,8 +38,8 @@ MODULES = tuple(
             *("scheduler", "speculation", "step_plan", "step_time", "stride", "waiting_queue"),
         ),
         "control.router": (
-            *("candidates", "cost_router", "costs", "hit_watch", "load_router", "pairing"),
-            *("event_order", "idle_trials", "prefix_index", "tier_index"),
+            *("candidates", "cost_router", "costs", "hit_watch", "pairing"),
+            *("event_order", "idle_trials", "prefix_index", "round_robin", "tier_index"),
         ),
         "simulation": ("collector", "environment", "results"),
         "simulation.costs": ("cost_model", "interpolation"),

@@ -166,7 +166,7 @@ def test_the_same_options_mean_the_same_cluster_as_for_serve(changes: dict[str, 
     simulated = prepare(settings).scenario.cluster_config
     # What a handoff carries and the objectives come from the model and the workload, there as here.
     links = live.routing.links
-    assert replace(simulated, slo=live.slo, routing=replace(simulated.routing, links=links, seed=0)) == live
+    assert replace(simulated, slo=live.slo, routing=replace(simulated.routing, links=links)) == live
 
 
 def test_a_fleet_of_roles_and_its_failures_become_a_scenario() -> None:

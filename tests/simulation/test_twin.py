@@ -107,11 +107,10 @@ def test_a_router_that_knows_the_caches_finds_more_in_them() -> None:
         )
         specs.append(spec)
     cached = {}
-    for routing in ("round_robin", "least_loaded", "kv_aware"):
+    for routing in ("round_robin", "kv_aware"):
         result = simulate(one_worker(workload=specs, num_workers=4, cluster=load_balancer(routing)))
         cached[routing] = sum(result.requests.cached_tokens)
     assert cached["kv_aware"] > 1.2 * cached["round_robin"]
-    assert cached["kv_aware"] >= cached["least_loaded"]  # which, as nothing overlaps, sends everything to the first
     assert result.hit_error is not None
     assert result.hit_error < 0.05
 
