@@ -192,11 +192,6 @@ class BatchTables:
         )
         return [LinePlace(*row) for row in rows]
 
-    def count_lines(self, batch: int) -> int:
-        """Lines to be done."""
-        (count,) = self._database.execute("SELECT count(*) FROM lines WHERE batch = ?", (batch,)).fetchone()
-        return int(count)
-
     def is_to_do(self, batch: int, line: int) -> bool:
         """Whether this line has no row yet."""
         return bool(

@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from dataclasses import replace
 
-from diptych.control.errors import ConflictError, OverloadedError, UnavailableError
+from diptych.control.errors import ConflictError, OverloadedError
 from diptych.control.request import Submission
 from diptych.control.slo import NS_PER_S
 from diptych.serving import edge_limits
@@ -178,11 +178,3 @@ class EngineFront(ServedFleet):
             if found is not None:
                 return found
         return None
-
-    async def wait_ready(self, timeout_s: float) -> None:
-        """Until an engine can serve. Raises UnavailableError after ``timeout_s``."""
-        assert self.fleet.ready is not None
-        try:
-            await asyncio.wait_for(asyncio.shield(self.fleet.ready), timeout_s)
-        except TimeoutError:
-            raise UnavailableError(f"no engine was ready within {timeout_s:g} s") from None

@@ -154,11 +154,6 @@ def read_calibration(path: str | Path) -> Calibration:
         raise ConfigError(f"{path} is not as diptych calibrate writes it: {error}", param="path") from None
 
 
-def load_calibration(path: str | Path) -> FittedCost:
-    """The cost model of a calibration. Raises ConfigError as ``read_calibration``."""
-    return read_calibration(path).cost
-
-
 def interpolate(knots: Sequence[int], values: Sequence[float], at: int) -> float:
     """The broken line through (knot, value), continued beyond its ends."""
     index = min(max(bisect_right(knots, at), 1), len(knots) - 1)
