@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from common import report
 
-from diptych.processor import read_processor
+from diptych.base.processor import read_processor
 
 HERE = Path(__file__).parent
 PREFILLS = (2048, 8000)

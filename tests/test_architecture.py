@@ -15,50 +15,28 @@ SOURCE = Path(__file__).parent.parent / "src" / "diptych"
 
 # What each part may import of ours (itself always).
 MAY_IMPORT = {
-    "byte_size": set(),
-    "cgroups": set(),
-    "child_process": set(),
-    "class_hints": set(),
-    "compiled_modules": set(),
-    "control": {"class_hints"},
-    "engine_load_metrics": set(),
-    "engine_steps": set(),
-    "length_prefix": set(),
-    "processor": {"byte_size", "cgroups"},
-    "limited_log": set(),
-    "private_files": {"control"},
-    "stop_signals": set(),
-    "terminal_text": set(),
+    "control": set(),
+    "base": {"control"},
     "tls": {"control"},
-    "runtime": {"byte_size", "control", "limited_log", "private_files", "processor", "tls"},
+    "runtime": {"base", "control", "tls"},
     "workload": {"control"},
     "report": {"control"},
     "timeline": {"control"},
     "search": {"control", "report"},
-    "simulation": {
-        "class_hints", "compiled_modules", "control", "report", "search", "stop_signals", "timeline", "workload",
-    },
-    "advisor": {"control", "report", "search", "simulation", "stop_signals", "workload"},
-    "calibration": {"child_process", "control", "engine_steps", "runtime", "serving", "simulation"},
-    "diagnosis": {"advisor", "control", "engine_load_metrics", "report", "simulation", "timeline", "workload"},
-    "serving": {
-        "byte_size", "cgroups", "compiled_modules", "control", "engine_load_metrics", "engine_steps", "length_prefix",
-        "limited_log",
-        "private_files", "processor", "runtime", "stop_signals", "terminal_text", "timeline", "tls", "web",
-    },
-    "vllm_plugin": {"engine_steps"},
-    "bench": {"control", "processor", "report", "search", "stop_signals", "terminal_text", "workload"},
-    "web": {
-        "advisor", "control", "diagnosis", "length_prefix", "report", "simulation", "stop_signals", "timeline",
-        "workload",
-    },
+    "simulation": {"base", "control", "report", "search", "timeline", "workload"},
+    "advisor": {"base", "control", "report", "search", "simulation", "workload"},
+    "calibration": {"base", "control", "runtime", "serving", "simulation"},
+    "diagnosis": {"advisor", "base", "control", "report", "simulation", "timeline", "workload"},
+    "serving": {"base", "control", "runtime", "timeline", "tls", "web"},
+    "vllm_plugin": {"base"},
+    "bench": {"base", "control", "report", "search", "workload"},
+    "web": {"advisor", "base", "control", "diagnosis", "report", "simulation", "timeline", "workload"},
     "bundled": set(),
     "cli": {
-        "advisor", "byte_size", "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload",
-        "report", "search", "timeline", "calibration", "child_process", "compiled_modules", "private_files",
-        "processor", "stop_signals", "terminal_text", "tls", "__version__",
+        "advisor", "base", "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload",
+        "report", "search", "timeline", "calibration", "tls", "__version__",
     },
-    "__init__": {"compiled_modules", "control", "serving"},
+    "__init__": {"base", "control", "serving"},
 }  # fmt: skip
 
 # Not in control: whatever reads a clock, waits, talks, or draws from a global random.
@@ -237,11 +215,11 @@ def test_a_literal_is_declared_once_and_its_name_means_one_thing() -> None:
 
 
 def test_a_metric_of_an_engine_that_several_parts_read_is_named_once() -> None:
-    shared = (SOURCE / "engine_load_metrics.py").read_text()
+    shared = (SOURCE / "base" / "engine_load_metrics.py").read_text()
     names = set(re.findall(r'"((?:vllm|sglang|llamacpp):\w+)"', shared))
     assert len(names) == 13
-    for part, path in modules():
-        if part == "engine_load_metrics" or path.name in ("serving_metrics.py", "alert_files.py"):
+    for _, path in modules():
+        if path.name in ("engine_load_metrics.py", "serving_metrics.py", "alert_files.py"):
             continue
         named = set(re.findall(r'"((?:vllm|sglang|llamacpp):\w+?)(?:_total|_count)?"', path.read_text()))
         assert not named & names, path

@@ -10,7 +10,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from diptych import __version__, compiled_modules
+from diptych import __version__
+from diptych.base import compiled_modules
+from diptych.base.processor import Processor
 from diptych.cli import main as cli
 from diptych.cli.batch_options import batch_options
 from diptych.cli.error_messages import in_options
@@ -19,7 +21,6 @@ from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import CapsConfig, PresetName, SchedulerConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.diagnosis.adapters.http_get import Site
-from diptych.processor import Processor
 from diptych.serving.link.engine_options import BUNDLED_MODEL, parse_bytes, parse_cores
 
 

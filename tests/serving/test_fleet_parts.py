@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from diptych.base.processor import Processor
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import RoutingName
-from diptych.processor import Processor
 from diptych.serving.fleet.exit_status import count_oom_kills, in_words, is_crash
 from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
 from diptych.serving.fleet.fleet_plan import plan_fleet

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diptych import __version__
+from diptych.base.terminal_text import ShownConsole, console
 from diptych.cli.calibrate_engine import calibrate_engine, refuse_others
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import Text, model_name, model_path
@@ -27,7 +28,6 @@ from diptych.serving.link.engine_options import (
     parse_bytes,
 )
 from diptych.serving.start_checks import check_start
-from diptych.terminal_text import ShownConsole, console
 
 if TYPE_CHECKING:
     from diptych.simulation.cluster_replay import ClusterReplayReport

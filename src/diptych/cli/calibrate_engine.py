@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diptych import __version__
+from diptych.base.terminal_text import console
 from diptych.cli.output import check_folders, progress_bar
 from diptych.control.errors import ConfigError
 from diptych.serving.front.engine_spec import parse_engine
 from diptych.serving.front.kv_events import require_zmq
-from diptych.terminal_text import console
 
 if TYPE_CHECKING:
     from diptych.calibration.engine_calibration import ReportedSteps

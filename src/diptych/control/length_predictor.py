@@ -21,7 +21,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from diptych.class_hints import mypyc_attr
+from diptych.control.class_hints import mypyc_attr
 
 DEFAULT_TOKENS = 256  # the mean of all before any has ended
 WEIGHT = 2.0  # of the parent's curve, in observations

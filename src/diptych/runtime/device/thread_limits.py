@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Iterable
 
+from diptych.base.processor import Processor
 from diptych.control.errors import ConfigError
-from diptych.processor import Processor
 
 SWITCH_INTERVAL_S = 0.0005
 

@@ -15,7 +15,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from diptych import __version__, compiled_modules
+from diptych import __version__
+from diptych.base import compiled_modules
 from diptych.control.errors import ContextLengthError, InvalidRequestError
 from diptych.serving import edge_limits, sliced_json
 from diptych.serving.answers.grammar.grammar_checker import NO_GRAMMAR

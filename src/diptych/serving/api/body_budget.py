@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from diptych.byte_size import size_words
+from diptych.base.byte_size import size_words
 from diptych.control.errors import UnavailableError
 
 

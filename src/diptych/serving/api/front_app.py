@@ -10,7 +10,8 @@ from typing import Any, get_args
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from diptych import __version__, compiled_modules
+from diptych import __version__
+from diptych.base import compiled_modules
 from diptych.control.errors import NotFoundError
 from diptych.serving import edge_limits
 from diptych.serving.api import error_responses as errors

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diptych.byte_size import size_words
+from diptych.base.byte_size import size_words
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError
-from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving import edge_limits
 from diptych.serving.answers.native_panic import is_panic
 from diptych.serving.api.body_budget import BodyBudget, HalfReadBody

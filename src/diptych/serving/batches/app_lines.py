@@ -8,8 +8,8 @@ import logging
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
 
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.errors import DiptychError
-from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.api.error_format import error_body
 from diptych.serving.batches.batch_runner import LineReply
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.errors import DiptychError
-from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.api.error_format import error_body
 from diptych.serving.batches.batch_records import Batch, End, LineResult
 from diptych.serving.batches.batch_store import BatchStore, row_id

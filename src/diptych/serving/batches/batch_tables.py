@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.private_files import private_database
+from diptych.base.private_files import private_database
 from diptych.serving.batches.batch_records import OPEN, Batch, BatchTerms, End, LineFault, LinePlace, Status, StoredFile
 from diptych.serving.batches.line_usage import LineUsage
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from diptych.base.processor import Processor, read_processor
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import (
     Arrived,
@@ -30,7 +31,6 @@ from diptych.control.errors import ConfigError, ConflictError, DiptychError, Req
 from diptych.control.events import Resized, TransferFailed
 from diptych.control.request import FinishReason, Submission
 from diptych.control.router.topology import Role, has_both_phases
-from diptych.processor import Processor, read_processor
 from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.output_streams import OutputStreams, stopped_by_token

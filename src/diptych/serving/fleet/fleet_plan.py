@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
+from diptych.base.processor import Processor, read_processor
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, LinkCosts, Role, WorkerInfo
-from diptych.processor import Processor, read_processor
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.transfer import CONNECTORS

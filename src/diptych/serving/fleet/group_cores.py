@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from diptych.base.processor import Processor
 from diptych.control.errors import ConfigError
-from diptych.processor import Processor
 from diptych.serving.fleet.fleet_options import CoreShare, divide_cores
 from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.serving.link.engine_options import parse_cores

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
+from diptych.base.processor import Processor, parse_cpu_list
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import InvalidRequestError
 from diptych.control.router.topology import Role
-from diptych.processor import Processor, parse_cpu_list
 from diptych.serving.link.engine_options import parse_cores
 
 

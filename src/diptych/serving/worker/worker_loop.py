@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from diptych.base.stop_signals import leave_terminal_to_parent
 from diptych.control.commands import Drop, Prefill, Reserve, Resize, Serve, WorkerCommand
 from diptych.control.engine.outgoing import SendChunk
 from diptych.control.engine.worker_core import Outbox, WorkerCore
@@ -62,7 +63,6 @@ from diptych.serving.worker.cpu_wait import cpu_wait_ns
 from diptych.serving.worker.load_engine import LoadedEngine, Report, connect_peers, load_engine
 from diptych.serving.worker.request_intake import RequestIntake, Runner
 from diptych.serving.worker.withheld_tokens import WithheldTokens
-from diptych.stop_signals import leave_terminal_to_parent
 
 if TYPE_CHECKING:
     from diptych.runtime.sampling.grammar import Grammars

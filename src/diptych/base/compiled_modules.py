@@ -17,7 +17,7 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parent.parent
 RECORD = "compiled_modules.txt"
 MODULES = tuple(
     f"diptych.{folder}.{name}"
