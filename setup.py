@@ -1,7 +1,8 @@
 """Builds the native kernels when a C++ compiler is at hand. Without one the install succeeds and torch does the work.
 
 With DIPTYCH_COMPILE=1 the control code and the simulator become machine code, too (mypyc;
-diptych/base/compiled_modules.py says which modules, and why). Without it, or when that fails, they run as Python and decide the same.
+diptych/base/compiled_modules.py says which modules, and why). Without it, or when that fails, they run as Python and
+decide the same.
 
 The library of kernels is plain C++ loaded through ctypes. It chooses its instructions at run time, so one build serves
 every x86-64 machine. It is not linked against an OpenMP runtime: at load time it takes the one that torch has brought

@@ -54,14 +54,14 @@ SERVING_WITH_TORCH = ("worker", "llm.py")
 # table of connectors.
 TORCH_FREE_RUNTIME = {
     "dtypes", "required_packages",
-    "device.garbage", "device.thread_limits", "device.thread_priority",
+    "device.garbage", "device.thread_limits",
     "kv_cache.checkpoint_geometry", "kv_cache.kv_geometry",
     "weights.checkpoint", "weights.mapped_file", "weights.safetensors_directory", "weights.safetensors_file",
     "weights.stored_tensor", "weights.weight_bytes", "weights.weight_format",
     "quantization", "quantization.packed_weight", "quantization.quantization_config",
     "gguf", "gguf.ggml_types", "gguf.gguf_checkpoint", "gguf.gguf_config", "gguf.gguf_file", "gguf.gguf_metadata",
     "gguf.gguf_vocabulary", "sampling.grammar", "tiers", "tiers.extent_format",
-    "transfer", "transfer.connector", "transfer.connector_kind", "transfer.kv_format",
+    "transfer", "transfer.connector", "transfer.kv_format",
     "models", *(f"models.{path.stem}" for path in (SOURCE / "runtime" / "models").glob("[a-z]*.py")),
 }  # fmt: skip
 
@@ -244,7 +244,6 @@ KNOWN_CIRCLES = {
         "serving.answers.grammar.object_terms", "serving.answers.grammar.schema_complements",
         "serving.answers.grammar.schema_keywords", "serving.answers.grammar.schema_sets",
     ),
-    ("serving.fleet.fleet", "serving.fleet.fleet_view"),
     ("simulation.hub_config", "simulation.models"),
     ("simulation.prepare", "simulation.settings", "simulation.tier_sizes"),
 }  # fmt: skip

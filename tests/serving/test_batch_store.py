@@ -11,9 +11,9 @@ from batch_files import add_batch, add_file, check_each_once, jsonl, line, numbe
 
 from diptych.control.errors import BodyTooLargeError, ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from diptych.serving.batches.batch_records import BatchLimits, LineResult, window_seconds
+from diptych.serving.batches.batch_runner import LineIntake
 from diptych.serving.batches.batch_store import BatchStore
 from diptych.serving.batches.line_check import reply_row, request_body
-from diptych.serving.batches.line_intake import LineIntake
 
 
 def faults_of(folder: Path, content: bytes, limits: BatchLimits | None = None) -> list[tuple[str, int | None]]:

@@ -21,9 +21,9 @@ from diptych.control.config import (
 from diptych.control.events import StepFinished
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.cost_model import FRACTION_BITS, DecodeLine, floor_sum
-from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.run import simulate, simulate_with_log
 from diptych.simulation.scenario import Scenario, load_balancer
+from diptych.simulation.serving_engine import FrontEnd
 from diptych.workload.spec import RequestSpec
 from tests.laws import law
 from tests.simulation.linear_cost import LinearCost

@@ -22,7 +22,7 @@ RECORD = "compiled_modules.txt"
 MODULES = tuple(
     f"diptych.{folder}.{name}"
     for folder, names in {
-        "control": ("length_predictor", "length_watch", "recent_rows"),
+        "control": ("length_predictor", "recent_rows"),
         "control.admission": ("admission_queue", "fair_queue"),
         "control.cluster": (
             *("attempts", "block_reports", "cluster_audit", "cluster_core", "cluster_recording", "load_book"),

@@ -16,7 +16,7 @@ from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.fleet.pools import LOCAL_LINK, Pools
 from diptych.simulation.fleet.simulated_disk import DiskModel
-from diptych.simulation.front_end import FrontEnd
+from diptych.simulation.serving_engine import FrontEnd
 from diptych.workload.spec import ClosedLoop, Workload
 
 _ENDLESS_NS = 2**60

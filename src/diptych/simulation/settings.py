@@ -37,7 +37,6 @@ from diptych.simulation.faults import (
 )
 from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.pools import Pools
-from diptych.simulation.number_limits import AtLeastOne, AtLeastZero, NotNegative, Positive, Share
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.pool_settings import (
     NETWORK,
@@ -50,7 +49,14 @@ from diptych.simulation.pool_settings import (
 )
 from diptych.simulation.prepare import PreparedPool, fleet_pools, prepare_pool
 from diptych.simulation.scenario import ADMIT_ALL, Scenario
-from diptych.simulation.scheduler_settings import SchedulerSettings
+from diptych.simulation.scheduler_settings import (
+    AtLeastOne,
+    AtLeastZero,
+    NotNegative,
+    Positive,
+    SchedulerSettings,
+    Share,
+)
 from diptych.simulation.weight_precision import WeightBits
 from diptych.workload.build import build
 from diptych.workload.description import SettingsTable, WorkloadConfig

@@ -20,7 +20,7 @@ from diptych.calibration.engine_calibration import (
     worker_ns,
 )
 from diptych.calibration.engine_streams import EngineStreams
-from diptych.cli.calibrate_engine import calibrate_engine, refuse_others
+from diptych.cli.calibrate import calibrate_engine, refuse_others
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.control.step import StepFeatures, chunk_attention
 from diptych.serving.front.engine_spec import EngineSpec

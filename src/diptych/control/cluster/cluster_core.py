@@ -60,8 +60,7 @@ from diptych.control.events import (
     Resized,
     TransferFailed,
 )
-from diptych.control.length_predictor import LengthPredictor
-from diptych.control.length_watch import LengthWatch
+from diptych.control.length_predictor import LengthPredictor, LengthWatch
 from diptych.control.request import FinishReason
 from diptych.control.router.routers import make_router
 from diptych.control.router.routing import Route, RoutingRequest

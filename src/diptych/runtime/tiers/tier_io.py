@@ -34,7 +34,7 @@ from diptych.control.engine.kvcache.tier_records import (
     TierEvent,
 )
 from diptych.control.errors import WorkerError
-from diptych.runtime.device.thread_priority import give_way
+from diptych.runtime.device.thread_limits import give_way
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import Buffer
 

@@ -72,9 +72,9 @@ from diptych.serving.api.structured import wanted_grammar, wants_structure
 from diptych.serving.api.timeline_routes import add_timeline_routes
 from diptych.serving.api.ui_routes import add_ui_routes
 from diptych.serving.async_llm import AsyncLLM, check_count, check_prompt
+from diptych.serving.batches.app_lines import serve_lines
 from diptych.serving.batches.batch_routes import BatchBody, add_batch_routes, upload_limits
 from diptych.serving.batches.batch_service import BatchService
-from diptych.serving.batches.line_host import serve_lines
 from diptych.serving.keys.keyring import Keyring
 
 BODIES: tuple[type[BaseModel], ...] = (

@@ -26,11 +26,11 @@ from diptych.serving.api.model_list import model_list
 from diptych.serving.api.reply import encode_json
 from diptych.serving.api.timeline_routes import add_timeline_routes
 from diptych.serving.api.ui_routes import add_ui_routes
+from diptych.serving.batches.app_lines import serve_lines
 from diptych.serving.batches.batch_routes import add_batch_routes, upload_limits
 from diptych.serving.batches.batch_service import BatchService
-from diptych.serving.batches.line_host import serve_lines
 from diptych.serving.front.relay_request import RelayPath, read_request
-from diptych.serving.front.relay_response import RelayResponse
+from diptych.serving.front.relay_stream import RelayResponse
 from diptych.serving.front.served_engines import EngineFront
 from diptych.serving.keys.keyring import Keyring
 

@@ -24,7 +24,7 @@ from diptych.control.errors import BodyTooLargeError, DrainingError, InvalidRequ
 from diptych.serving.batches.batch_records import Batch, BatchLimits, BatchTerms, StoredFile
 from diptych.serving.batches.batch_runner import BatchCounts, BatchRunner, LineExecutor
 from diptych.serving.batches.batch_store import BatchStore
-from diptych.serving.batches.pace import LineLimits
+from diptych.serving.batches.line_schedule import LineLimits
 from diptych.serving.failures.failure_board import FailureBoard
 from diptych.serving.failures.failure_recording import places
 from diptych.serving.failures.restart_pause import RestartPause

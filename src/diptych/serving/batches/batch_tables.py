@@ -13,8 +13,17 @@ from typing import Any
 import msgspec
 
 from diptych.base.private_files import private_database
-from diptych.serving.batches.batch_records import OPEN, Batch, BatchTerms, End, LineFault, LinePlace, Status, StoredFile
-from diptych.serving.batches.line_usage import LineUsage
+from diptych.serving.batches.batch_records import (
+    OPEN,
+    Batch,
+    BatchTerms,
+    End,
+    LineFault,
+    LinePlace,
+    LineUsage,
+    Status,
+    StoredFile,
+)
 
 _SCHEMA = (
     "PRAGMA journal_mode = WAL",

@@ -22,8 +22,7 @@ from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S
 from diptych.serving.fleet.fleet_options import CoreShare, FleetOptions, check_codec, divide_cores
-from diptych.serving.fleet.group_cores import divide_between_groups
-from diptych.serving.fleet.host_cores import HostCores
+from diptych.serving.fleet.host_cores import HostCores, divide_between_groups
 from diptych.serving.fleet.joint_ready import longest_sequence
 from diptych.serving.fleet.shared_memory import (
     SharedMemory,

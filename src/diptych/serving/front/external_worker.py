@@ -32,8 +32,7 @@ from diptych.serving.front.engine_connection import ReplyTooLongError, ask, pool
 from diptych.serving.front.engine_exchange import EngineExchange
 from diptych.serving.front.engine_handoff import PrefillLeg
 from diptych.serving.front.engine_load import EngineLoad, LearnedPrices
-from diptych.serving.front.engine_pages import DIAGNOSED_KINDS, EnginePages, page_of_rank
-from diptych.serving.front.engine_process import EngineProcess
+from diptych.serving.front.engine_pages import DIAGNOSED_KINDS, EnginePages, EngineProcess, page_of_rank
 from diptych.serving.front.engine_question import RequestFields, fields_of, token_fields_of
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.handoff_port import HandoffPort

@@ -31,11 +31,10 @@ from diptych.simulation.costs.narrowed_tables import narrowed
 from diptych.simulation.costs.operator_tables import operator_table_cost
 from diptych.simulation.costs.operators import US
 from diptych.simulation.costs.roofline import RooflineCost
-from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.hardware import Hardware, load_hardware
 from diptych.simulation.models import ModelSpec, load_model
 from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
-from diptych.simulation.serving_engine import ServingEngine, load_engine
+from diptych.simulation.serving_engine import FrontEnd, ServingEngine, load_engine
 from diptych.simulation.weight_precision import (
     WeightPrecision,
     weight_precision,
