@@ -26,7 +26,7 @@ from diptych.simulation.costs.cost_choice import CostChoice
 from diptych.simulation.costs.cost_model import FRACTION_BITS, UNBOUNDED, DecodeLine
 from diptych.simulation.costs.interpolation import Curve
 from diptych.simulation.hardware import load_hardware
-from diptych.simulation.models import load_model
+from diptych.simulation.model_catalogue import load_model
 from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
 from diptych.simulation.weight_precision import weight_precision
 

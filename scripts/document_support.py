@@ -28,7 +28,7 @@ from diptych.serving.api.parameters import UNSUPPORTED
 from diptych.serving.async_llm import AsyncLLM
 from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.hardware import hardware_names
-from diptych.simulation.models import model_names
+from diptych.simulation.model_catalogue import model_names
 from diptych.simulation.serving_engine import engine_names
 from diptych.workload.packed import BUNDLED
 

@@ -18,8 +18,8 @@ from diptych.control.config import CacheConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.costs.fitted import Calibration, FittedCost, write_calibration
-from diptych.simulation.prepare import scheduler_of
-from diptych.simulation.settings import plain, prepare, read_settings, settings_from
+from diptych.simulation.prepare import prepare, scheduler_of
+from diptych.simulation.settings import plain, read_settings, settings_from
 from diptych.simulation.sweep import grid, parse_sweep, run_points, setting_path
 from tests.test_cli import given as served
 

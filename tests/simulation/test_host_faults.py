@@ -11,8 +11,9 @@ from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.fault_places import SCOPES, befall, workers_at
 from diptych.simulation.faults import Fault, FaultKind, Watch
 from diptych.simulation.fleet.pools import Pools
+from diptych.simulation.prepare import prepare
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.settings import prepare, settings_from
+from diptych.simulation.settings import settings_from
 from diptych.workload.spec import RequestSpec
 from tests.laws import law
 from tests.simulation.fault_schedules import AuditedCluster, run_schedule

@@ -10,8 +10,9 @@ from diptych.simulation.costs.cost_choice import choose_cost, served_tables
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.costs.layer_tables import layer_table_info
 from diptych.simulation.parallelism import Parallelism
+from diptych.simulation.prepare import prepare
 from diptych.simulation.serving_engine import engine_names, load_engine
-from diptych.simulation.settings import prepare, settings_from
+from diptych.simulation.settings import settings_from
 
 FOUR = Parallelism(4)
 

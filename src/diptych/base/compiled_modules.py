@@ -25,8 +25,8 @@ MODULES = tuple(
         "control": ("length_predictor", "recent_rows"),
         "control.admission": ("admission_queue", "fair_queue"),
         "control.cluster": (
-            *("attempts", "block_reports", "cluster_audit", "cluster_core", "cluster_recording", "load_book"),
-            *("membership", "open_request"),
+            *("attempts", "block_reports", "cluster_audit", "cluster_core", "cluster_recording", "expected_blocks"),
+            *("load_book", "membership", "open_request"),
         ),
         "control.engine": ("engine_audit", "engine_core", "leases", "recording", "worker_core"),
         "control.engine.kvcache": (

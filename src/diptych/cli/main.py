@@ -1,4 +1,4 @@
-"""``diptych serve | worker | generate | calibrate | replay | version``: the command line.
+"""``diptych``: the table of its commands, and three of them: serve, generate and version.
 
 Owns option names, their help and the output in the terminal. Holds no logic that a library user would miss: every
 command ends in a call of another package.

@@ -209,7 +209,7 @@ class StepBrokenOff(Exception):
 
 
 class Executor(Protocol):
-    """Turns plans into results: ModelRunner (torch), SimulatedExecutor (a cost model), ReplayExecutor (a log).
+    """Turns plans into results: ModelRunner (torch), SimulatedExecutor (a cost model).
 
     Plans arrive in step order, each exactly once, and are executed in that order.
     """

@@ -32,7 +32,8 @@ from diptych.simulation.costs.operator_tables import operator_table_cost
 from diptych.simulation.costs.operators import US
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.hardware import Hardware, load_hardware
-from diptych.simulation.models import ModelSpec, load_model
+from diptych.simulation.model_catalogue import load_model
+from diptych.simulation.models import ModelSpec
 from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
 from diptych.simulation.serving_engine import FrontEnd, ServingEngine, load_engine
 from diptych.simulation.weight_precision import (
