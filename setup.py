@@ -1,7 +1,8 @@
 """Builds the native kernels when a C++ compiler is at hand. Without one the install succeeds and torch does the work.
 
-With DIPTYCH_COMPILE=1 the control code and the simulator become machine code, too (mypyc; diptych/compiled_modules.py
-says which modules, and why). Without it, or when that fails, they run as Python and decide the same.
+With DIPTYCH_COMPILE=1 the control code and the simulator become machine code, too (mypyc;
+diptych/base/compiled_modules.py says which modules, and why). Without it, or when that fails, they run as Python and
+decide the same.
 
 The library of kernels is plain C++ loaded through ctypes. It chooses its instructions at run time, so one build serves
 every x86-64 machine. It is not linked against an OpenMP runtime: at load time it takes the one that torch has brought
@@ -37,12 +38,12 @@ MYPY = "mypy>=2.4,<3"  # brings mypyc
 class OptionalBuild(build_ext):
     """A failing compiler is a warning, not an error."""
 
-    modules: dict[str, Any]  # diptych/compiled_modules.py
+    modules: dict[str, Any]  # diptych/base/compiled_modules.py
     compiled: list[Extension]
     compiled_from: str  # the record of the sources as they were before mypyc read them
 
     def finalize_options(self) -> None:
-        self.modules = runpy.run_path("src/diptych/compiled_modules.py")
+        self.modules = runpy.run_path("src/diptych/base/compiled_modules.py")
         self.compiled_from = self.modules["record"](Path("src/diptych"))
         self.compiled = compiled_extensions(self.modules) if COMPILES else []
         kernels = [each for each in self.distribution.ext_modules or [] if not (self.inplace and is_built(each))]
@@ -50,7 +51,7 @@ class OptionalBuild(build_ext):
         super().finalize_options()
 
     def run(self) -> None:
-        record = Path(self.get_ext_fullpath("diptych.compiled_modules")).parent / self.modules["RECORD"]
+        record = Path(self.get_ext_fullpath("diptych.folder")).parent / self.modules["RECORD"]
         libraries = [Path(self.get_ext_fullpath(extension.name)) for extension in self.compiled]
         for old in (record, *libraries) if libraries else ():
             old.unlink(missing_ok=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from diptych import compiled_modules
-from diptych.processor import read_processor
+from diptych.base import compiled_modules
+from diptych.base.processor import read_processor
 
 RESULTS = Path(__file__).parent / "results"
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
@@ -22,7 +22,7 @@ FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8"
 
 AS_PYTHON = """
 import runpy, sys
-from diptych import compiled_modules
+from diptych.base import compiled_modules
 compiled_modules.use_sources()
 sys.argv.pop(0)
 sys.path[0] = sys.argv[0].rpartition("/")[0]

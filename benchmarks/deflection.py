@@ -25,7 +25,7 @@ from diptych.simulation.sweep import run_here
 
 RATES = (4.0, 6.0, 8.0, 10.0, 12.0, 16.0)
 WAYS = {
-    "least loaded, always": {"routing": "least_loaded", "disaggregate": "always"},
+    "in turn, always": {"routing": "round_robin", "disaggregate": "always"},
     "by price, always": {"disaggregate": "always"},
     "by price, short": {"deflection": "short"},
     "by price, objective": {"deflection": "objective"},

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from common import report
 
-from diptych.processor import read_processor
+from diptych.base.processor import read_processor
 
 HERE = Path(__file__).parent
 PREFILLS = (2048, 8000)
@@ -197,7 +197,7 @@ def add_limits(rows: list[dict[str, Any]], model: Path, options: argparse.Namesp
     from kernels import attention_calls
 
     from diptych.runtime.kernels.instruction_set import choose
-    from diptych.simulation.models import load_model
+    from diptych.simulation.model_catalogue import load_model
     from diptych.simulation.weight_precision import QUANTIZED
 
     torch.set_num_threads(options.threads)

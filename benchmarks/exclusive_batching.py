@@ -20,7 +20,8 @@ from common import report
 
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.simulation.costs.cost_model import CostModel
-from diptych.simulation.settings import prepare, read_settings
+from diptych.simulation.prepare import prepare
+from diptych.simulation.settings import read_settings
 from diptych.simulation.sweep import run_here
 
 DEVICES = (("rtx-pro-6000", "llama-3.1-8b", "tables"), ("h200", "llama-3.1-8b", "operators"))

@@ -29,7 +29,7 @@ from typing import Any
 from common import report, spread
 from servers import free_port
 
-from diptych.child_process import end_process
+from diptych.base.child_process import end_process
 
 FAKE = Path(__file__).parent / "fake_sse_server.py"
 DIPTYCH = (sys.executable, "-c", "from diptych.cli.main import main; main()")

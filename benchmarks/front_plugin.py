@@ -21,8 +21,8 @@ import zmq
 from common import report
 from servers import free_port
 
+from diptych.base.engine_steps import EngineAbout, EngineStep
 from diptych.calibration.engine_calibration import read_steps_file
-from diptych.engine_steps import EngineAbout, EngineStep
 from diptych.vllm_plugin.step_observer import StepObserver
 from diptych.vllm_plugin.step_publisher import TOPIC, StepPublisher
 

@@ -33,7 +33,7 @@ from typing import Any
 from common import report
 from servers import PORT, PROGRAM, URL, diptych_server, free_port
 
-from diptych.child_process import end_process
+from diptych.base.child_process import end_process
 from diptych.serving.join.framed_link import FramedLink
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.tls.shared_key import SharedKey

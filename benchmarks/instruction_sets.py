@@ -17,7 +17,7 @@ from typing import Any
 from common import report
 from engine import HERE, Child
 
-from diptych.processor import read_processor
+from diptych.base.processor import read_processor
 
 TORCH_ON = {  # what keeps torch to the instructions of a set
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},

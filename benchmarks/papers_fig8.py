@@ -22,11 +22,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from profiled_costs import FittedLaw, ProfiledCost, load_profile
+
 from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.report.plots import Line, LineChart, Scale
-from diptych.simulation.costs.profiled import FittedLaw, ProfiledCost, load_profile
 from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.results import RequestTable
 from diptych.simulation.run import simulate

@@ -5,8 +5,8 @@
 DistServe (Zhong et al., OSDI 2024): OPT-13B and OPT-66B on A100, ShareGPT, the authors' requests, objectives and step
 times. Its search of each phase (--placement per-phase) chooses how either phase is cut; its rate per GPU at 90 %
 attainment is set against vLLM's, prompts first, cut as the authors cut it. Published: the gains of figure 8, and the
-choice of TP 2 for prefill and TP 1 for decode (13B), TP 4 and TP 2 with 2 stages (66B; no profile of stages is in the
-catalogue, so that stages are left out here).
+choice of TP 2 for prefill and TP 1 for decode (13B), TP 4 and TP 2 with 2 stages (66B; no profile of stages was
+published, so that stages are left out here).
 
 Splitwise (Patel et al., ISCA 2024): BLOOM-176B on DGX-A100 and DGX-H100, lengths of the Azure conversation trace.
 Published: up to 1.4 times the rate at 20 % lower cost, or 2.35 times the rate at the same cost and power, by splitting
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common import report
+from profiled_costs import use_profiles
 
 from diptych.advisor.device_layout import LayoutName, PlannedDevice, WorkerKind
 from diptych.advisor.layout_runs import RunOptions
@@ -35,6 +36,7 @@ from diptych.simulation.hardware import catalogue_hardware
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.settings import read_settings
 
+use_profiles()
 DISTSERVE = (  # model, TTFT and TPOT in ms, tensor parallelism of vLLM, of either phase; published gain
     ("opt-13b", 250.0, 100.0, 1, (1, 2, 4), 4.60),
     ("opt-66b", 2500.0, 150.0, 4, (2, 4, 8), 2.75),

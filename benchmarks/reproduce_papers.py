@@ -24,10 +24,10 @@ from typing import Any
 import papers_fig8
 from common import RESULTS, report
 from papers_fig8 import SEED, Lengths, Row, poisson, worker
+from profiled_costs import ProfiledCost, TabledLaw, load_profile
 
 from diptych.control.config import BudgetConfig
 from diptych.report.statistics import percentile
-from diptych.simulation.costs.profiled import ProfiledCost, TabledLaw, load_profile
 from diptych.simulation.results import RequestTable
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario

@@ -22,7 +22,8 @@ from diptych.control.slo import NS_PER_MS, Slo
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.hardware import load_hardware
-from diptych.simulation.models import kv_capacity_tokens, load_model
+from diptych.simulation.model_catalogue import load_model
+from diptych.simulation.models import kv_capacity_tokens
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.results import summarize
 from diptych.simulation.run import simulate

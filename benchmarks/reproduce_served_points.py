@@ -57,7 +57,8 @@ from diptych.simulation.costs.interpolation import Curve
 from diptych.simulation.costs.layer_tables import LayerTableCost
 from diptych.simulation.costs.operator_tables import operator_table_cost
 from diptych.simulation.hardware import load_hardware
-from diptych.simulation.models import kv_capacity_tokens, load_model
+from diptych.simulation.model_catalogue import load_model
+from diptych.simulation.models import kv_capacity_tokens
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario, load_balancer

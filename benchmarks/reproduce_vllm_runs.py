@@ -52,7 +52,7 @@ from diptych.simulation.costs.cost_choice import choose_cost
 from diptych.simulation.costs.cost_model import CostModel, DecodeLine
 from diptych.simulation.costs.layer_tables import load_layer_table
 from diptych.simulation.fleet.pools import Pools
-from diptych.simulation.models import load_model
+from diptych.simulation.model_catalogue import load_model
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.run import simulate, simulate_with_log

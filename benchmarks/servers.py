@@ -19,7 +19,7 @@ from typing import Any
 from engine import vllm_environment
 from tokenizers import Tokenizer
 
-from diptych.processor import read_processor
+from diptych.base.processor import read_processor
 
 READY_TIMEOUT_S = 600.0
 

@@ -21,7 +21,8 @@ from step_cost_roofline import BLOCK, STEP_TOKENS, SYSTEMS, Clients, median_perc
 from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.cost_choice import choose_cost
-from diptych.simulation.models import kv_capacity_tokens, load_model
+from diptych.simulation.model_catalogue import load_model
+from diptych.simulation.models import kv_capacity_tokens
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario

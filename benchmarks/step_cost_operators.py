@@ -52,7 +52,7 @@ from diptych.simulation.costs.operators import (
     refined,
 )
 from diptych.simulation.hardware import load_hardware
-from diptych.simulation.models import load_model
+from diptych.simulation.model_catalogue import load_model
 from diptych.simulation.parallelism import Parallelism
 
 Row = dict[str, Any]

@@ -26,7 +26,8 @@ from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, Sche
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.hardware import load_hardware
-from diptych.simulation.models import kv_capacity_tokens, load_model
+from diptych.simulation.model_catalogue import load_model
+from diptych.simulation.models import kv_capacity_tokens
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario

@@ -1,9 +1,9 @@
-"""Derive the step-time profiles of the catalogue from the published ones in FOLDER.
+"""Derive the step-time profiles of benchmarks/profiled_costs.py from the published ones in FOLDER.
 
     python scripts/derive_profiles.py FOLDER
 
 FOLDER holds ``distserve`` and ``splitwise-sim`` as their authors published them. Writes
-src/diptych/simulation/catalogue/profiles/*.json, each with source, licence and what was changed inside. The same input
+benchmarks/data/profiles/*.json, each with source, licence and what was changed inside. The same input
 gives the same bytes. Times are milliseconds.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-PROFILES = Path(__file__).parent.parent / "src" / "diptych" / "simulation" / "catalogue" / "profiles"
+PROFILES = Path(__file__).parent.parent / "benchmarks" / "data" / "profiles"
 Entry = dict[str, Any]
 Points = dict[int, float]
 

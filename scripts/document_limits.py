@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from document_settings import table_row
 
-from diptych.byte_size import size_words
+from diptych.base.byte_size import size_words
 from diptych.serving import edge_limits
 from diptych.serving.edge_limits import LIMITS, EdgeLimit
 

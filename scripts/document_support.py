@@ -23,12 +23,12 @@ from diptych.runtime.transfer import CONNECTORS
 from diptych.serving.answers.response.bundled_templates import TEMPLATES
 from diptych.serving.api import messages_request, protocol, responses_request
 from diptych.serving.api.app import build_app
-from diptych.serving.api.ignored_fields import WITHOUT_EFFECT
+from diptych.serving.api.bodies import WITHOUT_EFFECT
 from diptych.serving.api.parameters import UNSUPPORTED
 from diptych.serving.async_llm import AsyncLLM
 from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.hardware import hardware_names
-from diptych.simulation.models import model_names
+from diptych.simulation.model_catalogue import model_names
 from diptych.simulation.serving_engine import engine_names
 from diptych.workload.packed import BUNDLED
 

@@ -26,7 +26,7 @@ from diptych.simulation.costs.interpolation import Surface
 from diptych.simulation.costs.operator_tables import layer_tables
 from diptych.simulation.costs.operators import load_operator_tables
 from diptych.simulation.hardware import load_hardware
-from diptych.simulation.models import load_model
+from diptych.simulation.model_catalogue import load_model
 from diptych.simulation.parallelism import Parallelism
 
 H100_ATTENTION = "systems/data/h100_sxm/attention/vllm/0.24.0"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from hashlib import blake2b
 
-from diptych import compiled_modules
+from diptych.base import compiled_modules
 
 
 def decided(kind: str, seed: int) -> str:

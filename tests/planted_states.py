@@ -7,7 +7,7 @@ agrees with nothing. The code that a worker and a front end run must raise the s
 import sys
 from collections.abc import Callable
 
-from diptych import compiled_modules
+from diptych.base import compiled_modules
 
 if __name__ == "__main__" and sys.argv[1] == "python":
     compiled_modules.use_sources()

@@ -15,50 +15,28 @@ SOURCE = Path(__file__).parent.parent / "src" / "diptych"
 
 # What each part may import of ours (itself always).
 MAY_IMPORT = {
-    "byte_size": set(),
-    "cgroups": set(),
-    "child_process": set(),
-    "class_hints": set(),
-    "compiled_modules": set(),
-    "control": {"class_hints"},
-    "engine_load_metrics": set(),
-    "engine_steps": set(),
-    "length_prefix": set(),
-    "processor": {"byte_size", "cgroups"},
-    "limited_log": set(),
-    "private_files": {"control"},
-    "stop_signals": set(),
-    "terminal_text": set(),
+    "control": set(),
+    "base": {"control"},
     "tls": {"control"},
-    "runtime": {"byte_size", "control", "limited_log", "private_files", "processor", "tls"},
+    "runtime": {"base", "control", "tls"},
     "workload": {"control"},
     "report": {"control"},
     "timeline": {"control"},
     "search": {"control", "report"},
-    "simulation": {
-        "class_hints", "compiled_modules", "control", "report", "search", "stop_signals", "timeline", "workload",
-    },
-    "advisor": {"control", "report", "search", "simulation", "stop_signals", "workload"},
-    "calibration": {"child_process", "control", "engine_steps", "runtime", "serving", "simulation"},
-    "diagnosis": {"advisor", "control", "engine_load_metrics", "report", "simulation", "timeline", "workload"},
-    "serving": {
-        "byte_size", "cgroups", "compiled_modules", "control", "engine_load_metrics", "engine_steps", "length_prefix",
-        "limited_log",
-        "private_files", "processor", "runtime", "stop_signals", "terminal_text", "timeline", "tls", "web",
-    },
-    "vllm_plugin": {"engine_steps"},
-    "bench": {"control", "processor", "report", "search", "stop_signals", "terminal_text", "workload"},
-    "web": {
-        "advisor", "control", "diagnosis", "length_prefix", "report", "simulation", "stop_signals", "timeline",
-        "workload",
-    },
+    "simulation": {"base", "control", "report", "search", "timeline", "workload"},
+    "advisor": {"base", "control", "report", "search", "simulation", "workload"},
+    "calibration": {"base", "control", "runtime", "serving", "simulation"},
+    "diagnosis": {"advisor", "base", "control", "report", "simulation", "timeline", "workload"},
+    "serving": {"base", "control", "runtime", "timeline", "tls", "web"},
+    "vllm_plugin": {"base"},
+    "bench": {"base", "control", "report", "search", "workload"},
+    "web": {"advisor", "base", "control", "diagnosis", "report", "simulation", "timeline", "workload"},
     "bundled": set(),
     "cli": {
-        "advisor", "byte_size", "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload",
-        "report", "search", "timeline", "calibration", "child_process", "compiled_modules", "private_files",
-        "processor", "stop_signals", "terminal_text", "tls", "__version__",
+        "advisor", "base", "control", "diagnosis", "runtime", "simulation", "serving", "bench", "web", "workload",
+        "report", "search", "timeline", "calibration", "tls", "__version__",
     },
-    "__init__": {"compiled_modules", "control", "serving"},
+    "__init__": {"base", "control", "serving"},
 }  # fmt: skip
 
 # Not in control: whatever reads a clock, waits, talks, or draws from a global random.
@@ -76,14 +54,14 @@ SERVING_WITH_TORCH = ("worker", "llm.py")
 # table of connectors.
 TORCH_FREE_RUNTIME = {
     "dtypes", "required_packages",
-    "device.garbage", "device.thread_limits", "device.thread_priority",
+    "device.garbage", "device.thread_limits",
     "kv_cache.checkpoint_geometry", "kv_cache.kv_geometry",
     "weights.checkpoint", "weights.mapped_file", "weights.safetensors_directory", "weights.safetensors_file",
     "weights.stored_tensor", "weights.weight_bytes", "weights.weight_format",
     "quantization", "quantization.packed_weight", "quantization.quantization_config",
     "gguf", "gguf.ggml_types", "gguf.gguf_checkpoint", "gguf.gguf_config", "gguf.gguf_file", "gguf.gguf_metadata",
     "gguf.gguf_vocabulary", "sampling.grammar", "tiers", "tiers.extent_format",
-    "transfer", "transfer.connector", "transfer.connector_kind", "transfer.kv_format",
+    "transfer", "transfer.connector", "transfer.kv_format",
     "models", *(f"models.{path.stem}" for path in (SOURCE / "runtime" / "models").glob("[a-z]*.py")),
 }  # fmt: skip
 
@@ -237,11 +215,11 @@ def test_a_literal_is_declared_once_and_its_name_means_one_thing() -> None:
 
 
 def test_a_metric_of_an_engine_that_several_parts_read_is_named_once() -> None:
-    shared = (SOURCE / "engine_load_metrics.py").read_text()
+    shared = (SOURCE / "base" / "engine_load_metrics.py").read_text()
     names = set(re.findall(r'"((?:vllm|sglang|llamacpp):\w+)"', shared))
     assert len(names) == 13
-    for part, path in modules():
-        if part == "engine_load_metrics" or path.name in ("serving_metrics.py", "alert_files.py"):
+    for _, path in modules():
+        if path.name in ("engine_load_metrics.py", "serving_metrics.py", "alert_files.py"):
             continue
         named = set(re.findall(r'"((?:vllm|sglang|llamacpp):\w+?)(?:_total|_count)?"', path.read_text()))
         assert not named & names, path
@@ -259,19 +237,6 @@ def test_a_worker_knows_nothing_of_the_fleet() -> None:
                 assert not name.startswith(f"diptych.control.{room}"), f"{path.name} imports {name}"
 
 
-# Circles that are left, type imports included; none may come, and none of these may grow.
-KNOWN_CIRCLES = {
-    ("control.cluster.cluster_core", "control.cluster.relocation"),
-    (
-        "serving.answers.grammar.object_terms", "serving.answers.grammar.schema_complements",
-        "serving.answers.grammar.schema_keywords", "serving.answers.grammar.schema_sets",
-    ),
-    ("serving.fleet.fleet", "serving.fleet.fleet_view"),
-    ("simulation.hub_config", "simulation.models"),
-    ("simulation.prepare", "simulation.settings", "simulation.tier_sizes"),
-}  # fmt: skip
-
-
 def test_modules_import_each_other_in_no_circle() -> None:
     """Imports within functions and for type checking only count, too. What ``diptych`` itself offers to users is loaded
     when it is asked for: no module of ours asks for more than its version."""
@@ -279,7 +244,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
     graph = {name: imported_modules(path, names) - {name, "diptych"} for name, path in names.items()}
     del graph["diptych"]
     circles = {tuple(sorted(name.removeprefix("diptych.") for name in circle)) for circle in circles_of(graph)}
-    assert circles == KNOWN_CIRCLES
+    assert circles == set()
 
 
 def module_name(path: Path) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.cgroups import UNKNOWN_MEMORY_BYTES, available_memory_bytes, memory_limit_bytes
+from diptych.base.cgroups import UNKNOWN_MEMORY_BYTES, available_memory_bytes, memory_limit_bytes
 from diptych.control.errors import ConfigError
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.serving.fleet.shared_memory import MIN_BLOCKS, default_num_blocks

@@ -10,7 +10,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from diptych import __version__, compiled_modules
+from diptych import __version__
+from diptych.base import compiled_modules
+from diptych.base.processor import Processor
 from diptych.cli import main as cli
 from diptych.cli.batch_options import batch_options
 from diptych.cli.error_messages import in_options
@@ -19,7 +21,6 @@ from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import CapsConfig, PresetName, SchedulerConfig, shape_preset
 from diptych.control.errors import ConfigError
 from diptych.diagnosis.adapters.http_get import Site
-from diptych.processor import Processor
 from diptych.serving.link.engine_options import BUNDLED_MODEL, parse_bytes, parse_cores
 
 
@@ -141,7 +142,7 @@ def test_without_options_a_fleet_decides_as_control_does_by_default() -> None:
 
 
 def test_how_a_fleet_decides_can_be_chosen() -> None:
-    options = {"routing": "least_loaded", "disaggregate": "never", "on_failure": "fail"}
+    options = {"routing": "round_robin", "disaggregate": "never", "on_failure": "fail"}
     limits = {"max_untouched_per_worker": 3, "max_queued": 10, "max_queued_per_key": 2}
     cluster = cli.fleet_options(given(both=2, **options, **limits)).cluster
     assert (cluster.routing.routing, cluster.routing.disaggregate, cluster.on_failure) == tuple(options.values())

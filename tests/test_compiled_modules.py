@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diptych import compiled_modules
-from diptych.compiled_modules import MODULES, PACKAGE, RECORD, is_built, record, source
+from diptych.base import compiled_modules
+from diptych.base.compiled_modules import MODULES, PACKAGE, RECORD, is_built, record, source
 from tests.simulation.test_replay import record_scenario
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +52,7 @@ def test_machine_code_is_used_with_a_record_of_these_sources_alone(tmp_path: Pat
 def test_sources_run_where_they_are_asked_for_whatever_was_compiled() -> None:
     lines = in_python(
         "import sys",
-        "from diptych import compiled_modules as modules",
+        "from diptych.base import compiled_modules as modules",
         "assert not any(name in sys.modules for name in modules.MODULES), 'imported too early'",
         "modules.use_sources(); modules.use_sources()",
         "import importlib",
@@ -102,7 +102,7 @@ def test_compiled_and_python_notice_the_same_planted_states() -> None:
 def test_what_is_imported_is_machine_code() -> None:
     lines = in_python(
         "import importlib",
-        "from diptych.compiled_modules import MODULES, what_runs",
+        "from diptych.base.compiled_modules import MODULES, what_runs",
         "print(what_runs(), *(importlib.import_module(name).__file__ for name in MODULES))",
     ).split()
     assert lines[0] == "compiled"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from diptych.length_prefix import Unpacker, pack, read_message
+from diptych.base.length_prefix import Unpacker, pack, read_message
 
 messages = some.lists(some.binary(max_size=300), max_size=12)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.control.errors import ConfigError
-from diptych.private_files import (
+from diptych.base.private_files import (
     lock_of,
     make_private_folder,
     open_private,
@@ -21,6 +20,7 @@ from diptych.private_files import (
     warn_of_visitors,
     write_private,
 )
+from diptych.control.errors import ConfigError
 
 
 def mode(path: Path) -> int:
@@ -129,7 +129,7 @@ def test_what_sqlite_puts_beside_a_database_is_private_too(tmp_path: Path) -> No
 LOCKER = """
 import sys, time
 from pathlib import Path
-from diptych.private_files import lock_of
+from diptych.base.private_files import lock_of
 lock = lock_of(Path(sys.argv[1]), "responses", is_database=True)
 print("locked", flush=True)
 time.sleep(600)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.processor import Processor, parse_cpu_list, read_processor
+from diptych.base.processor import Processor, parse_cpu_list, read_processor
 
 EPYC = (
     "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC 9555 64-Core Processor\n\nprocessor\t: 1\n"

@@ -13,11 +13,11 @@ from rich.table import Table as RichTable
 from rich.text import Text
 from typer.testing import CliRunner
 
-from diptych import terminal_text
+from diptych.base import terminal_text
+from diptych.base.terminal_text import console, guarded, own
 from diptych.cli import main as cli
 from diptych.cli.output import print_tables, progress_bar
 from diptych.report.text import Table
-from diptych.terminal_text import console, guarded, own
 
 ODD = "a\x07b\x08c\x7fd\x9be\u202ef[bold]g[/x]"  # a bell, a backspace, and what has no meaning by itself
 CONTROLS = "\x07\x08\x7f\x9b\u202e\x1b"

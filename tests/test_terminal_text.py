@@ -2,7 +2,7 @@
 
 import unicodedata
 
-from diptych.terminal_text import shown
+from diptych.base.terminal_text import shown
 
 
 def test_no_control_character_and_no_turn_of_direction_is_printed() -> None:

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from diptych import compiled_modules
+from diptych.base import compiled_modules
 
 if TYPE_CHECKING:
     from diptych.control.request import SamplingParams

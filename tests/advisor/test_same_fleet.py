@@ -26,8 +26,9 @@ from diptych.simulation import prepare
 from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
 from diptych.simulation.costs.terms_cost import StepTermsCost
 from diptych.simulation.parallelism import Parallelism
-from diptych.simulation.settings import Prepared, plain, settings_from
-from diptych.simulation.settings import prepare as prepared
+from diptych.simulation.prepare import Prepared
+from diptych.simulation.prepare import prepare as prepared
+from diptych.simulation.settings import plain, settings_from
 from diptych.web.panels import choose as chapter
 from diptych.web.panels.machine import machine
 from diptych.workload.build import build

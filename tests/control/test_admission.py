@@ -348,6 +348,30 @@ def test_passing_by_an_empty_queue_charges_what_waiting_there_would() -> None:
         assert [waited.service(other) for other in tenants] == [passed.service(other) for other in tenants]
 
 
+@law(weight=0.1)
+def test_whether_newcomers_pass_by_an_empty_queue_changes_no_dispatch(seed: int) -> None:
+    rng = random.Random(seed)
+    waited, passed = AdmissionQueue(), AdmissionQueue()
+    for number in range(120):
+        now, headroom = number * NS_PER_S, rng.randrange(4)
+        for_batch = headroom - rng.randrange(3)
+        service_class, tenant = rng.choice(SERVICE_CLASSES), f"tenant {rng.randrange(3)}"
+        request = entry(str(number), service_class, tenant, rng.randrange(1, 500), arrival_ns=now)
+        assert waited.offer(request, now) is None
+        dispatched: list[list[str]] = [[], []]
+        if passed.may_pass_by(service_class, headroom, for_batch):
+            assert passed.pass_by(request, now) is None
+            dispatched[1].append(request.request_id)
+        else:
+            assert passed.offer(request, now) is None
+        for queue, names in zip((waited, passed), dispatched, strict=True):
+            room = (headroom - len(names), for_batch - len(names))
+            while (name := queue.next(now, *room)) is not None:
+                names.append(name)
+                room = (room[0] - 1, room[1] - 1)
+        assert dispatched[0] == dispatched[1]
+
+
 def test_equal_requests_go_in_the_order_in_which_they_came_whatever_their_names() -> None:
     names = ["m", "z", "a", "q"]
     assert drain(queue_of(*(entry(name) for name in names))) == names

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from diptych.base import compiled_modules
 from diptych.control.admission.admission_config import AdmissionConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_core import ClusterCore
@@ -125,6 +126,17 @@ def test_the_way_of_a_handoff() -> None:
     (end,) = fleet.finished(D)
     assert isinstance(end, End) and end.finished is not None and end.error is None
     fleet.core.check_idle()
+
+
+@pytest.mark.skipif(not compiled_modules.runs_sources(), reason="calls between compiled modules cannot be watched")
+def test_an_idle_fleet_of_one_worker_asks_the_router_once_and_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, asked = Fleet("both"), []
+    route = fleet.core.router.route
+    monkeypatch.setattr(fleet.core.router, "route", lambda *given: asked.append(given) or route(*given))
+    monkeypatch.setattr(fleet.core.admission, "offer", None)
+    monkeypatch.setattr(fleet.core.admission, "next", None)
+    (command,) = fleet.submit()
+    assert isinstance(command, Serve) and len(asked) == 1
 
 
 def test_a_stream_that_lost_its_worker_is_computed_when_it_has_a_place() -> None:

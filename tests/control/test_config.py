@@ -122,7 +122,7 @@ def test_a_setting_may_be_its_least_and_nothing_below_it(build: Build, name: str
         ),
         (lambda: service_class(queue_percent=100), lambda: service_class(queue_percent=101)),
         (lambda: ClusterConfig(on_failure="local"), lambda: ClusterConfig(on_failure="hope")),  # type: ignore[arg-type]
-        (lambda: RoutingConfig("least_loaded"), lambda: RoutingConfig("nearest")),  # type: ignore[arg-type]
+        (lambda: RoutingConfig("round_robin"), lambda: RoutingConfig("nearest")),  # type: ignore[arg-type]
         (lambda: worker(role="prefill"), lambda: worker(role="reader")),
         (lambda: LinkCost(1, 0), lambda: LinkCost(0, 0)),
         (lambda: LinkCost(1, 0), lambda: LinkCost(1, -1)),

@@ -10,11 +10,12 @@ from diptych.control.length_predictor import (
     LONGEST,
     MAX_FAMILIES,
     NUM_BANDS,
+    WINDOW,
     LengthGroup,
     LengthPredictor,
+    LengthWatch,
     band_of,
 )
-from diptych.control.length_watch import WINDOW, LengthWatch
 from diptych.control.request import RequestOptions, Submission
 
 FAR = 100_000  # a limit that does not matter

@@ -9,7 +9,7 @@ from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig, scheduler_config
 from diptych.control.fleet_settings import FleetSettings, WorkerSettings
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
-from diptych.diagnosis.adapters.event_records import records_of
+from diptych.diagnosis.adapters.recorded_file import records_of
 from diptych.diagnosis.adapters.timeline_records import TimelineSource, observe
 from diptych.diagnosis.observation import Observation
 from diptych.simulation.fleet.pools import Pool, Pools

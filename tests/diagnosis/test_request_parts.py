@@ -7,7 +7,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.events import RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import Slo
-from diptych.diagnosis.adapters.event_records import records_of
+from diptych.diagnosis.adapters.recorded_file import records_of
 from diptych.diagnosis.adapters.timeline_records import TimelineSource, end_of, newest, observe
 from diptych.diagnosis.observed_arrivals import arrivals_of
 from diptych.diagnosis.request_parts import PartsReader

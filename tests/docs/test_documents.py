@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from diptych.cli import main as cli
 from diptych.cli.other_names import INSTEAD, SAME
-from diptych.serving.api.ignored_fields import ignored_fields
+from diptych.serving.api.bodies import ignored_fields
 from diptych.serving.api.messages_request import MessagesBody
 from diptych.serving.api.protocol import ChatBody, CompletionBody
 from diptych.serving.api.responses_request import ResponsesBody

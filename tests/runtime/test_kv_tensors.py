@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diptych.byte_size import size_words
+from diptych.base.byte_size import size_words
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend

@@ -11,7 +11,7 @@ from diptych.runtime.kernels.native import load_native
 from diptych.runtime.ops import make_ops
 from diptych.runtime.ops.native_ops import NativeOps
 from diptych.runtime.ops.ops import Ops, QuantizedLinear
-from diptych.runtime.ops.torch_quantized_linear import quantize_span, span_of
+from diptych.runtime.ops.torch_quantized_linear import SPAN, quantize_span
 from diptych.runtime.weights.quantized_weight import QuantizedSource, QuantizedWeight, quantize, stack
 from diptych.runtime.weights.weight_format import WeightFormat
 from tests.runtime.kernel_sets import NATIVE
@@ -25,6 +25,15 @@ FORMATS = [
     WeightFormat(4, 32),
     WeightFormat(4, 128, True),
 ]
+
+
+SPAN_OF_GROUPS = 128  # columns of x that share a scale where a weight has groups; see Cut in quantized_gemm.h
+
+
+def span_of(weight_format: WeightFormat) -> int:
+    """Columns of x that share a scale when a weight of this format is multiplied."""
+    group_size = weight_format.group_size
+    return max(group_size, SPAN_OF_GROUPS // group_size * group_size) if group_size else SPAN
 
 
 def all_ops() -> dict[str, tuple[Ops, torch.dtype]]:

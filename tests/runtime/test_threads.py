@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from diptych.base.processor import Processor, read_processor
 from diptych.control.compute_share import ComputeShare
 from diptych.control.errors import ConfigError
 from diptych.control.step import SchedulerOutput, StepResult
-from diptych.processor import Processor, read_processor
 from diptych.runtime.device.threads import TASKS, ThreadPool, configure_threads
 from diptych.runtime.step.model_runner import ModelRunner
 from tests.runtime.checkpoints import prompt_of, runner

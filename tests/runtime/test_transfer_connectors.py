@@ -14,8 +14,7 @@ import diptych
 from diptych.control.errors import ConfigError
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.transfer import CONNECTORS
-from diptych.runtime.transfer.connector import Committed, ConnectorEvent, Sent, TransferOptions
-from diptych.runtime.transfer.connector_kind import ConnectorKind
+from diptych.runtime.transfer.connector import Committed, ConnectorEvent, ConnectorKind, Sent, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan, plan_fleet

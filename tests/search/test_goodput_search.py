@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from diptych.bench.intervals import block_bootstrap
+from diptych.bench.summary import block_bootstrap
 from diptych.control.errors import ConfigError
 from diptych.report.statistics import wilson
 from diptych.search.goodput_search import GoodputSearch, SearchConfig

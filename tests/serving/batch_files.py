@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from diptych.serving.batches.batch_records import Batch, BatchLimits, BatchTerms, StoredFile
+from diptych.serving.batches.batch_runner import LineIntake
 from diptych.serving.batches.batch_store import BatchStore
-from diptych.serving.batches.line_intake import LineIntake
 
 ENDPOINT = "/v1/completions"
 

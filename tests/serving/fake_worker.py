@@ -120,7 +120,7 @@ class FakeRunner:
                 payload.embeddings[request_id] = array("f", [len(prompt), sum(prompt)]).tobytes()
             elif self._sample(request_id, payload):
                 stopped.append((request_id, FinishReason.STOP))
-        duration_s = self.step_s + self.token_s * output.num_prefill_tokens
+        duration_s = self.step_s + self.token_s * output.features.prefill_tokens
         if output.is_compute and duration_s:
             time.sleep(duration_s)
         return StepResult(output.step_id, stopped=tuple(stopped), failed=tuple(failed), payload=payload)

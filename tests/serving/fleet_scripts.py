@@ -8,13 +8,13 @@ from typing import Any
 from in_process_fleet import BLOCK_SIZE, NUM_BLOCKS, Client, engine_options
 from in_process_worker import COST, MAX_MODEL_LEN, Host
 
+from diptych.base.processor import Processor
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.compute_share import ComputeShare
 from diptych.control.config import CacheConfig, EngineConfig, prefill_scheduler
 from diptych.control.request import RequestOptions
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
-from diptych.processor import Processor
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.worker_groups import WorkerGroup

@@ -8,10 +8,10 @@ from typing import Any
 from in_process_worker import Host
 from virtual_time import VirtualTime, virtual_time
 
+from diptych.base.processor import Processor
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.request import DEFAULT_OPTIONS, RequestOptions, SamplingParams, Submission
-from diptych.processor import Processor
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.tokenizer import Tokenizer

@@ -49,7 +49,7 @@ from diptych.serving.link.messages import (
 )
 from diptych.serving.worker.connector_driver import ConnectorDriver
 from diptych.serving.worker.request_intake import RequestIntake
-from diptych.serving.worker.withheld_tokens import WithheldTokens
+from diptych.serving.worker.worker_loop import WithheldTokens
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.environment import MESSAGE, STEP_END
 

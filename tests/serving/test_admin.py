@@ -10,11 +10,11 @@ import pytest
 from in_process_fleet import ALWAYS, InProcessFleet, expected, in_process_fleet
 from virtual_time import in_virtual_time
 
+from diptych.base.processor import Processor
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.config import shape_preset
 from diptych.control.errors import ConfigError, ConflictError, NotFoundError
 from diptych.control.slo import NS_PER_S
-from diptych.processor import Processor
 from diptych.serving.api.app import build_app
 from diptych.serving.async_llm import AsyncLLM
 

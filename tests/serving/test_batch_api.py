@@ -18,11 +18,11 @@ from fake_llm import FakeLLM
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.api.app import build_app
+from diptych.serving.api.multipart import MultipartParser, PartBegin
 from diptych.serving.batches import batch_service, batch_store
 from diptych.serving.batches.batch_records import BatchLimits
 from diptych.serving.batches.batch_service import BatchOptions, BatchService
 from diptych.serving.batches.batch_tables import BatchTables
-from diptych.serving.batches.multipart import MultipartParser, PartBegin
 
 pytestmark = pytest.mark.asyncio
 

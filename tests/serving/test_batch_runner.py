@@ -11,12 +11,10 @@ import pytest
 from batch_files import ENDPOINT, add_file, check_each_once, numbered, rows
 
 from diptych.control.errors import ConfigError
-from diptych.serving.batches.batch_records import Batch, BatchTerms, LineResult
+from diptych.serving.batches.batch_records import Batch, BatchTerms, LineResult, LineUsage
 from diptych.serving.batches.batch_runner import BatchRunner, LineReply
 from diptych.serving.batches.batch_service import BatchOptions, BatchService, LineHost
-from diptych.serving.batches.line_schedule import WaitingLine
-from diptych.serving.batches.line_usage import LineUsage
-from diptych.serving.batches.pace import LineLimits, Pace
+from diptych.serving.batches.line_schedule import LineLimits, Pace, WaitingLine
 from diptych.serving.failures.failure_board import FailureBoard
 
 pytestmark = pytest.mark.asyncio

@@ -7,9 +7,8 @@ import pytest
 
 from diptych.control.errors import UnavailableError
 from diptych.serving import edge_limits
-from diptych.serving.api.body_budget import BodyBudget, HalfReadBody
 from diptych.serving.api.direct_body import DIRECT_BODY
-from diptych.serving.api.middleware import BodyLimit
+from diptych.serving.api.middleware import BodyBudget, BodyLimit, HalfReadBody
 
 
 def test_a_budget_of_half_read_bodies_and_one_byte_more() -> None:

@@ -17,12 +17,12 @@ from diptych.serving.api import miss_routes
 from diptych.serving.api.app import build_app
 from diptych.serving.api.error_responses import invalid_body
 from diptych.serving.api.listener import num_refusals
+from diptych.serving.api.multipart import MultipartParser
 from diptych.serving.api.protocol import ChatBody, CompletionBody
 from diptych.serving.batches.batch_records import BatchLimits
 from diptych.serving.batches.batch_service import BatchOptions, BatchService
 from diptych.serving.batches.batch_store import BatchStore
 from diptych.serving.batches.line_check import LineFault, check_line
-from diptych.serving.batches.multipart import MultipartParser
 from diptych.timeline.ring import Timeline
 
 TESTS = Path(__file__).parent

@@ -134,7 +134,7 @@ def ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_server_whose_core_fails_answers_says_so_and_ends(tmp_path: Path, stream: bool) -> None:
     script, port = tmp_path / "server.py", free_port()
-    script.write_text("from diptych import compiled_modules\ncompiled_modules.use_sources()\n" + FAILING_SERVER)
+    script.write_text("from diptych.base import compiled_modules\ncompiled_modules.use_sources()\n" + FAILING_SERVER)
     log = tmp_path / "access.log"
     command = [sys.executable, str(script), "serve", "--port", str(port), "--access-log", str(log), "--threads", "1"]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -171,7 +171,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 
-from diptych import compiled_modules
+from diptych.base import compiled_modules
 
 compiled_modules.use_sources()
 from fake_worker import fake_command

@@ -24,8 +24,8 @@ from diptych.control.step import StepResult
 from diptych.runtime.tiers.tier_io import TierEvents
 from diptych.serving.failures.failure_board import FailureBoard
 from diptych.serving.failures.failure_recording import MAX_FILES, write_failure
+from diptych.serving.failures.recorded_cores import weigh_engine_row
 from diptych.serving.failures.restart_pause import HEALTHY_S, LONGEST_PAUSE_S, RestartPause
-from diptych.serving.failures.row_weights import weigh_engine_row
 from diptych.serving.failures.watched_tasks import start_watched
 from diptych.simulation.cluster_replay import replay_cluster
 from diptych.simulation.environment import Environment

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from diptych.base.processor import Processor
 from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import RoutingName
-from diptych.processor import Processor
 from diptych.serving.fleet.exit_status import count_oom_kills, in_words, is_crash
 from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
 from diptych.serving.fleet.fleet_plan import plan_fleet
@@ -218,7 +218,7 @@ def test_host_blocks_are_a_workers_own_where_they_cannot_be_read_by_others(why: 
             memory = msgspec.structs.replace(options.memory, prefix_cache=False)
             options = msgspec.structs.replace(options, memory=memory)
         case "no index":
-            fleet = replace(fleet, cluster=cluster_config(routing="least_loaded"))
+            fleet = replace(fleet, cluster=cluster_config(routing="round_robin"))
     plan = plan_fleet(options, fleet)
     try:
         assert plan.host_fds == () and plan.host_domain is None
@@ -278,7 +278,7 @@ def test_a_group_that_no_worker_could_have_is_refused(changes: dict[str, Any], w
         WorkerGroup(name="g", **changes)
 
 
-@pytest.mark.parametrize(("routing", "publishes"), [("kv_aware", True), ("least_loaded", False)])
+@pytest.mark.parametrize(("routing", "publishes"), [("kv_aware", True), ("round_robin", False)])
 def test_workers_say_what_they_cache_only_where_the_router_reads_it(routing: RoutingName, publishes: bool) -> None:
     fleet = FleetOptions(both=2, transfer="tcp", cluster=cluster_config(routing=routing))
     plan = plan_fleet(EngineOptions(device=DeviceOptions(device="cpu")), fleet)

@@ -11,6 +11,7 @@ import pytest
 from in_process_fleet import InProcessFleet, engine_options, expected, in_process_fleet
 from virtual_time import in_virtual_time
 
+from diptych.base.processor import Processor
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.config import CacheConfig, EngineConfig, shape_preset
@@ -30,7 +31,6 @@ from diptych.control.planner.planner_events import (
 from diptych.control.planner.planner_recording import RecordingPlannerCore
 from diptych.control.request import RequestOptions
 from diptych.control.slo import NS_PER_S, Slo
-from diptych.processor import Processor
 from diptych.serving.failures.planner_guard import PlannerGuard, PlannerParts
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_planner import FleetPlanner, pools_of

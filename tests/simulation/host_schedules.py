@@ -7,15 +7,49 @@ Used by test_host_faults.py (some hundreds of schedules) and benchmarks/fault_sc
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.simulation.fault_places import random_place_faults
-from diptych.simulation.faults import Fault
+from diptych.simulation.fault_places import SCOPES, Scope, befall, workers_at
+from diptych.simulation.faults import CHANNEL_FAULTS, KV_FAULTS, Direction, Fault, FaultKind
 from diptych.simulation.fleet.pools import Pools
 from diptych.simulation.scenario import Scenario
 from tests.simulation.fault_schedules import LIMIT_NS, AuditedCluster, check_same_log, random_schedule, run_schedule
 
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 RECOVERY_NS = 5 * NS_PER_S  # after the last fault, beside the time in which one worker does the whole load again
+
+
+def random_place_faults(
+    seed: int, pools: Pools, *, until_ns: int, count: int, mean_duration_ns: int
+) -> tuple[Fault, ...]:
+    """``count`` faults at uniform times of random replicas, hosts and racks, and between two of them; equal arguments
+    give equal faults. Only workers that share no memory are isolated."""
+    rng = random.Random(seed)
+    places = pools.places()
+    numbers: dict[Scope, list[int]] = {
+        "replica": sorted({place.replica for place in places}),
+        "host": sorted({pools.host_of(place.replica) for place in places}),
+        "rack": sorted({pools.rack_of(place.replica) for place in places}),
+    }
+    whole: tuple[FaultKind, ...] = ("crash", "hang", "slow", "link_down", "isolate", "isolate")
+    faults: list[Fault] = []
+    for _ in range(count):
+        scope = rng.choice(SCOPES)
+        workers = workers_at(pools, scope, rng.choice(numbers[scope]))
+        peers = workers_at(pools, scope, rng.choice(numbers[scope]))
+        times = (rng.randrange(max(1, until_ns)), 1 + rng.randrange(2 * mean_duration_ns))
+        factor = 1.0 + rng.randrange(1, 90) / 10
+        kind, channel = rng.choice(whole), rng.choice(("process", "control", "kv", "kv"))
+        direction = rng.choice(DIRECTIONS)
+        if channel == "process":
+            kind = "crash" if kind == "isolate" and pools.num_domains else kind
+            faults += befall(Fault(kind, 0, *times, factor), workers)
+        elif channel == "control":
+            faults += befall(Fault(rng.choice(CHANNEL_FAULTS), 0, *times, factor, "control", direction), workers)
+        else:
+            faults += befall(Fault(rng.choice(KV_FAULTS), 0, *times, factor, "kv", direction), workers, peers)
+    return tuple(sorted(faults, key=lambda fault: (fault.at_ns, fault.worker, fault.kind, fault.peer or 0)))
 
 
 def spread_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:

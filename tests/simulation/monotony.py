@@ -19,7 +19,8 @@ from diptych.simulation.costs.operator_tables import operator_table_cost
 from diptych.simulation.costs.operators import load_operator_tables, operator_table_names
 from diptych.simulation.costs.roofline import RooflineCost, collective_costs
 from diptych.simulation.hardware import Hardware, hardware_names, load_hardware
-from diptych.simulation.models import ModelSpec, load_model, model_names
+from diptych.simulation.model_catalogue import load_model, model_names
+from diptych.simulation.models import ModelSpec
 from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS, QUANTIZED
 

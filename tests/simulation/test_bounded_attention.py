@@ -11,10 +11,11 @@ from diptych.simulation.costs.bounded_attention import fullest, window_pairs
 from diptych.simulation.costs.cost_choice import choose_cost
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.hardware import load_hardware
-from diptych.simulation.models import kv_bytes_per_gpu, kv_capacity_tokens, load_model
+from diptych.simulation.model_catalogue import load_model
+from diptych.simulation.models import kv_bytes_per_gpu, kv_capacity_tokens
 from diptych.simulation.parallelism import Parallelism
-from diptych.simulation.prepare import cache_config, mean_context
-from diptych.simulation.settings import prepare, settings_from
+from diptych.simulation.prepare import cache_config, mean_context, prepare
+from diptych.simulation.settings import settings_from
 
 H100 = load_hardware("h100")
 

@@ -5,7 +5,8 @@ import pytest
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.collectives import all_reduce
 from diptych.simulation.hardware import hardware_names, load_hardware
-from diptych.simulation.models import device_weight_bytes, kv_bytes_per_gpu, kv_capacity_tokens, load_model, model_names
+from diptych.simulation.model_catalogue import load_model, model_names
+from diptych.simulation.models import device_weight_bytes, kv_bytes_per_gpu, kv_capacity_tokens
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS
 

@@ -8,7 +8,7 @@ from diptych.control.errors import ConfigError
 from diptych.simulation.costs.collectives import all_reduce, all_to_all, pipeline_hops
 from diptych.simulation.costs.roofline import collective_costs
 from diptych.simulation.hardware import load_hardware
-from diptych.simulation.models import load_model
+from diptych.simulation.model_catalogue import load_model
 from diptych.simulation.parallelism import Parallelism
 
 H100, A100, PRO = load_hardware("h100"), load_hardware("a100"), load_hardware("rtx-pro-6000")

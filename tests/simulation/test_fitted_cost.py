@@ -21,7 +21,6 @@ from diptych.simulation.costs.fitted import (
     fit_scaled,
     gather,
     interpolate,
-    load_calibration,
     read_calibration,
     relative_errors,
     write_calibration,
@@ -126,7 +125,7 @@ def test_a_file_keeps_everything(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     write_calibration(path, calibration)
     assert read_calibration(path) == calibration
-    assert load_calibration(path) == cost
+    assert read_calibration(path).cost == cost
     assert read_calibration(path).worker(shape_preset("unified")).cache == CacheConfig(100)
     with pytest.raises(ConfigError, match="cannot write"):
         write_calibration(tmp_path / "no" / "where", calibration)
@@ -143,8 +142,8 @@ def test_a_file_keeps_everything(tmp_path: Path) -> None:
 def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        load_calibration(tmp_path / "file")
+        read_calibration(tmp_path / "file")
     with pytest.raises(ConfigError, match="cannot read"):
-        load_calibration(tmp_path / "nowhere")
+        read_calibration(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="knots"):
         FittedCost((0, 1), (1.0, 2.0), (0.0, 0.0), (5,), (1.0,), 0.0)

@@ -8,15 +8,16 @@ import pytest
 from diptych.control.cluster.cluster_events import WorkerDown, WorkerUp
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, NS_PER_S
-from diptych.simulation.fault_places import SCOPES, befall, random_place_faults, workers_at
+from diptych.simulation.fault_places import SCOPES, befall, workers_at
 from diptych.simulation.faults import Fault, FaultKind, Watch
 from diptych.simulation.fleet.pools import Pools
+from diptych.simulation.prepare import prepare
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.settings import prepare, settings_from
+from diptych.simulation.settings import settings_from
 from diptych.workload.spec import RequestSpec
 from tests.laws import law
 from tests.simulation.fault_schedules import AuditedCluster, run_schedule
-from tests.simulation.host_schedules import check_spread_strides, restart_schedule, run_spread
+from tests.simulation.host_schedules import check_spread_strides, random_place_faults, restart_schedule, run_spread
 from tests.simulation.scenarios import front_end
 from tests.simulation.test_faults import complete_answers, two_workers
 

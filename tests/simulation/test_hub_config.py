@@ -9,7 +9,8 @@ import pytest
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.simulation.hub_config import model_from_config
-from diptych.simulation.models import LinearAttentionSpec, WindowSpec, load_model
+from diptych.simulation.model_catalogue import load_model
+from diptych.simulation.models import LinearAttentionSpec, WindowSpec
 
 QWEN3_MOE = {
     "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,

@@ -7,7 +7,7 @@ from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
 from diptych.simulation.costs.layer_tables import LayerTableCost
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.hardware import load_hardware
-from diptych.simulation.models import load_model
+from diptych.simulation.model_catalogue import load_model
 from diptych.simulation.weight_precision import GPU_WEIGHTS
 
 STEP = SchedulerOutput(0, num_decodes=16, features=StepFeatures(0, 0, 16, 16_000))

@@ -19,7 +19,7 @@ from diptych.simulation.costs.operators import (
     operator_table_names,
 )
 from diptych.simulation.hardware import load_hardware
-from diptych.simulation.models import load_model
+from diptych.simulation.model_catalogue import load_model
 from diptych.simulation.parallelism import Parallelism
 
 A100 = load_hardware("a100-80gb")

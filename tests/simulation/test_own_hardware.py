@@ -7,7 +7,8 @@ import pytest
 
 from diptych.control.errors import ConfigError
 from diptych.simulation.hardware import load_hardware
-from diptych.simulation.settings import prepare, read_settings
+from diptych.simulation.prepare import prepare
+from diptych.simulation.settings import read_settings
 from diptych.simulation.sweep import assigned, grid, parse_sweep, setting_path
 
 CATALOGUE = (Path(__file__).parents[2] / "src/diptych/simulation/catalogue/hardware.toml").read_text()

@@ -177,7 +177,7 @@ def random_pools(seed: int, *, fast_forward: bool = True, with_faults: bool = Fa
         cost=LinearCost(5e6, 3e4, 40.0, 1e5, 20.0),
         workload=specs,
         pools=pools,
-        cluster=front_end(rng.choice(["least_loaded", "kv_aware", "round_robin"]), rng.choice(["always", "auto"])),
+        cluster=front_end(rng.choice(["round_robin", "kv_aware", "round_robin"]), rng.choice(["always", "auto"])),
         faults=faults,
         seed=seed,
         record_events=True,

@@ -18,7 +18,7 @@ from diptych.simulation.costs.cost_choice import CostChoice
 from diptych.simulation.event_log import EventLog, trace
 from diptych.simulation.faults import Fault
 from diptych.simulation.hardware import Hardware, load_hardware
-from diptych.simulation.models import load_model
+from diptych.simulation.model_catalogue import load_model
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.prepare import PreparedPool
 from diptych.simulation.report.outcome import economy, outcome, pool_rows, records, workload_figures

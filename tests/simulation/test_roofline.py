@@ -13,7 +13,7 @@ from diptych.simulation.costs.cost_model import UNBOUNDED
 from diptych.simulation.costs.layer_shapes import EXPERT_IMBALANCE
 from diptych.simulation.costs.roofline import ExpertOps, RooflineCost
 from diptych.simulation.hardware import load_hardware
-from diptych.simulation.models import load_model
+from diptych.simulation.model_catalogue import load_model
 from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS, MatrixFormat
 

@@ -30,7 +30,7 @@ def scenario(shape: PresetName, num_batch: int, *, fast_forward: bool = True, nu
         cost=COST,
         workload=[*batch, *others],
         num_workers=num_workers,
-        cluster=load_balancer("least_loaded"),
+        cluster=load_balancer(),
         record_events=True,
         fast_forward=fast_forward,
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.misses.miss_summary import MissSummary
 from diptych.control.slo import NS_PER_S
-from diptych.serving.metrics.miss_metrics import CAUSES
+from diptych.serving.metrics.serving_metrics import CAUSES
 from diptych.simulation.faults import CHANNEL_FAULTS
 from diptych.simulation.report.outcome import misses
 from diptych.simulation.report.simulation_report import MISS_CAUSES, misses_table

@@ -41,10 +41,11 @@ from diptych.simulation.faults import Fault
 from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.fleet.simulated_disk import DiskModel, SimulatedDisk
 from diptych.simulation.fleet.simulated_hosts import SharedContents, SimulatedPeerReader
+from diptych.simulation.prepare import prepare
 from diptych.simulation.results import SimulationResult, summarize
 from diptych.simulation.run import simulate, simulate_with_log
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.settings import prepare, read_settings
+from diptych.simulation.settings import read_settings
 from diptych.workload.spec import RequestSpec
 from tests.simulation import scenarios
 from tests.simulation.linear_cost import LinearCost

@@ -15,8 +15,10 @@ from diptych.simulation.costs.cost_choice import choose_cost
 from diptych.simulation.costs.fitted import Calibration, FittedCost, write_calibration
 from diptych.simulation.costs.roofline import RooflineCost
 from diptych.simulation.hardware import hardware_names, load_hardware
-from diptych.simulation.models import kv_capacity_tokens, load_model, model_names
-from diptych.simulation.settings import prepare, settings_from
+from diptych.simulation.model_catalogue import load_model, model_names
+from diptych.simulation.models import kv_capacity_tokens
+from diptych.simulation.prepare import prepare
+from diptych.simulation.settings import settings_from
 from diptych.simulation.weight_precision import GPU_WEIGHTS, QUANTIZED, MatrixFormat, weight_precision
 
 CPU = "cpu-epyc-9004-2c"

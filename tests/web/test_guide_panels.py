@@ -11,7 +11,7 @@ from diptych.cli.main import app
 from diptych.control.errors import ConfigError
 from diptych.runtime.transfer.codec.wire_format import wire_share
 from diptych.simulation.hardware import hardware_names
-from diptych.simulation.models import load_model
+from diptych.simulation.model_catalogue import load_model
 from diptych.web import compare_example
 from diptych.web.assets import STATIC
 from diptych.web.chapters import CHAPTERS

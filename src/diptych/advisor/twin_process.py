@@ -14,9 +14,9 @@ from typing import BinaryIO
 import msgspec
 
 from diptych.advisor.twin import Twin
+from diptych.base.stop_signals import leave_terminal_to_parent
 from diptych.control.errors import DiptychError
 from diptych.control.planner.planner_events import TwinAnswered, TwinFailed, TwinQuestion, TwinSettings
-from diptych.stop_signals import leave_terminal_to_parent
 
 LOWEST_PRIORITY = 19
 

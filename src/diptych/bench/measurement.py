@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
+from diptych.base.processor import read_processor
 from diptych.bench.load import LoadResult
 from diptych.bench.option_grammar import in_words
 from diptych.bench.session import Probe, Session
 from diptych.bench.stalls import longest_gaps
 from diptych.bench.summary import classes, summarize
-from diptych.processor import read_processor
 from diptych.report.statistics import wilson
 from diptych.search.goodput_search import GoodputResult, SearchConfig
 

@@ -4,9 +4,9 @@ from types import TracebackType
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from diptych.base.terminal_text import console
 from diptych.bench.load import LoadProgress
 from diptych.report.text import milliseconds
-from diptych.terminal_text import console
 
 LINE_S = 10.0
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec.structs
 import uvloop
 
+from diptych.base.stop_signals import stop_signals
 from diptych.bench.conversations import Conversations
 from diptych.bench.load import Load, LoadOptions, LoadProgress, LoadResult, Watcher, ramped
 from diptych.bench.objectives import LatencyObjectives
@@ -22,7 +23,6 @@ from diptych.bench.request_records import verdicts
 from diptych.bench.target import Target, TargetConfig, client_for
 from diptych.control.errors import ConfigError
 from diptych.search.goodput_search import GoodputResult, GoodputSearch, RateResult, SearchConfig
-from diptych.stop_signals import stop_signals
 from diptych.workload.build import WorkloadConfig, build
 from diptych.workload.spec import ClosedLoop, RequestSpec
 

@@ -1,7 +1,8 @@
 """The figures of a run as plain data, with the names that ``diptych simulate --json`` uses.
 
 Latencies are those of completed requests. Attainment counts every request with an objective, failed requests as missed.
-Rates are per second from the start of the workload to its last event.
+Rates are per second from the start of the workload to its last event. Their confidence intervals are resampled with a
+seed: equal measurements have equal intervals.
 """
 
 from collections import Counter
@@ -11,11 +12,11 @@ from itertools import chain
 from typing import Any
 
 from diptych.bench.health import Health
-from diptych.bench.intervals import binned, block_bootstrap
 from diptych.bench.load import LoadResult
 from diptych.bench.request_records import ClientRecord, verdicts
 from diptych.control.slo import NS_PER_S
-from diptych.report.statistics import CONFIDENCE, Interval, distribution_ms, wilson
+from diptych.report.statistics import CONFIDENCE, Interval, distribution_ms, percentile, wilson
+from diptych.workload.distributions import Stream
 
 
 def summarize(result: LoadResult) -> dict[str, Any]:
@@ -116,3 +117,32 @@ def _rate_interval(records: Sequence[ClientRecord], num_all: int, duration_ns: i
         return None
     counts = binned([record.intended_ns for record in records], duration_ns, bins)
     return block_bootstrap(counts, duration_ns / NS_PER_S / bins)
+
+
+RESAMPLES = 2000
+BINS = 60
+
+
+def block_bootstrap(counts: Sequence[int], seconds_per_bin: float, confidence: float = CONFIDENCE) -> Interval | None:
+    """Of a rate per second, from counts in equal neighbouring bins of time: the circular block bootstrap of Politis and
+    Romano (1992), which keeps what neighbours have in common, with blocks of about n**(1/3) bins. None below 8 bins."""
+    number = len(counts)
+    if number < 8 or seconds_per_bin <= 0:
+        return None
+    width = max(1, round(number ** (1 / 3)))
+    doubled = [*counts, *counts[: width - 1]]
+    blocks = [sum(doubled[start : start + width]) for start in range(number)]
+    uniform = Stream(0, "block bootstrap").uniform
+    draws = -(-number // width)
+    scale = 1 / (draws * width * seconds_per_bin)
+    rates = sorted(sum(blocks[int(uniform() * number)] for _ in range(draws)) * scale for _ in range(RESAMPLES))
+    tail = 50 * (1 - confidence)
+    return Interval(percentile(rates, tail), percentile(rates, 100 - tail))
+
+
+def binned(times_ns: Sequence[int], duration_ns: int, num_bins: int = BINS) -> list[int]:
+    """Counts of [0, duration) in equal bins."""
+    counts = [0] * num_bins
+    for time in times_ns:
+        counts[min(num_bins - 1, max(0, time * num_bins // max(1, duration_ns)))] += 1
+    return counts

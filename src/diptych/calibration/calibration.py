@@ -21,8 +21,8 @@ from urllib.parse import urlparse
 
 import msgspec
 
+from diptych.base.child_process import end_process
 from diptych.calibration.timed_stream import TimedAnswer, timed_stream
-from diptych.child_process import end_process
 from diptych.control.config import EngineConfig
 from diptych.control.errors import ConfigError, DiptychError, ErrorRecord, WorkerError
 from diptych.control.step import StepFeatures

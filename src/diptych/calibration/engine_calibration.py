@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diptych.base.engine_steps import EngineAbout, EngineStep, UnreadableStepError, decode_line, encode_line
 from diptych.control.config import BudgetConfig, CacheConfig, SchedulerConfig
 from diptych.control.errors import ConfigError, WorkerError
-from diptych.engine_steps import EngineAbout, EngineStep, UnreadableStepError, decode_line, encode_line
 from diptych.serving.front.step_feed import features_of, own_id, read_steps
 from diptych.simulation.costs.fitted import Calibration, MeasuredPoint, fit, fit_front_end, gather
-from diptych.simulation.front_end import FrontEnd
+from diptych.simulation.serving_engine import FrontEnd
 
 Report = Callable[[str, float], None]  # (stage, share of it that is done)
 MOST_STEPS = 500_000  # the newest are kept

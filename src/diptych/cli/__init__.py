@@ -1,1 +1,1 @@
-"""The command line: ``diptych serve | generate | simulate | bench | calibrate | replay | guide``."""
+"""The command line: one file for each command of ``diptych``, and what they share."""

@@ -227,7 +227,7 @@ def _advise_trace(trace: str, slo: "Slo | None", fleet: dict[str, Any], as_json:
 def _simulated(trace: str, slo: "Slo", fleet: dict[str, Any]) -> "Diagnosis":
     """What hurts the first requests of a trace on workers that do both phases, with prompts in chunks."""
     from diptych.cli.simulate_options import PATHS
-    from diptych.diagnosis.adapters.event_records import records_of
+    from diptych.diagnosis.adapters.recorded_file import records_of
     from diptych.diagnosis.adapters.timeline_records import TimelineSource, observe
     from diptych.diagnosis.diagnosis import diagnose
     from diptych.simulation.settings import read_settings

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diptych.child_process import end_process
+from diptych.base.child_process import end_process
 from diptych.cli.batch_client import BatchClient
 from diptych.cli.command_line import Command
 from diptych.cli.error_messages import errors_in_words

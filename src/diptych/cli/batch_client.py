@@ -16,9 +16,9 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request
 
+from diptych.base.private_files import open_private
 from diptych.control.errors import ConfigError, RequestError
 from diptych.diagnosis.adapters.http_get import Site, open_url
-from diptych.private_files import open_private
 
 CHUNK_BYTES = 2**20
 TIMEOUT_S = 120.0

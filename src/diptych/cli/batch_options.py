@@ -8,7 +8,7 @@ from diptych.cli.options import GB, MOST_GB, Number, Text, Whole, option
 from diptych.control.errors import ConfigError
 from diptych.serving.batches.batch_records import BatchLimits
 from diptych.serving.batches.batch_service import BatchOptions
-from diptych.serving.batches.pace import LineLimits
+from diptych.serving.batches.line_schedule import LineLimits
 from diptych.serving.link.engine_options import parse_bytes
 
 DIR_HELP = "Take files and batches (/v1/files, /v1/batches) and keep them in this folder. Default: not taken."

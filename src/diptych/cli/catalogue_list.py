@@ -6,7 +6,7 @@ from diptych.control.errors import ConfigError
 from diptych.report.text import Table, number
 from diptych.simulation.fleet.links import GB, LINKS
 from diptych.simulation.hardware import catalogue_hardware, hardware_names
-from diptych.simulation.models import load_model, model_names
+from diptych.simulation.model_catalogue import load_model, model_names
 from diptych.simulation.serving_engine import engine_names
 from diptych.simulation.sweep import setting_defaults
 from diptych.workload.packed import BUNDLED

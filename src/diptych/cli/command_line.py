@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from diptych.base.terminal_text import guarded, shown
 from diptych.cli.error_messages import OPTION_NAMES
 from diptych.cli.other_names import translate
-from diptych.terminal_text import guarded, shown
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer has click inside, or beside it, by its version
 MOST_GUESSES = 3

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diptych.byte_size import size_words
+from diptych.base.byte_size import size_words
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import Text
 from diptych.cli.output import print_tables

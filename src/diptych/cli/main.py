@@ -1,4 +1,4 @@
-"""``diptych serve | worker | generate | calibrate | replay | version``: the command line.
+"""``diptych``: the table of its commands, and three of them: serve, generate and version.
 
 Owns option names, their help and the output in the terminal. Holds no logic that a library user would miss: every
 command ends in a call of another package.
@@ -13,7 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from diptych import __version__, compiled_modules
+from diptych import __version__
+from diptych.base import compiled_modules
+from diptych.base.processor import Processor, read_processor
+from diptych.base.terminal_text import own
 from diptych.cli.advise import advise
 from diptych.cli.alerts import alerts
 from diptych.cli.batch import batch
@@ -58,7 +61,6 @@ from diptych.control.cluster.core_split import parse_core_split
 from diptych.control.config import DEFAULT_SHAPE, DTypeName, PresetName, QuantizeName, scheduler_config
 from diptych.control.errors import ConfigError
 from diptych.control.planner.planner_config import PlanMode, PlannerConfig
-from diptych.processor import Processor, read_processor
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.join_options import JoinOptions
 from diptych.serving.fleet.worker_groups import WorkerGroup
@@ -73,7 +75,6 @@ from diptych.serving.link.engine_options import (
 )
 from diptych.serving.ray.ray_options import RayOptions
 from diptych.serving.start_checks import GPU, check_start
-from diptych.terminal_text import own
 from diptych.tls.shared_key import read_key_file
 
 app = typer.Typer(

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diptych.base.terminal_text import console
 from diptych.control.errors import ConfigError
-from diptych.terminal_text import console
 
 LINE_S = 10.0  # between two lines of progress where there is no terminal
 

@@ -67,7 +67,7 @@ class SimulateOptions:
     link: Annotated[Text, option("Link between workers: ib400, eth100, nvlink4, shared_memory, ...", FLEET)] = None
     nics: Annotated[Whole, option("Network cards of a replica, each with such a link.", FLEET)] = None
     hosts: Annotated[Whole, option("Hosts whose workers share memory (0: each worker has its own).", FLEET)] = None
-    routing: Annotated[Text, option("kv_aware, least_loaded, power_of_two or round_robin.", FLEET)] = None
+    routing: Annotated[Text, option("kv_aware or round_robin.", FLEET)] = None
     disaggregate: Annotated[Text, option("Separate prefill from decode: auto, always or never.", FLEET)] = None
     deflection: Annotated[Text, option("Prompts of a busy decode worker: short, or objective.", FLEET)] = None
     on_failure: Annotated[Text, option("Requests of a lost worker: retry, local or fail.", FLEET)] = None

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from diptych.base.terminal_text import own
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import LOCAL_URL, Number, Text, Whole
 from diptych.control.errors import RequestError
-from diptych.terminal_text import own
 
 if TYPE_CHECKING:
     from diptych.cli.chat_client import ChatClient, Piece

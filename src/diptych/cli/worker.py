@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from diptych.base.stop_signals import stop_signals
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.http_options import LogLevel
 from diptych.cli.options import Text, Whole, model_path, option
@@ -21,7 +22,6 @@ from diptych.serving.link.engine_options import (
     parse_bytes,
     parse_cores,
 )
-from diptych.stop_signals import stop_signals
 
 if TYPE_CHECKING:
     from diptych.serving.join.worker_agent import AgentOptions

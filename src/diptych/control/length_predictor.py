@@ -15,13 +15,16 @@ there and ended nowhere, so that it does not make answers look shorter than they
 Old observations lose weight: half in HALF_LIFE observations of the same group. Observations take effect in batches, so
 that a curve is a function of what has ended, and not of when somebody asked. Arithmetic is + - * / alone, the same on
 every machine.
+
+LengthWatch says how far off expected lengths are, beside the static expectation: what learning is worth.
 """
 
 from array import array
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 
-from diptych.class_hints import mypyc_attr
+from diptych.control.class_hints import mypyc_attr
 
 DEFAULT_TOKENS = 256  # the mean of all before any has ended
 WEIGHT = 2.0  # of the parent's curve, in observations
@@ -228,3 +231,36 @@ class LengthPredictor:
                 ancestor.add(length, is_cut=cut)
                 ancestor = ancestor.parent
         self._waiting.clear()
+
+
+WINDOW = 256  # answers that are looked at
+
+
+class LengthWatch:
+    """Sums of |expected - actual| tokens."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, int, int]] = deque()  # wrong tokens: learned, static; actual tokens
+        self._learned = 0
+        self._static = 0
+        self._actual = 0
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Mean absolute errors as shares of the mean actual length (0 before any answer). learned: of what was
+        expected; static: of DEFAULT_TOKENS for every answer, or its limit, where that is less."""
+        actual = max(1, self._actual)
+        return {"learned": self._learned / actual, "static": self._static / actual}
+
+    def observe(self, expected: int, max_tokens: int, actual: int) -> None:
+        """An answer, of which so many tokens were expected when it was asked for, ended."""
+        static = min(DEFAULT_TOKENS, max_tokens)
+        self._add(abs(expected - actual), abs(static - actual), actual, 1)
+        self._recent.append((abs(expected - actual), abs(static - actual), actual))
+        if len(self._recent) > WINDOW:
+            self._add(*self._recent.popleft(), -1)
+
+    def _add(self, learned: int, static: int, actual: int, sign: int) -> None:
+        self._learned += sign * learned
+        self._static += sign * static
+        self._actual += sign * actual

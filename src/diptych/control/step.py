@@ -89,11 +89,6 @@ class SchedulerOutput:
     extra_rows: tuple[ExtraRows, ...] = ()
 
     @property
-    def num_prefill_tokens(self) -> int:
-        """Prompt tokens computed in this step."""
-        return self.features.prefill_tokens
-
-    @property
     def is_compute(self) -> bool:
         """Whether the step computes anything (otherwise it only carries bookkeeping to the executor)."""
         return bool(self.prefills) or self.num_decodes > 0
@@ -214,7 +209,7 @@ class StepBrokenOff(Exception):
 
 
 class Executor(Protocol):
-    """Turns plans into results: ModelRunner (torch), SimulatedExecutor (a cost model), ReplayExecutor (a log).
+    """Turns plans into results: ModelRunner (torch), SimulatedExecutor (a cost model).
 
     Plans arrive in step order, each exactly once, and are executed in that order.
     """

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from diptych.base.terminal_text import own
 from diptych.control.config import DTypeName, PresetName, QuantizeName, shape_preset
 from diptych.control.errors import BrokenInvariantError, ConfigError, CoreFailedError, WorkerError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
@@ -41,7 +42,6 @@ from diptych.serving.link.engine_options import (
 from diptych.serving.output_builder import OutputBuilder
 from diptych.serving.outputs import RequestOutput
 from diptych.serving.worker.load_engine import load_engine
-from diptych.terminal_text import own
 
 if TYPE_CHECKING:
     from diptych.runtime.local_engine import StepOutcome

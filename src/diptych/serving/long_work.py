@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from diptych.byte_size import size_words
+from diptych.base.byte_size import size_words
 from diptych.control.errors import DrainingError, OverloadedError
 from diptych.serving import edge_limits
 from diptych.serving.freed_memory import FreedMemory

@@ -6,9 +6,9 @@ The worker checks the same again where it uses it. Reads the model's config and 
 import os
 from pathlib import Path
 
-from diptych.cgroups import ROOT, memory_limit_bytes
+from diptych.base.cgroups import ROOT, memory_limit_bytes
+from diptych.base.processor import Processor, read_processor
 from diptych.control.errors import ConfigError
-from diptych.processor import Processor, read_processor
 from diptych.runtime.device.thread_limits import allowed_threads
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.models.registry import read_model_config

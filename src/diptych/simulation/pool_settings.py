@@ -19,8 +19,7 @@ import msgspec
 from diptych.control.config import DTypeName, PresetName, QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, Role
-from diptych.simulation.number_limits import AtLeastOne, AtLeastZero, NotNegative, Share
-from diptych.simulation.scheduler_settings import SchedulerSettings
+from diptych.simulation.scheduler_settings import AtLeastOne, AtLeastZero, NotNegative, SchedulerSettings, Share
 from diptych.simulation.weight_precision import WeightBits
 from diptych.workload.description import SettingsTable
 

@@ -1,4 +1,4 @@
-"""From settings to sizes: KV blocks, the pools of a fleet and what prices them.
+"""From settings to a scenario: KV blocks, the pools of a fleet, what prices them, and the faults.
 
 Owns the arithmetic of memory. Must never read a file but that of a calibration, or know an option's name beyond the
 settings' own.
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec.structs
 
+from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.config import (
     DEFAULT_SHAPE,
     CacheConfig,
@@ -23,19 +23,21 @@ from diptych.control.config import (
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
+from diptych.simulation.context_skew import context_skew
 from diptych.simulation.costs.cost_choice import COSTS, CostChoice, choose_cost
 from diptych.simulation.costs.fitted import Calibration, read_calibration
+from diptych.simulation.fault_places import Scope, befall, workers_at
+from diptych.simulation.faults import FAULTS, MESSAGE_FAULTS, WORKER_FAULTS, Fault, Watch, random_faults
 from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.fleet.simulated_disk import DiskModel
 from diptych.simulation.hardware import Hardware
 from diptych.simulation.models import ModelSpec, kv_bytes_per_gpu, kv_capacity_tokens
 from diptych.simulation.parallelism import Parallelism
+from diptych.simulation.scenario import ADMIT_ALL, Scenario
+from diptych.simulation.settings import Settings, WatchSettings
 from diptych.simulation.tier_sizes import with_tiers
 from diptych.workload.build import build
 from diptych.workload.spec import ClosedLoop
-
-if TYPE_CHECKING:
-    from diptych.simulation.settings import Settings
 
 FIRST_REQUESTS = 1000  # of the workload, whose lengths stand for all
 
@@ -73,11 +75,160 @@ class PreparedPool:
         return self.choice.hardware
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A scenario, and its pools with what they are priced with (one where the settings name none)."""
+
+    scenario: Scenario
+    pools: tuple[PreparedPool, ...]
+
+    @property
+    def cost(self) -> CostChoice:
+        """Of the first pool."""
+        return self.pools[0].choice
+
+    @property
+    def cost_model(self) -> str:
+        """What prices the steps, in words."""
+        words = {pool.name: pool.choice.words for pool in self.pools}
+        if len(set(words.values())) == 1:
+            return self.cost.words
+        return "; ".join(f"{name}: {text}" for name, text in words.items())
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What was not measured, in sentences: of each pool's cost model, and of the handoffs between them."""
+        sentences = [sentence for pool in self.pools for sentence in pool.choice.assumptions]
+        pools = self.scenario.pools
+        if pools is not None and len({pool.layout for pool in pools.pools}) > 1:
+            sentences.append("the receiver cuts KV anew at the full memory bandwidth of its devices")
+        return tuple(dict.fromkeys(sentences))
+
+
+def prepare(settings: Settings, *, record_events: bool = False, most_recorded: int | None = None) -> Prepared:
+    """The scenario together with the choice of its cost models. Raises ConfigError.
+
+    most_recorded: with more requests than that, events are not kept after all.
+    """
+    workload = build(settings.workload, settings.seed)
+    pools = _prepared_pools(settings, context_skew(workload))
+    first = pools[0]
+    source = first.choice.source
+    fleet = fleet_pools(settings, pools)
+    scenario = Scenario(
+        engine=first.engine,
+        cost=first.choice.cost,
+        workload=workload,
+        num_workers=settings.num_replicas,
+        cluster=_cluster(settings),
+        faults=_faults(settings, fleet),
+        watch=_watch(settings.watch),
+        pools=fleet,
+        front_end=first.choice.front_end,
+        swap_block_ns=first.swap_block_ns,
+        disk=first.disk,
+        guesses=settings.speculation.guesses(),
+        warm_up=source.warm_up if isinstance(source, Calibration) else (),
+        seed=settings.seed,
+        explain_misses=settings.explain_misses,
+        record_events=record_events and (most_recorded is None or len(workload) <= most_recorded),
+    )
+    return Prepared(scenario, pools)
+
+
+def _prepared_pools(settings: Settings, skew: float) -> tuple[PreparedPool, ...]:
+    """The pools that the settings name, or the whole fleet as one. skew: of the contexts of a decode batch."""
+    slo = Slo(_nanoseconds(settings.slo.ttft_ms), _nanoseconds(settings.slo.tpot_ms))
+    named = settings.pools.in_use
+    if not named:
+        return (prepare_pool("all", "both", settings.replicas, settings, slo, skew),)
+    return tuple(
+        prepare_pool(
+            name,
+            settings.pools.role(name),
+            pool.replicas,
+            settings.of_pool(pool),
+            slo,
+            skew,
+            nics=pool.nics,
+            price_per_hour=pool.price_per_hour,
+        )
+        for name, pool in named.items()
+    )
+
+
+def _cluster(settings: Settings) -> ClusterConfig:
+    """What ``diptych serve`` would make of the same options."""
+    config = cluster_config(
+        routing=settings.routing,
+        disaggregate=settings.disaggregate,
+        deflection=settings.deflection,
+        on_failure=settings.on_failure,
+        max_untouched_per_worker=settings.max_untouched_per_worker,
+        max_queued=settings.max_queued,
+    )
+    return replace(config, admission=ADMIT_ALL) if settings.admit_all else config
+
+
+def _faults(settings: Settings, fleet: Pools | None) -> tuple[Fault, ...]:
+    """Faults of replicas, hosts and racks, as faults of their workers."""
+    faults: tuple[Fault, ...] = ()
+    for index, fault in enumerate(settings.faults):
+        scope, number = fault.place
+        workers = _workers_at(settings, fleet, scope, number, f"faults[{index}].{scope}")
+        peers = None
+        if fault.peer is not None:
+            peers = _workers_at(settings, fleet, scope, fault.peer, f"faults[{index}].peer")
+        at_ns, duration_ns = round(fault.at_s * NS_PER_S), max(1, round(fault.duration_s * NS_PER_S))
+        template = Fault(fault.kind, 0, at_ns, duration_ns, fault.factor, fault.channel, fault.direction)
+        if peers is not None and fault.channel != "kv":
+            raise ConfigError(f"faults[{index}].peer is {fault.peer}; only the channel kv has peers", param="faults")
+        faults += befall(template, workers, peers)
+    if drawn := settings.random_faults:
+        found = random_faults(
+            settings.seed,
+            num_workers=settings.num_replicas,
+            kinds=FAULTS if settings.pools.in_use else WORKER_FAULTS + MESSAGE_FAULTS,
+            until_ns=round(drawn.until_s * NS_PER_S),
+            count=drawn.count,
+            mean_duration_ns=round(drawn.mean_duration_s * NS_PER_S),
+        )
+        for drawn_fault in found:
+            faults += befall(
+                drawn_fault, [drawn_fault.worker] if fleet is None else workers_at(fleet, "replica", drawn_fault.worker)
+            )
+    return faults
+
+
+def _workers_at(settings: Settings, fleet: Pools | None, scope: Scope, number: int, name: str) -> list[int]:
+    """Raises ConfigError for a place that does not exist."""
+    if fleet is None and scope != "replica":
+        raise ConfigError(f"{name} is {number}; only a fleet with pools has hosts and racks", param="faults")
+    if scope == "replica" and number >= settings.num_replicas:
+        raise ConfigError(f"{name} is {number}; it must be below replicas ({settings.num_replicas})", param="faults")
+    workers = [number] if fleet is None else workers_at(fleet, scope, number)
+    if not workers:
+        raise ConfigError(f"{name} is {number}; no worker is there", param="faults")
+    return workers
+
+
+def _watch(settings: WatchSettings) -> Watch:
+    return Watch(
+        detection_ns=max(1, round(settings.detection_ms * NS_PER_MS)),
+        heartbeat_ns=max(1, round(settings.heartbeat_s * NS_PER_S)),
+        resume_ns=max(1, round(settings.resume_s * NS_PER_S)),
+    )
+
+
+def _nanoseconds(milliseconds: float | None) -> int | None:
+    return None if milliseconds is None else int(milliseconds * NS_PER_MS)
+
+
 def prepare_pool(
     name: str,
     role: Role,
     replicas: int,
-    settings: "Settings",
+    settings: Settings,
     slo: Slo,
     skew: float = 1.0,
     *,
@@ -113,7 +264,7 @@ def prepare_pool(
     return replace(found, disk=tiers.disk)
 
 
-def scheduler_of(settings: "Settings") -> SchedulerConfig:
+def scheduler_of(settings: Settings) -> SchedulerConfig:
     """What ``diptych serve`` would run with the same options; without a shape and with a calibration of an engine of
     others, that engine's own rules. Raises ConfigError."""
     engine = None if settings.shape else measured_engine(settings)
@@ -121,13 +272,13 @@ def scheduler_of(settings: "Settings") -> SchedulerConfig:
     return scheduler_config(rules or settings.shape or DEFAULT_SHAPE, **msgspec.structs.asdict(settings.scheduler))
 
 
-def shape_words(settings: "Settings") -> str:
+def shape_words(settings: Settings) -> str:
     """The scheduler of ``scheduler_of``, for people."""
     engine = None if settings.shape else measured_engine(settings)
     return f"shape {settings.shape or DEFAULT_SHAPE}" if engine is None else f"scheduler of {engine.settings['engine']}"
 
 
-def measured_engine(settings: "Settings") -> Calibration | None:
+def measured_engine(settings: Settings) -> Calibration | None:
     """The calibration of an engine of others, if that is what prices the steps. Raises ConfigError."""
     if settings.cost in COSTS or not Path(settings.cost).is_file():
         return None
@@ -135,7 +286,7 @@ def measured_engine(settings: "Settings") -> Calibration | None:
     return None if found.scheduler is None else found
 
 
-def fleet_pools(settings: "Settings", pools: Sequence[PreparedPool]) -> Pools | None:
+def fleet_pools(settings: Settings, pools: Sequence[PreparedPool]) -> Pools | None:
     """The pools of the simulated fleet; None for equal workers without a pipeline. Raises ConfigError."""
     network = settings.pools
     if not network.in_use and pools[0].parallelism.pipeline == 1:
@@ -204,7 +355,7 @@ def _as_pool(pool: PreparedPool, nics: int, model_copy: int) -> Pool:
     )
 
 
-def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostChoice) -> CacheConfig:
+def cache_config(settings: Settings, scheduler: SchedulerConfig, choice: CostChoice) -> CacheConfig:
     """The KV cache of one replica: as the settings say, as a calibration has it, or what fits beside the weights."""
     memory = settings.memory
     if isinstance(choice.source, Calibration):
@@ -237,7 +388,7 @@ def cache_config(settings: "Settings", scheduler: SchedulerConfig, choice: CostC
     )
 
 
-def mean_context(settings: "Settings", model: ModelSpec) -> int:
+def mean_context(settings: Settings, model: ModelSpec) -> int:
     """Tokens of a running sequence on average over the workload's first requests: the prompt and half of the answer.
     0 where it does not matter, because every layer of the model keeps every token.
 
@@ -254,14 +405,14 @@ def mean_context(settings: "Settings", model: ModelSpec) -> int:
     return max(1, sum(2 * spec.prompt_tokens + spec.output_tokens for spec in specs) // (2 * len(specs)))
 
 
-def copy_block_ns(settings: "Settings", choice: CostChoice) -> int:
+def copy_block_ns(settings: Settings, choice: CostChoice) -> int:
     """Every device reads its share of a block from its memory and writes it back."""
     if isinstance(choice.source, Calibration):
         return 0
     return round(2 * gpu_block_bytes(settings, choice) * NS_PER_S / choice.source[1].memory_bandwidth)
 
 
-def gpu_block_bytes(settings: "Settings", choice: CostChoice) -> int:
+def gpu_block_bytes(settings: Settings, choice: CostChoice) -> int:
     """The share of one block that each GPU holds; 0 for a calibration, which does not say."""
     if isinstance(choice.source, Calibration):
         return 0

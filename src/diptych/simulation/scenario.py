@@ -16,7 +16,7 @@ from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.fleet.pools import LOCAL_LINK, Pools
 from diptych.simulation.fleet.simulated_disk import DiskModel
-from diptych.simulation.front_end import FrontEnd
+from diptych.simulation.serving_engine import FrontEnd
 from diptych.workload.spec import ClosedLoop, Workload
 
 _ENDLESS_NS = 2**60
@@ -24,8 +24,8 @@ _OPEN_CLASS = ServiceClassConfig(_ENDLESS_NS, _ENDLESS_NS)
 ADMIT_ALL = AdmissionConfig(_OPEN_CLASS, _OPEN_CLASS, _OPEN_CLASS, max_queued=10**9)
 
 
-def load_balancer(routing: RoutingName = "least_loaded") -> ClusterConfig:
-    """A front end without an admission queue that routes by load alone: what most load balancers do, and what
+def load_balancer(routing: RoutingName = "round_robin") -> ClusterConfig:
+    """A front end without an admission queue that takes workers in turn: what many load balancers do, and what
     published measurements of several workers had in front of them."""
     return ClusterConfig(routing=RoutingConfig(routing), admission=ADMIT_ALL, max_untouched_per_worker=0)
 
@@ -47,7 +47,7 @@ class WorkerChange:
 class Scenario:
     """``simulate(Scenario(...))`` runs it.
 
-    cluster: the settings of the front end's ClusterCore (default: as ``diptych serve``; links, objectives and seed are
+    cluster: the settings of the front end's ClusterCore (default: as ``diptych serve``; links, objectives are
     filled in). record_events: keep the whole event log (memory grows with the run). fast_forward: take decode steps in
     which nothing can change all at once; the log is the same either way (lanes of a pipeline take step after step).
     pools: workers that differ in role, settings or cost (then they say how many there are; engine and cost are those of
@@ -103,7 +103,7 @@ class Scenario:
 
     @property
     def cluster_config(self) -> ClusterConfig:
-        """``cluster`` with the links between these workers, their objectives, and the seed."""
+        """``cluster`` with the links between these workers and their objectives."""
         links = LinkCosts()
         if self.pools is not None:
             bandwidth, latency_ns = LINKS[self.pools.link]
@@ -115,7 +115,7 @@ class Scenario:
                 network=network,
                 far=_beyond(network, self.pools.uplink),
             )
-        routing = replace(self.cluster.routing, links=links, seed=self.seed)
+        routing = replace(self.cluster.routing, links=links)
         return replace(self.cluster, routing=routing, slo=self.engine.slo)
 
 

@@ -1,8 +1,18 @@
-"""The table ``scheduler`` of the settings, of the whole fleet or of one pool."""
+"""The table ``scheduler`` of the settings, of the whole fleet or of one pool; and numbers with their limits, which a
+wrong value is refused with."""
+
+from typing import Annotated
+
+import msgspec
 
 from diptych.control.config import BudgetName, OrderName, PreemptionName
-from diptych.simulation.number_limits import Positive
 from diptych.workload.description import SettingsTable
+
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class SchedulerSettings(SettingsTable, frozen=True, kw_only=True):

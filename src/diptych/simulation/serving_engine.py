@@ -13,7 +13,20 @@ from typing import Any
 
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.interpolation import Curve
-from diptych.simulation.front_end import FrontEnd
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """What a client of the HTTP server waits besides the worker: nanoseconds from sending a request to the worker's
+    notice of it and from a first token to the client, together; a part for each request and one per prompt token."""
+
+    request_ns: float = 0.0
+    prompt_token_ns: float = 0.0
+
+    def delay_ns(self, prompt_tokens: int) -> int:
+        """To add to the time to first token that a worker gives."""
+        return round(self.request_ns + self.prompt_token_ns * prompt_tokens)
+
 
 NS_PER_MS = 1e6
 

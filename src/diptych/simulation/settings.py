@@ -1,4 +1,4 @@
-"""The settings of ``diptych simulate``, as one TOML file or as flags, and the scenario that they describe.
+"""The settings of ``diptych simulate``, as one TOML file or as flags.
 
 Owns the names, types and limits of the settings and how flags override a file. control/config.py defines the policies,
 workload/ the workloads.
@@ -7,7 +7,6 @@ workload/ the workloads.
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,29 +14,17 @@ import msgspec
 import msgspec.inspect
 import msgspec.structs
 
-from diptych.control.cluster.cluster_config import ClusterConfig, OnFailure, cluster_config
+from diptych.control.cluster.cluster_config import OnFailure
 from diptych.control.config import PresetName, QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
-from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
-from diptych.simulation.context_skew import context_skew
-from diptych.simulation.costs.cost_choice import CostChoice
-from diptych.simulation.costs.fitted import Calibration
-from diptych.simulation.fault_places import SCOPES, Scope, befall, workers_at
+from diptych.simulation.fault_places import SCOPES, Scope
 from diptych.simulation.faults import (
-    FAULTS,
-    MESSAGE_FAULTS,
-    WORKER_FAULTS,
     Channel,
     Direction,
-    Fault,
     FaultKind,
-    Watch,
-    random_faults,
 )
 from diptych.simulation.fleet.guesses import Guesses
-from diptych.simulation.fleet.pools import Pools
-from diptych.simulation.number_limits import AtLeastOne, AtLeastZero, NotNegative, Positive, Share
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.pool_settings import (
     NETWORK,
@@ -48,11 +35,15 @@ from diptych.simulation.pool_settings import (
     pools_from,
     with_pool,
 )
-from diptych.simulation.prepare import PreparedPool, fleet_pools, prepare_pool
-from diptych.simulation.scenario import ADMIT_ALL, Scenario
-from diptych.simulation.scheduler_settings import SchedulerSettings
+from diptych.simulation.scheduler_settings import (
+    AtLeastOne,
+    AtLeastZero,
+    NotNegative,
+    Positive,
+    SchedulerSettings,
+    Share,
+)
 from diptych.simulation.weight_precision import WeightBits
-from diptych.workload.build import build
 from diptych.workload.description import SettingsTable, WorkloadConfig
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
@@ -218,36 +209,6 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A scenario, and its pools with what they are priced with (one where the settings name none)."""
-
-    scenario: Scenario
-    pools: tuple[PreparedPool, ...]
-
-    @property
-    def cost(self) -> CostChoice:
-        """Of the first pool."""
-        return self.pools[0].choice
-
-    @property
-    def cost_model(self) -> str:
-        """What prices the steps, in words."""
-        words = {pool.name: pool.choice.words for pool in self.pools}
-        if len(set(words.values())) == 1:
-            return self.cost.words
-        return "; ".join(f"{name}: {text}" for name, text in words.items())
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """What was not measured, in sentences: of each pool's cost model, and of the handoffs between them."""
-        sentences = [sentence for pool in self.pools for sentence in pool.choice.assumptions]
-        pools = self.scenario.pools
-        if pools is not None and len({pool.layout for pool in pools.pools}) > 1:
-            sentences.append("the receiver cuts KV anew at the full memory bandwidth of its devices")
-        return tuple(dict.fromkeys(sentences))
-
-
 def read_settings(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
     """The settings of a TOML file (None: all defaults), changed by dotted path.
 
@@ -316,125 +277,6 @@ def with_value(raw: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     if name == "pools":
         inner, value = with_pool(inner, rest, value)
     return {**raw, name: with_value(inner, rest, value)}
-
-
-def prepare(settings: Settings, *, record_events: bool = False, most_recorded: int | None = None) -> Prepared:
-    """The scenario together with the choice of its cost models. Raises ConfigError.
-
-    most_recorded: with more requests than that, events are not kept after all.
-    """
-    workload = build(settings.workload, settings.seed)
-    pools = _prepared_pools(settings, context_skew(workload))
-    first = pools[0]
-    source = first.choice.source
-    fleet = fleet_pools(settings, pools)
-    scenario = Scenario(
-        engine=first.engine,
-        cost=first.choice.cost,
-        workload=workload,
-        num_workers=settings.num_replicas,
-        cluster=_cluster(settings),
-        faults=_faults(settings, fleet),
-        watch=_watch(settings.watch),
-        pools=fleet,
-        front_end=first.choice.front_end,
-        swap_block_ns=first.swap_block_ns,
-        disk=first.disk,
-        guesses=settings.speculation.guesses(),
-        warm_up=source.warm_up if isinstance(source, Calibration) else (),
-        seed=settings.seed,
-        explain_misses=settings.explain_misses,
-        record_events=record_events and (most_recorded is None or len(workload) <= most_recorded),
-    )
-    return Prepared(scenario, pools)
-
-
-def _prepared_pools(settings: Settings, skew: float) -> tuple[PreparedPool, ...]:
-    """The pools that the settings name, or the whole fleet as one. skew: of the contexts of a decode batch."""
-    slo = Slo(_nanoseconds(settings.slo.ttft_ms), _nanoseconds(settings.slo.tpot_ms))
-    named = settings.pools.in_use
-    if not named:
-        return (prepare_pool("all", "both", settings.replicas, settings, slo, skew),)
-    return tuple(
-        prepare_pool(
-            name,
-            settings.pools.role(name),
-            pool.replicas,
-            settings.of_pool(pool),
-            slo,
-            skew,
-            nics=pool.nics,
-            price_per_hour=pool.price_per_hour,
-        )
-        for name, pool in named.items()
-    )
-
-
-def _cluster(settings: Settings) -> ClusterConfig:
-    """What ``diptych serve`` would make of the same options."""
-    config = cluster_config(
-        routing=settings.routing,
-        disaggregate=settings.disaggregate,
-        deflection=settings.deflection,
-        on_failure=settings.on_failure,
-        max_untouched_per_worker=settings.max_untouched_per_worker,
-        max_queued=settings.max_queued,
-    )
-    return replace(config, admission=ADMIT_ALL) if settings.admit_all else config
-
-
-def _faults(settings: Settings, fleet: Pools | None) -> tuple[Fault, ...]:
-    """Faults of replicas, hosts and racks, as faults of their workers."""
-    faults: tuple[Fault, ...] = ()
-    for index, fault in enumerate(settings.faults):
-        scope, number = fault.place
-        workers = _workers_at(settings, fleet, scope, number, f"faults[{index}].{scope}")
-        peers = None
-        if fault.peer is not None:
-            peers = _workers_at(settings, fleet, scope, fault.peer, f"faults[{index}].peer")
-        at_ns, duration_ns = round(fault.at_s * NS_PER_S), max(1, round(fault.duration_s * NS_PER_S))
-        template = Fault(fault.kind, 0, at_ns, duration_ns, fault.factor, fault.channel, fault.direction)
-        if peers is not None and fault.channel != "kv":
-            raise ConfigError(f"faults[{index}].peer is {fault.peer}; only the channel kv has peers", param="faults")
-        faults += befall(template, workers, peers)
-    if drawn := settings.random_faults:
-        found = random_faults(
-            settings.seed,
-            num_workers=settings.num_replicas,
-            kinds=FAULTS if settings.pools.in_use else WORKER_FAULTS + MESSAGE_FAULTS,
-            until_ns=round(drawn.until_s * NS_PER_S),
-            count=drawn.count,
-            mean_duration_ns=round(drawn.mean_duration_s * NS_PER_S),
-        )
-        for drawn_fault in found:
-            faults += befall(
-                drawn_fault, [drawn_fault.worker] if fleet is None else workers_at(fleet, "replica", drawn_fault.worker)
-            )
-    return faults
-
-
-def _workers_at(settings: Settings, fleet: Pools | None, scope: Scope, number: int, name: str) -> list[int]:
-    """Raises ConfigError for a place that does not exist."""
-    if fleet is None and scope != "replica":
-        raise ConfigError(f"{name} is {number}; only a fleet with pools has hosts and racks", param="faults")
-    if scope == "replica" and number >= settings.num_replicas:
-        raise ConfigError(f"{name} is {number}; it must be below replicas ({settings.num_replicas})", param="faults")
-    workers = [number] if fleet is None else workers_at(fleet, scope, number)
-    if not workers:
-        raise ConfigError(f"{name} is {number}; no worker is there", param="faults")
-    return workers
-
-
-def _watch(settings: WatchSettings) -> Watch:
-    return Watch(
-        detection_ns=max(1, round(settings.detection_ms * NS_PER_MS)),
-        heartbeat_ns=max(1, round(settings.heartbeat_s * NS_PER_S)),
-        resume_ns=max(1, round(settings.resume_s * NS_PER_S)),
-    )
-
-
-def _nanoseconds(milliseconds: float | None) -> int | None:
-    return None if milliseconds is None else int(milliseconds * NS_PER_MS)
 
 
 def _in_words(path: str, value: Any, known: tuple[Any, ...], message: str) -> str:

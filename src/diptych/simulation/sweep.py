@@ -23,11 +23,11 @@ from diptych.control.errors import ConfigError, DiptychError
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.hardware import hardware_fields
 from diptych.simulation.pool_settings import NETWORK, pool_path
-from diptych.simulation.prepare import scheduler_of
+from diptych.simulation.prepare import Prepared, prepare, scheduler_of
 from diptych.simulation.report.outcome import outcome, workload_figures
 from diptych.simulation.results import SimulationResult
 from diptych.simulation.run import Progress, simulate_with_log
-from diptych.simulation.settings import Prepared, Settings, plain, prepare, settings_from, with_value
+from diptych.simulation.settings import Settings, plain, settings_from, with_value
 from diptych.workload.spec import ClosedLoop
 
 MAX_POINTS = 1000

@@ -1,7 +1,6 @@
 """The tiers below a simulated KV cache, from settings: how many host blocks, what a copy takes, which disk."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from diptych.control.config import CacheConfig, TierConfig
 from diptych.control.errors import ConfigError
@@ -9,9 +8,7 @@ from diptych.control.slo import NS_PER_S
 from diptych.simulation.costs.cost_choice import CostChoice
 from diptych.simulation.fleet.links import Link
 from diptych.simulation.fleet.simulated_disk import EXTENT_BLOCKS, DiskModel
-
-if TYPE_CHECKING:
-    from diptych.simulation.settings import Settings
+from diptych.simulation.settings import Settings
 
 MOST_STAGING_BYTES = 512 << 20  # as a live worker has it
 PEER_BYTES_PER_S = 10_000_000_000  # of one thread that copies from memory to memory (assumed)
@@ -26,7 +23,7 @@ class SimulatedTiers:
     disk: DiskModel | None = None
 
 
-def with_tiers(settings: "Settings", choice: CostChoice, cache: CacheConfig, gpu_block_bytes: int) -> SimulatedTiers:
+def with_tiers(settings: Settings, choice: CostChoice, cache: CacheConfig, gpu_block_bytes: int) -> SimulatedTiers:
     """Of one worker, a lane of a replica's pipeline. gpu_block_bytes: of one block on each GPU (0: not known). Raises
     ConfigError where the bytes of a block are not known."""
     memory, stages = settings.memory, settings.parallelism.pipeline

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from diptych.engine_steps import DEFAULT_ADDRESS, EngineAbout, EngineStep
+from diptych.base.engine_steps import DEFAULT_ADDRESS, EngineAbout, EngineStep
 
 logger = logging.getLogger("vllm.diptych")  # so that vLLM shows it
 

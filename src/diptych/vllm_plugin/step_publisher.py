@@ -7,7 +7,7 @@ is sent again every ABOUT_EVERY_S seconds in which there are steps, because a su
 import logging
 from typing import Any
 
-from diptych.engine_steps import EngineAbout, EngineStep, encode_line
+from diptych.base.engine_steps import EngineAbout, EngineStep, encode_line
 
 logger = logging.getLogger("vllm.diptych")  # so that vLLM shows it
 

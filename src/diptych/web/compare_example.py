@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from diptych.simulation.prepare import prepare
 from diptych.simulation.report.outcome import records
 from diptych.simulation.run import simulate
-from diptych.simulation.settings import prepare, settings_from
+from diptych.simulation.settings import settings_from
 
 OBJECTIVES = {"ttft_ms": 1000.0, "tpot_ms": 12.0}
 KEPT = ("reason", "arrival_s", "ttft_s", "tpot_s", "e2e_s", "output_tokens", "slo_met")  # what the page reads

@@ -19,7 +19,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from diptych.stop_signals import stop_signals
+from diptych.base.stop_signals import stop_signals
 from diptych.web.assets import Asset, packed, send, static_routes, without_slash
 from diptych.web.panel_host import PanelHost
 from diptych.web.panel_wire import MOST_QUERY_BYTES, Call, Reply, refusal

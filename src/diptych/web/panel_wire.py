@@ -7,7 +7,7 @@ from typing import IO, Literal, TypeVar
 
 import msgspec
 
-from diptych.length_prefix import pack, read_message
+from diptych.base.length_prefix import pack, read_message
 
 MOST_QUERY_BYTES = 4096  # of an address of a panel
 Message = TypeVar("Message", bound=msgspec.Struct)

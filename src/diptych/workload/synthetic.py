@@ -1,22 +1,53 @@
 """Requests drawn from a description: classes, lengths, shared prefixes and conversations, one at a time.
 
 Owns the drawing. Every noun draws from a stream of its own, so that a change of lengths does not move the arrivals.
-Holds no list of requests: only the conversations that are under way.
+Holds no list of requests: only the conversations that are under way. Blocks of text that requests share are numbered: a
+system prompt's negative, a conversation's positive, so that they never meet.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, islice
 
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.workload.arrivals import arrival_times
-from diptych.workload.description import ClassConfig, WorkloadConfig
-from diptych.workload.distributions import Stream
+from diptych.workload.description import ClassConfig, PrefixConfig, WorkloadConfig
+from diptych.workload.distributions import Stream, exp, log
 from diptych.workload.lengths import LengthTables, PairSampler, pair_sampler
-from diptych.workload.prefixes import Chooser, conversation_ids, prefix_chooser
 from diptych.workload.spec import RequestSpec
+
+Chooser = Callable[[], tuple[int, ...]]
+BLOCKS_PER_TEXT = 2**24
+PROMPTS_PER_CLASS = 2**20
+
+
+def prefix_chooser(config: PrefixConfig, class_index: int, block_tokens: int, stream: Stream) -> Chooser:
+    """Draws a system prompt: the identities of its full blocks of ``block_tokens`` tokens (the rest is not shared)."""
+    count, num_blocks = config.prompts, config.tokens // block_tokens
+    if count == 0:
+        return lambda: ()
+    texts: dict[int, tuple[int, ...]] = {}
+
+    def identities(prompt: int) -> tuple[int, ...]:
+        if prompt not in texts:
+            base = (class_index * PROMPTS_PER_CLASS + prompt) * BLOCKS_PER_TEXT
+            texts[prompt] = tuple(-1 - base - block for block in range(num_blocks))
+        return texts[prompt]
+
+    uniform = stream.uniform
+    if config.choice == "uniform":
+        return lambda: identities(int(uniform() * count))
+    limits = list(accumulate(exp(-config.exponent * log(rank)) for rank in range(1, count + 1)))
+    return lambda: identities(min(bisect_right(limits, uniform() * limits[-1]), count - 1))
+
+
+def conversation_ids(system: tuple[int, ...], session: int, num_tokens: int, block_tokens: int) -> tuple[int, ...]:
+    """Identities of the full blocks in the first ``num_tokens`` tokens of a conversation after a system prompt."""
+    base = (session + 1) * BLOCKS_PER_TEXT
+    return system + tuple(range(base + len(system), base + num_tokens // block_tokens))
+
 
 DEFAULT_REQUESTS = 1000
 

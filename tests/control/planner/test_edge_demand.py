@@ -2,8 +2,7 @@
 
 import pytest
 
-from diptych.control.planner.edge_demand import Demand
-from diptych.control.planner.forecast import RateForecast
+from diptych.control.planner.edge_demand import Demand, RateForecast
 from diptych.control.planner.planner_events import AnswerBegun, AnswerEnded, Demanded, PromptBegun
 from diptych.control.slo import NS_PER_S, Slo
 

@@ -46,7 +46,6 @@ def test_a_prompt_that_is_stored_in_pieces_is_one_chain() -> None:
 def test_a_block_without_a_known_parent_does_not_count_nor_do_its_children() -> None:
     bridge = KVBridge(16, 1000)
     assert bridge.apply([stored(TOKENS, 16, parent=b"unknown")]) == ((), ())
-    assert bridge.num_orphans == 4
     assert bridge.apply([EngineBlocksStored([b"x"], None, TOKENS[:10], 16)]) == ((), ())  # fewer tokens than a block
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fake_engine import FakeEngine
 
+from diptych.base.engine_steps import EngineAbout, EngineStep, encode_line
 from diptych.calibration.engine_calibration import (
     FEWEST_STEPS,
     ReportedSteps,
@@ -19,10 +20,9 @@ from diptych.calibration.engine_calibration import (
     worker_ns,
 )
 from diptych.calibration.engine_streams import EngineStreams
-from diptych.cli.calibrate_engine import calibrate_engine, refuse_others
+from diptych.cli.calibrate import calibrate_engine, refuse_others
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.control.step import StepFeatures, chunk_attention
-from diptych.engine_steps import EngineAbout, EngineStep, encode_line
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.simulation.costs.fitted import read_calibration, write_calibration
 from diptych.simulation.prepare import scheduler_of, shape_words

@@ -6,7 +6,7 @@ import pytest
 from fake_engine import FakeEngine, answer_to
 from front_harness import FrontClient, fronted
 
-from diptych.serving.front.engine_process import EngineProcess, started_of
+from diptych.serving.front.engine_pages import EngineProcess, started_of
 from diptych.serving.front.external_worker import ExternalWorker
 
 

@@ -13,10 +13,9 @@ from front_harness import fronted
 from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.router.costs import UNBOUNDED, WorkerView
 from diptych.serving.api.manners import Manners
-from diptych.serving.front.engine_load import SATURATED_NS, EngineGauges, EngineLoad
+from diptych.serving.front.engine_load import SATURATED_NS, EngineGauges, EngineLoad, ReplySums, ReplyTimes
 from diptych.serving.front.relay_request import read_request
 from diptych.serving.front.reply_chunks import EventSplitter, UnreadableReplyError, without_token_ids
-from diptych.serving.front.reply_times import ReplySums, ReplyTimes
 from diptych.simulation.cluster_replay import replay_cluster
 from diptych.workload.traces import load_trace
 

@@ -8,10 +8,10 @@ import pytest
 from fake_engine import FakeEngine
 from front_harness import fronted
 
+from diptych.base.engine_steps import EngineAbout, EngineLine, EngineStep, encode_line
 from diptych.control.errors import ConfigError
 from diptych.control.events import StepFinished
 from diptych.control.step import StepFeatures
-from diptych.engine_steps import EngineAbout, EngineLine, EngineStep, encode_line
 from diptych.serving.front.engine_load import EngineLoad, LearnedPrices
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.step_feed import OFFSET_WINDOW_NS, ClockOffset, StepFeed, own_id

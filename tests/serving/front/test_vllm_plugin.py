@@ -9,7 +9,7 @@ import pytest
 import zmq
 from fake_vllm import FakeAsyncScheduler, FakePlan, FakeVLLMScheduler, fake_config
 
-from diptych.engine_steps import EngineAbout, EngineStep, decode_line
+from diptych.base.engine_steps import EngineAbout, EngineStep, decode_line
 from diptych.vllm_plugin import scheduler
 from diptych.vllm_plugin.reporting import reporting
 from diptych.vllm_plugin.step_observer import StepObserver, about_vllm, address_of

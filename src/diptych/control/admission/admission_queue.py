@@ -147,10 +147,16 @@ class AdmissionQueue:
         heappush(self._ends, (self._end_ns(request), number, request.request_id))
         return None
 
+    def may_pass_by(self, service_class: str, headroom: int, for_batch: int) -> bool:
+        """Whether a newcomer of this class would be dispatched at once: none waits, and there is room (``next``)."""
+        return not self._class_of and headroom >= 1 and (service_class != "batch" or for_batch > BATCH_RESERVE)
+
     def pass_by(self, request: QueuedRequest, now: int) -> Refusal | None:
-        """A request arrives while none waits and there is room: it is dispatched (None), or refused at once."""
+        """A request that ``may_pass_by`` arrives: it is dispatched (None), or refused at once, as by ``offer`` and
+        ``next``."""
         refusal = self._refusal(request, now)
         if refusal is None:
+            self._since_promotion += 1
             self._queues[request.service_class].pass_by(request.tenant, PROMPT_WEIGHT * request.num_prompt_tokens)
         return refusal
 

@@ -11,7 +11,8 @@ given up while another worker may write into them. Attempts without progress are
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -35,13 +36,13 @@ from diptych.control.cluster.cluster_events import (
     WorkerDown,
     WorkerUp,
 )
+from diptych.control.cluster.expected_blocks import ExpectedBlocks
 from diptych.control.cluster.load_book import LoadBook
 from diptych.control.cluster.membership import Membership
 from diptych.control.cluster.open_request import OpenRequest
 from diptych.control.cluster.partition import Partition
 from diptych.control.cluster.paths import Paths
-from diptych.control.cluster.relocation import Relocation
-from diptych.control.commands import Command, End, ForgetPeer, attempt_id_of
+from diptych.control.commands import AskKVSnapshot, Command, Drained, End, ForgetPeer, GiveWay, attempt_id_of
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError, DiptychError, UnavailableError
 from diptych.control.events import (
@@ -60,8 +61,7 @@ from diptych.control.events import (
     Resized,
     TransferFailed,
 )
-from diptych.control.length_predictor import LengthPredictor
-from diptych.control.length_watch import LengthWatch
+from diptych.control.length_predictor import LengthPredictor, LengthWatch
 from diptych.control.request import FinishReason
 from diptych.control.router.routers import make_router
 from diptych.control.router.routing import Route, RoutingRequest
@@ -86,7 +86,7 @@ class ClusterCore:
         self.loads = LoadBook(self.members, self.admission if self.config.max_untouched_per_worker else None)
         self._num_untouched = [0, 0]  # of requests that do not give way, and of those that do
         self.paths = Paths(self.counts)
-        self._relocation = Relocation(self)
+        self._blocks = ExpectedBlocks(self.members, self.loads, self.lengths, self.attempts, self._current)
         self._partition = Partition(self.members)
         self._audit = ClusterAudit(self.requests, self._parked, self.admission, self.attempts, self._num_untouched)
         blocks = BlockReports(self.members, self.router, self.counts)
@@ -95,12 +95,12 @@ class ClusterCore:
             Cancelled: self._on_cancelled,
             WorkerUp: self._on_up,
             WorkerDown: self._on_down,
-            RoleChanged: self._relocation.on_role_changed,
-            DrainStarted: self._relocation.on_drain_started,
-            DrainEnded: self._relocation.on_drain_ended,
+            RoleChanged: self._on_role_changed,
+            DrainStarted: self._on_drain_started,
+            DrainEnded: self._on_drain_ended,
             SchedulerChanged: self.members.on_scheduler_changed,
             PartitionChanged: self._partition.on_changed,
-            WayGiven: self._relocation.on_way_given,
+            WayGiven: self._on_way_given,
             Reported: self._on_reported,
             Tick: self._on_tick,
         }
@@ -139,7 +139,7 @@ class ClusterCore:
         except Exception as error:
             error.add_note(f"ClusterCore was given {event_words(event)} at {now} ns")
             raise
-        return commands + self._relocation.newly_drained() if self.members.draining else commands
+        return commands + self._newly_drained() if self.members.draining else commands
 
     def next_time(self) -> int | None:
         """When a Tick is due, if nothing else happens; None: never."""
@@ -167,13 +167,13 @@ class ClusterCore:
         if entry.num_tokens >= submission.max_tokens:  # only its end is missing
             return [End(request_id, entry.complete(FinishReason.LENGTH, now, self.config.slo))]
         queued = QueuedRequest(submission, now, int(self.loads.least_token_ns * submission.num_prompt_tokens))
-        waits = bool(self.config.max_untouched_per_worker or len(self.admission))  # else there is always room
-        refusal = self.admission.offer(queued, now) if waits else self.admission.pass_by(queued, now)
+        passes_by = self.admission.may_pass_by(queued.service_class, *self._headroom())
+        refusal = self.admission.pass_by(queued, now) if passes_by else self.admission.offer(queued, now)
         if refusal is not None:
             self.counts[f"refused_{refusal.reason}"] += 1
             return [End(request_id, error=refusal.error)]
         self.requests[request_id] = entry
-        return self.dispatch(now) if waits else self._place(entry, now)
+        return self._place(entry, now) if passes_by else self._dispatch(now)
 
     def _on_cancelled(self, event: Cancelled, now: int) -> list[Command]:
         entry = self.requests.get(event.request_id)
@@ -184,26 +184,30 @@ class ClusterCore:
         if event.reason is FinishReason.STOP:
             entry.is_stopping = True
             entry.num_tokens = event.num_tokens
-            self.touch(entry)
+            self._touch(entry)
             if attempt is None or attempt.is_gone:
                 commands.append(self._end_stopped(entry, now))
         else:
             self._settle(entry, event.num_tokens, event.reason)
-        return commands + self.dispatch(now)
+        return commands + self._dispatch(now)
 
-    def dispatch(self, now: int) -> list[Command]:
+    def _dispatch(self, now: int) -> list[Command]:
         """Dispatch as many waiting requests as may go now."""
         commands: list[Command] = []
         while len(self.admission):
-            headroom = for_batch = UNLIMITED
-            if most := self.config.max_untouched_per_worker:
-                headroom = most * self.members.num_usable - self._num_untouched[False]
-                for_batch = headroom - self._num_untouched[True]
-            request_id = self.admission.next(now, headroom, for_batch)
+            request_id = self.admission.next(now, *self._headroom())
             if request_id is None:
                 break
             commands += self._place(self.requests[request_id], now)
         return commands
+
+    def _headroom(self) -> tuple[int, int]:
+        """How many more requests the workers should be given: of any class, and of class batch."""
+        most = self.config.max_untouched_per_worker
+        if not most:
+            return UNLIMITED, UNLIMITED
+        headroom = most * self.members.num_usable - self._num_untouched[False]
+        return headroom, headroom - self._num_untouched[True]
 
     def _place(self, entry: OpenRequest, now: int) -> list[Command]:
         """Begin the next attempt, or wait for a worker; what an older attempt still gives does not count any more."""
@@ -217,9 +221,12 @@ class ClusterCore:
                 return []
             self._parked[request_id] = now + self.config.park_ns
             return entry.restarted()
-        return self.begin(entry, route, now) + self._relocation.ask_for_way(entry, route.decode)
+        commands = self._begin(entry, route, now)
+        return (
+            [*commands, GiveWay(route.decode, request_id)] if self._blocks.needs_way(entry, route.decode) else commands
+        )
 
-    def begin(self, entry: OpenRequest, route: Route, now: int) -> list[Command]:
+    def _begin(self, entry: OpenRequest, route: Route, now: int) -> list[Command]:
         """The next attempt, on these workers."""
         request_id = entry.submission.request_id
         restarted = [] if request_id in self._parked else entry.restarted()
@@ -260,14 +267,14 @@ class ClusterCore:
         self.lengths.observe(entry.length_group, num_tokens, is_cut=reason is not FinishReason.STOP)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.length_watch.observe(entry.num_expected, submission.max_tokens, num_tokens)
-        self.touch(entry)
+        self._touch(entry)
         self.router.on_ended(submission.request_id)
         self._parked.pop(submission.request_id, None)
         self.admission.remove(submission.request_id)
         self.admission.on_service(submission.options.tenant, num_tokens, submission.options.service_class)
         del self.requests[submission.request_id]
 
-    def touch(self, entry: OpenRequest) -> None:
+    def _touch(self, entry: OpenRequest) -> None:
         """The request got a token of this attempt, or ends."""
         if entry.is_untouched:
             entry.is_untouched = False
@@ -280,7 +287,7 @@ class ClusterCore:
         entry = self.requests.get(attempt.request_id) if attempt else None
         return entry if entry is not None and entry.attempt is attempt else None
 
-    def current(self, attempt: Attempt | None) -> OpenRequest | None:
+    def _current(self, attempt: Attempt | None) -> OpenRequest | None:
         """The request that this attempt serves."""
         return None if attempt is None or attempt.state is AttemptState.CLOSING else self._holder(attempt)
 
@@ -298,7 +305,7 @@ class ClusterCore:
         assert attempt is not None
         commands = self.attempts.close(attempt)
         entry.lose_attempt(num_tokens)
-        self.touch(entry)
+        self._touch(entry)
         self.router.on_ended(attempt.request_id)
         self.counts[f"lost_{why}"] += 1
         if error := entry.verdict(why, self.config.on_failure, self.config.max_attempts):
@@ -328,12 +335,12 @@ class ClusterCore:
             if info.number in self.members.draining:
                 self.router.set_down(info.number)
             if load := self.loads.get(info.number):
-                self.on_load(info.number, load)
+                self._on_load(info.number, load)
         if not newcomers:
             return []
-        return self.place_parked(now) + self.dispatch(now)
+        return self._place_parked(now) + self._dispatch(now)
 
-    def place_parked(self, now: int) -> list[Command]:
+    def _place_parked(self, now: int) -> list[Command]:
         """A worker may be used from now on, by those that wait for one."""
         commands: list[Command] = []
         for request_id in list(self._parked):
@@ -352,7 +359,7 @@ class ClusterCore:
             self.router.set_down(worker)
             self.loads.collect_prices()
         for attempt in self.attempts.of_worker(worker):
-            entry = self.current(attempt)
+            entry = self._current(attempt)
             commands += self._forgotten(attempt, worker, now)
             if entry is not None and attempt.needs(worker):
                 if event.crashed:
@@ -372,7 +379,102 @@ class ClusterCore:
             error = UnavailableError("no worker that could take the request came up in time", code="no_worker")
             commands.append(self._end(self.requests[request_id], error=error))
         commands += self.attempts.renew(now)
-        return commands + self.dispatch(now)
+        return commands + self._dispatch(now)
+
+    # -- requests that leave workers ----------------------------------------------------------------------------------
+    #
+    # A worker that decodes a stream hands it to another as a prefill worker does a prompt: another attempt begins, with
+    # all tokens so far as its prompt, of which the worker has almost everything in its prefix cache. What has no token
+    # yet begins anew. A request that no other worker can take, or whose answer no other can continue, stays where it
+    # is, and ends there.
+
+    def _on_role_changed(self, event: RoleChanged, now: int) -> list[Command]:
+        worker = event.worker
+        self.members.change_role(worker, event.role)
+        if worker not in self.members.up:
+            return []
+        self.router.set_role(worker, event.role)
+        self.loads.collect_prices()
+        moved = self._move_all(worker, event.progress, now) if event.role == "prefill" else []
+        return moved + self._dispatch(now)
+
+    def _on_drain_started(self, event: DrainStarted, now: int) -> list[Command]:
+        worker = event.worker
+        if worker in self.members.draining:
+            return []
+        self.members.draining[worker] = False
+        if worker not in self.members.up:
+            return []
+        self.router.set_down(worker)
+        self.loads.collect_prices()
+        return self._move_all(worker, event.progress, now)
+
+    def _on_drain_ended(self, event: DrainEnded, now: int) -> list[Command]:
+        worker = event.worker
+        if self.members.draining.pop(worker, None) is None or worker not in self.members.up:
+            return []
+        self.router.set_up(self.members.infos[worker])
+        if load := self.loads.get(worker):
+            self._on_load(worker, load)
+        return [AskKVSnapshot(worker), *self._place_parked(now), *self._dispatch(now)]
+
+    def _newly_drained(self) -> list[Command]:
+        """Workers that nothing is left of since the last event."""
+        draining = self.members.draining
+        done = [worker for worker, is_done in draining.items() if not is_done and not self.attempts.count_of(worker)]
+        for worker in done:
+            draining[worker] = True
+        return [Drained(worker) for worker in done]
+
+    def _on_way_given(self, event: WayGiven, now: int) -> list[Command]:
+        """The longest streams go first, so that few have to."""
+        worker = event.worker
+        entry = self.requests.get(event.request_id)
+        if entry is None or entry.attempt is None or entry.attempt.decode != worker:
+            return []
+        missing, free = self._blocks.missing(entry, worker), self._blocks.free_elsewhere(worker, entry)
+        commands: list[Command] = []
+        for num_blocks, num_tokens, attempt, stream in self._blocks.streams(worker, event.progress):
+            if missing <= 0:
+                break
+            if num_blocks <= free and (moved := self._move(stream, attempt, num_tokens, now, is_whole=True)):
+                commands += moved
+                missing, free = missing - num_blocks, free - num_blocks
+        return commands
+
+    def _move_all(self, worker: int, progress: Mapping[str, int], now: int) -> list[Command]:
+        """Whatever decodes on this worker, or is about to."""
+        commands: list[Command] = []
+        for attempt in self.attempts.of_worker(worker):
+            entry = self._current(attempt)
+            if entry is not None and attempt.decode == worker and not entry.is_stopping:
+                commands += self._move(entry, attempt, progress.get(attempt.request_id, entry.num_tokens), now)
+        return commands
+
+    def _move(
+        self, entry: OpenRequest, attempt: Attempt, num_tokens: int, now: int, *, is_whole: bool = False
+    ) -> list[Command]:
+        """The request goes on elsewhere after ``num_tokens`` of its answer. is_whole: the other worker computes all of
+        it anew."""
+        submission = entry.submission
+        if num_tokens >= submission.max_tokens or not self.members.num_usable:  # its end is on its way, or only here
+            return []
+        if num_tokens and not submission.is_resumable:
+            return []
+        source = attempt.decode if attempt.is_decoding and not entry.is_untouched else None
+        num_expected = self.lengths.mean(entry.length_group, num_tokens, submission.max_tokens)
+        must_stay_whole = entry.must_stay_whole or is_whole
+        asked = RoutingRequest(submission, num_tokens, num_expected, must_stay_whole=must_stay_whole, leaves=source)
+        route = self.router.route(asked, now)
+        if route is None:
+            return []
+        commands = self.attempts.close(attempt)
+        entry.withdraw_attempt(num_tokens)
+        self._touch(entry)
+        self.counts["moved"] += 1
+        if self.attempts.closes_circle(route.prefill, route.decode):
+            route = replace(route, prefill=route.decode)
+        return commands + self._begin(entry, route, now)
 
     # -- what workers report ------------------------------------------------------------------------------------------
 
@@ -385,22 +487,22 @@ class ClusterCore:
         if event.load is not None:  # after the events: it covers what they say
             self.loads.set(event.worker, event.load)
             if self.members.is_usable(event.worker):
-                self.on_load(event.worker, event.load)
+                self._on_load(event.worker, event.load)
         return commands
 
-    def on_load(self, worker: int, load: LoadReport) -> None:
+    def _on_load(self, worker: int, load: LoadReport) -> None:
         """A worker that may be used has this load."""
         self.router.on_load(worker, load)
         self.loads.reprice(worker)
 
     def _take_queued(self, worker: int, event: RequestQueued, now: int) -> list[Command]:
-        entry = self.current(self.attempts.get(event.request_id))
+        entry = self._current(self.attempts.get(event.request_id))
         if entry is not None:
             self.router.on_queued(entry.submission.request_id, worker)
         return []
 
     def _take_admitted(self, worker: int, event: RequestAdmitted, now: int) -> list[Command]:
-        entry = self.current(self.attempts.get(event.request_id))
+        entry = self._current(self.attempts.get(event.request_id))
         if entry is not None and event.is_first:
             entry.on_admitted(event.num_cached_tokens, now)
             names = (entry.submission.request_id, worker)
@@ -409,7 +511,7 @@ class ClusterCore:
 
     def _take_reserved(self, worker: int, event: HandoffReserved, now: int) -> list[Command]:
         attempt = self.attempts.get(event.request_id)
-        entry = self.current(attempt)
+        entry = self._current(attempt)
         if attempt is None or entry is None:
             return []
         entry.on_reserved(event.num_cached_tokens)
@@ -420,19 +522,19 @@ class ClusterCore:
         """The decode worker has no blocks for a stream: the prompt gives up its own, and waits again. One that is
         computed is a stream itself, and its KV is on its way."""
         attempt = self.attempts.get(event.request_id)
-        entry = self.current(attempt)
+        entry = self._current(attempt)
         if attempt is None or entry is None or not attempt.awaits_prefill:
             return []
         self.counts["recalled"] += 1
         commands = self.attempts.close(attempt)
         entry.withdraw_attempt()
-        self.touch(entry)
+        self._touch(entry)
         self.router.on_ended(attempt.request_id)
         return commands + self._place(entry, now)
 
     def _take_first_token(self, worker: int, event: FirstToken, now: int) -> list[Command]:
         attempt = self.attempts.get(event.request_id)
-        entry = self.current(attempt)
+        entry = self._current(attempt)
         if attempt is None or entry is None:
             return []
         self.attempts.computed(attempt)
@@ -440,7 +542,7 @@ class ClusterCore:
 
     def _take_delivered(self, worker: int, event: HandoffDelivered, now: int) -> list[Command]:
         attempt = self.attempts.get(event.request_id)
-        entry = self.current(attempt)
+        entry = self._current(attempt)
         if attempt is None or entry is None:
             return []
         self.counts["handoffs"] += 1
@@ -453,15 +555,15 @@ class ClusterCore:
         entry.on_first_token(now)
         if not entry.is_untouched:
             return []
-        self.touch(entry)
+        self._touch(entry)
         self.router.on_first_token(entry.submission.request_id)
-        return self.dispatch(now)
+        return self._dispatch(now)
 
     def _take_released(self, worker: int, event: HandoffReleased, now: int) -> list[Command]:
         attempt = self.attempts.get(event.request_id)
         if attempt is None:
             return []
-        entry = self.current(attempt)
+        entry = self._current(attempt)
         commands = self._forgotten(attempt, worker, now)
         if entry is not None and attempt.needs(worker):  # it holds nothing of what it should be working on
             commands += self._lose(entry, "attempt", now)
@@ -473,7 +575,7 @@ class ClusterCore:
 
     def _take_transfer_failed(self, worker: int, event: TransferFailed, now: int) -> list[Command]:
         attempt = self.attempts.get(event.request_id)
-        entry = self.current(attempt)
+        entry = self._current(attempt)
         if attempt is None or entry is None or not attempt.is_under_way:
             return []
         self.paths.on_broken(attempt.prefill, attempt.decode, now)
@@ -485,14 +587,14 @@ class ClusterCore:
         if attempt is None:
             return []
         holder = self._holder(attempt)
-        entry = self.current(attempt)
+        entry = self._current(attempt)
         commands = self.attempts.forgotten(attempt, worker)
         if holder is not None and holder.is_stopping:
             return [*commands, self._end(holder, finished=holder.account(event, now, self.config.slo))]
         if entry is not None:
             commands += self.attempts.close(attempt)
             commands.append(self._end(entry, finished=entry.account(event, now, self.config.slo)))
-            commands += self.dispatch(now)
+            commands += self._dispatch(now)
         return commands
 
     def _take_peer_forgotten(self, worker: int, event: PeerForgotten, now: int) -> list[Command]:

@@ -71,7 +71,6 @@ class PlannerCore:
         self.config = config
         self.demand = Demand(config.window_ns, config.tick_ns)
         self.last: Decision | None = None
-        self.num_changes = 0
         self._workers: Observed = Observed(())
         self._question: TwinQuestion | None = None  # that is not answered yet
         self._asked_demand: DemandSummary | None = None
@@ -311,7 +310,6 @@ class PlannerCore:
         self._is_changing = True
         self._winners.clear()
         self._settled_at = None
-        self.num_changes += 1
         return [
             self._decide("change", reason, chosen, demand, scores, now),
             *changes(question.candidates[0], chosen),

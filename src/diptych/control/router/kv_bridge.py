@@ -63,7 +63,7 @@ class _Node:
 
 
 class KVBridge:
-    """One engine's cache. block_size: of our blocks. num_orphans: blocks whose parent was not known."""
+    """One engine's cache. block_size: of our blocks."""
 
     def __init__(self, block_size: int, max_blocks: int) -> None:
         self._block_size = block_size
@@ -71,7 +71,6 @@ class KVBridge:
         self._nodes: dict[EngineHash, _Node] = {}
         self._held: dict[bytes, int] = {}  # our blocks and how many copies there are, parents before their children
         self._changed: dict[bytes, bool] = {}  # whether it was held before this batch
-        self.num_orphans = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -119,7 +118,6 @@ class KVBridge:
     def _store(self, event: EngineBlocksStored) -> None:
         size = event.block_size
         if size < 1 or len(event.token_ids) != size * len(event.hashes):
-            self.num_orphans += len(event.hashes)
             return
         if event.parent is None:
             parent: _Node | None = _Node(root_hash(), (), ())
@@ -127,8 +125,7 @@ class KVBridge:
             parent = self._nodes.get(event.parent)
         for number, block in enumerate(event.hashes):
             if parent is None:
-                self.num_orphans += 1
-                continue
+                break
             known = self._nodes.get(block)
             if known is None:
                 known = self._add(block, parent, event.token_ids[number * size : (number + 1) * size])

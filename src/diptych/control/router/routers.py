@@ -1,10 +1,10 @@
 """The router that a configuration names."""
 
 from diptych.control.router.cost_router import CostRouter
-from diptych.control.router.load_router import LoadRouter
+from diptych.control.router.round_robin import RoundRobinRouter
 from diptych.control.router.routing import Router, RoutingConfig
 
 
 def make_router(config: RoutingConfig) -> Router:
-    """By cost, or by load alone."""
-    return CostRouter(config) if config.routing == "kv_aware" else LoadRouter(config)
+    """By cost, or in turn."""
+    return CostRouter(config) if config.routing == "kv_aware" else RoundRobinRouter(config)

@@ -12,7 +12,7 @@ from diptych.control.request import PeerRun, Submission
 from diptych.control.router.topology import LinkCosts, Role, WorkerInfo
 from diptych.control.slo import NS_PER_MS
 
-RoutingName = Literal["kv_aware", "round_robin", "least_loaded", "power_of_two"]
+RoutingName = Literal["kv_aware", "round_robin"]
 ROUTINGS: tuple[RoutingName, ...] = get_args(RoutingName)
 Disaggregate = Literal["auto", "always", "never"]
 Deflection = Literal["short", "objective"]
@@ -36,13 +36,13 @@ RouteReason = Literal[
 class RoutingConfig:
     """How to route.
 
-    routing: by predicted cost and prefix hits (kv_aware), or by load alone. disaggregate: separate prefill from decode
-    when that is cheaper ("auto"), whenever it is possible ("always": workers of one role do their own job only), or
-    never. kv_price_ns: what a worker costs more when its KV memory would be half full. max_local_tokens: more uncached
-    tokens than that are never computed on a decode worker where streams run (0: the costs decide). deflection: the
-    prompts that such a worker computes; "short": those of at most max_local_tokens, where that costs less;
-    "objective": any, and its streams lose little by it as long as their objective leaves room (after arXiv 2607.02043,
-    where the chunks must keep it). seed: of power_of_two.
+    routing: by predicted cost and prefix hits (kv_aware), or each worker in turn (round_robin). disaggregate: separate
+    prefill from decode when that is cheaper ("auto"), whenever it is possible ("always": workers of one role do their
+    own job only), or never. kv_price_ns: what a worker costs more when its KV memory would be half full.
+    max_local_tokens: more uncached tokens than that are never computed on a decode worker where streams run (0: the
+    costs decide). deflection: the prompts that such a worker computes; "short": those of at most max_local_tokens,
+    where that costs less; "objective": any, and its streams lose little by it as long as their objective leaves room
+    (after arXiv 2607.02043, where the chunks must keep it).
     """
 
     routing: RoutingName = "kv_aware"
@@ -51,7 +51,6 @@ class RoutingConfig:
     max_local_tokens: int = 256
     deflection: Deflection = "short"
     links: LinkCosts = field(default_factory=LinkCosts)
-    seed: int = 0
 
     def __post_init__(self) -> None:
         for name, known in (("routing", RoutingName), ("disaggregate", Disaggregate), ("deflection", Deflection)):

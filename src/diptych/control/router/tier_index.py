@@ -14,10 +14,9 @@ MAX_BLOCKS = 1 << 19  # about 100 MB of memory; at 32 tokens a block, 16 million
 
 
 class TierIndex:
-    """Workers 0, 1, ... num_left_out: blocks that were reported, and for which there was no room."""
+    """Workers 0, 1, ... Beyond ``max_blocks``, further blocks are left out."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self.num_left_out = 0
         self._max_blocks = max_blocks
         self._masks: dict[bytes, int] = {}
         self._order = EventOrder()
@@ -80,8 +79,6 @@ class TierIndex:
             mask = masks.get(block_hash, 0)
             if mask or len(masks) < self._max_blocks:
                 masks[block_hash] = mask | bit
-            else:
-                self.num_left_out += 1
 
     def _discard(self, worker: int, block_hash: bytes) -> None:
         mask = self._masks.get(block_hash, 0) & ~(1 << worker)

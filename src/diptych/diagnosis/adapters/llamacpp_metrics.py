@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from diptych.base.engine_load_metrics import LLAMACPP_LOAD
 from diptych.diagnosis.adapters.exposition import Growth, MetricsPage
 from diptych.diagnosis.adapters.metric_names import Scrapes
 from diptych.diagnosis.observation import Estimate, Missing, Observation
-from diptych.engine_load_metrics import LLAMACPP_LOAD
 
 PREFIX = "llamacpp:"
 MISSING = (

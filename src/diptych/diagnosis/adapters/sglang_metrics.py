@@ -5,9 +5,9 @@ Read from recorded pages only: SGLang has no build for CPUs that could be run he
 
 from typing import Final
 
+from diptych.base.engine_load_metrics import SGLANG_LOAD
 from diptych.diagnosis.adapters.metric_names import MetricNames
 from diptych.diagnosis.observation import Missing
-from diptych.engine_load_metrics import SGLANG_LOAD
 
 SGLANG: Final = MetricNames(
     engine="sglang",

@@ -6,9 +6,9 @@ batch stays at one size while requests wait.
 
 from typing import Final
 
+from diptych.base.engine_load_metrics import VLLM_LOAD
 from diptych.diagnosis.adapters.metric_names import MetricNames
 from diptych.diagnosis.observation import Missing
-from diptych.engine_load_metrics import VLLM_LOAD
 
 VLLM: Final = MetricNames(
     engine="vllm",

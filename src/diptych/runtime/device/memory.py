@@ -13,7 +13,7 @@ import weakref
 import torch
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.device.thread_priority import give_way
+from diptych.runtime.device.thread_limits import give_way
 from diptych.runtime.kv_cache.kv_geometry import HUGE_PAGE_BYTES
 
 PROT_NONE, PROT_READ_WRITE = 0, 3

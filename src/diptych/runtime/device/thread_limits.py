@@ -1,10 +1,15 @@
-"""How many threads may compute, and on which CPUs. Imports no torch, so that a wrong number is refused at once."""
+"""How many threads may compute, on which CPUs, and at which priority.
 
+Imports no torch, so that a wrong number is refused at once.
+"""
+
+import os
 import sys
+import threading
 from collections.abc import Iterable
 
+from diptych.base.processor import Processor
 from diptych.control.errors import ConfigError
-from diptych.processor import Processor
 
 SWITCH_INTERVAL_S = 0.0005
 
@@ -29,3 +34,11 @@ def allowed_threads(
     if not 1 <= count <= len(chosen):
         raise ConfigError(f"threads is {count}; between 1 and {len(chosen)}, the number of CPUs", param="threads")
     return chosen, count
+
+
+def give_way(niceness: int) -> None:
+    """This thread runs when the others leave time for it (Linux has a niceness for each thread): so much more than they
+    have."""
+    if hasattr(os, "setpriority"):
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + niceness))

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from diptych.base.processor import Processor, read_processor
 from diptych.control.compute_share import ComputeShare
-from diptych.processor import Processor, read_processor
 from diptych.runtime.device.thread_limits import allowed_threads
 from diptych.runtime.kernels.native import load_native
 

@@ -6,7 +6,7 @@ does), never imports torch, never allocates.
 
 from dataclasses import dataclass
 
-from diptych.byte_size import size_words
+from diptych.base.byte_size import size_words
 from diptych.control.errors import ConfigError
 from diptych.runtime.dtypes import DTYPES
 from diptych.runtime.models.model_config import AttentionConfig

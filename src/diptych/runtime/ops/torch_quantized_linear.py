@@ -14,13 +14,7 @@ from diptych.runtime.weights.weight_memory import WeightMemory
 
 LARGEST = 127
 SMALLEST_LIMIT = 1e-30  # spans below it count as zeros
-SPAN, SPAN_OF_GROUPS = 256, 128  # columns of x that share a scale; see Cut in quantized_gemm.h
-
-
-def span_of(weight_format: WeightFormat) -> int:
-    """Columns of x that share a scale when a weight of this format is multiplied."""
-    group_size = weight_format.group_size
-    return max(group_size, SPAN_OF_GROUPS // group_size * group_size) if group_size else SPAN
+SPAN = 256  # columns of x that share a scale; see Cut in quantized_gemm.h
 
 
 def quantize_span(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import llguidance
 
 from diptych.control.errors import ConstraintError, GrammarLimitError
 from diptych.control.request import SamplingParams
-from diptych.runtime.device.thread_priority import give_way
+from diptych.runtime.device.thread_limits import give_way
 
 MAX_COMPILED = 128
 LONG = 1 << 14  # bytes of a grammar from which on it may take more than some milliseconds to compile

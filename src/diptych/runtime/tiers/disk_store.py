@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diptych.byte_size import size_words
+from diptych.base.byte_size import size_words
 from diptych.control.errors import ConfigError
 from diptych.runtime.tiers.extent_format import (
     MAX_BLOCKS,

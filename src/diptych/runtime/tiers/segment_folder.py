@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from diptych.private_files import make_private_folder, open_private, write_private
+from diptych.base.private_files import make_private_folder, open_private, write_private
 
 SEGMENT, LOCK, DESCRIPTION = ".kv", ".lock", ".json"
 FOLDER_LOCK = "folder.lock"

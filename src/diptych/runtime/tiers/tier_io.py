@@ -19,6 +19,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from diptych.base.limited_log import LimitedLog
 from diptych.control.engine.kvcache.tier_records import (
     NO_PEER,
     CancelLoad,
@@ -33,8 +34,7 @@ from diptych.control.engine.kvcache.tier_records import (
     TierEvent,
 )
 from diptych.control.errors import WorkerError
-from diptych.limited_log import LimitedLog
-from diptych.runtime.device.thread_priority import give_way
+from diptych.runtime.device.thread_limits import give_way
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import Buffer
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import sha1
 from pathlib import Path
 
-from diptych.private_files import write_private
+from diptych.base.private_files import write_private
 
 FILE_NAME = "weights.json"
 CHUNK_BYTES = 1 << 22

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.transfer.connector import KVConnector, TransferOptions
-from diptych.runtime.transfer.connector_kind import ConnectorKind
+from diptych.runtime.transfer.connector import ConnectorKind, KVConnector, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
 
 if TYPE_CHECKING:  # this file is read where torch must not be loaded

@@ -7,10 +7,16 @@ The life of a transfer:
     receiver   expect -> (ChunkArrived)* -> Committed | TransferBroken; forget ends it in any state
     sender     open -> send* -> commit -> Sent | TransferBroken; cancel ends it in any state
 Exactly one of the last events comes; after forget or cancel has returned, none comes.
+
+What is known of a connector before it is made stands in the table of connectors, beside the name of its class: the
+front end chooses by it and checks options, and never loads torch, which most connectors need.
 """
 
-from collections.abc import Sequence
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 from diptych.control.engine.worker_core import ChunkArrived, TransferBroken
@@ -170,3 +176,45 @@ class KVConnector(Protocol):
         """Close all connections and stop; transfers end without events. After it returns no block is touched, and
         other calls have no effect. Idempotent."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorKind:
+    """One entry of CONNECTORS.
+
+    implementation: "module:class" of a KVConnector that is made with (layers, kv_format, options).
+    shares_pool: all workers map one pool of KV memory, and a prompt is computed straight into the blocks that its
+    receiver reserved: no KV is copied, only the commit travels. False: each worker has its own cache; KV is copied.
+    packs: options.codec may be other than "none".
+    serves_cuda: the cache may be in the memory of a GPU.
+    listen: options.listen of a worker; "{directory}" is its private directory.
+    needs: module that has to be installed beside torch ("": none). extra: the extra of this package that brings all.
+    """
+
+    implementation: str
+    shares_pool: bool = False
+    packs: bool = False
+    serves_cuda: bool = True
+    listen: str = "tcp://127.0.0.1:0"
+    needs: str = ""
+    extra: str = "engine"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether what it needs can be found; nothing is imported."""
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
+
+    @property
+    def cure(self) -> str:
+        """What to do when it cannot be imported."""
+        return f"pip install '.[{self.extra}]' in the checkout"
+
+    def listen_in(self, directory: Path) -> str:
+        """Where the connector of the worker with this private directory listens."""
+        return self.listen.format(directory=directory)
+
+    def load(self) -> Callable[..., KVConnector]:
+        """Import the class. Raises ImportError."""
+        module, _, name = self.implementation.partition(":")
+        connector: Callable[..., KVConnector] = getattr(importlib.import_module(module), name)
+        return connector

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.errors import DiptychError, RequestError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.control.step import StepTokens, TokenLogprobs
-from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.link.messages import AttemptTokens, pack_token_ids
 from diptych.serving.metrics.serving_metrics import ServingMetrics

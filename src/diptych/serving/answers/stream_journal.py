@@ -16,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 
+from diptych.base.length_prefix import Unpacker, pack
+from diptych.base.limited_log import LimitedLog
+from diptych.base.private_files import lock_of, make_private_folder, open_private
 from diptych.control.errors import ConfigError
 from diptych.control.events import RequestFinished
-from diptych.length_prefix import Unpacker, pack
-from diptych.limited_log import LimitedLog
-from diptych.private_files import lock_of, make_private_folder, open_private
 from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from diptych.base.limited_log import LimitedLog
+from diptych.base.private_files import open_private
 from diptych.control.errors import ConfigError, DiptychError
-from diptych.limited_log import LimitedLog
-from diptych.private_files import open_private
 from diptych.serving.answers.answer_stream import Generation
 from diptych.serving.keys.key_record import KeyRecord
 

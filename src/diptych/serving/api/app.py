@@ -15,7 +15,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from diptych import __version__, compiled_modules
+from diptych import __version__
+from diptych.base import compiled_modules
 from diptych.control.errors import ContextLengthError, InvalidRequestError
 from diptych.serving import edge_limits, sliced_json
 from diptych.serving.answers.grammar.grammar_checker import NO_GRAMMAR
@@ -71,9 +72,9 @@ from diptych.serving.api.structured import wanted_grammar, wants_structure
 from diptych.serving.api.timeline_routes import add_timeline_routes
 from diptych.serving.api.ui_routes import add_ui_routes
 from diptych.serving.async_llm import AsyncLLM, check_count, check_prompt
+from diptych.serving.batches.app_lines import serve_lines
 from diptych.serving.batches.batch_routes import BatchBody, add_batch_routes, upload_limits
 from diptych.serving.batches.batch_service import BatchService
-from diptych.serving.batches.line_host import serve_lines
 from diptych.serving.keys.keyring import Keyring
 
 BODIES: tuple[type[BaseModel], ...] = (

@@ -1,4 +1,8 @@
-"""What routes have in common: the body of a request as a checked model, its OpenAPI, and the owner of its key."""
+"""What routes have in common: the body of a request as a checked model, its OpenAPI, and the owner of its key.
+
+Fields that this server does not know are named in a header of the reply, or refused: a misspelt ``max_tokens`` is
+answered with the default, which somebody should notice.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,10 +14,10 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from diptych.control.errors import PermissionDeniedError
+from diptych.control.errors import InvalidRequestError, PermissionDeniedError
 from diptych.serving import edge_limits, sliced_json
 from diptych.serving.api.error_responses import invalid_body
-from diptych.serving.api.ignored_fields import ignored_fields, refuse_ignored
+from diptych.serving.api.parameters import UNSUPPORTED
 from diptych.serving.keys.key_record import KeyRecord
 from diptych.serving.long_work import LONG, LongWork
 
@@ -131,3 +135,31 @@ def usable(request: Request, names: Sequence[str]) -> list[str]:
 def tenant_in(request: Request) -> str:
     """See middleware.ApiKey."""
     return str(request.scope.get("state", {}).get("tenant", ""))
+
+
+# What the bodies of other APIs may say in the words of this server's own chat requests.
+OWN_FIELDS = ("service_class", "gives_way_ms", "priority", "deadline_ms", "ttft_slo_ms", "tpot_slo_ms", "cache_salt")
+# Known, and without a meaning for the answer.
+WITHOUT_EFFECT = frozenset(
+    (
+        *("user", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "prompt_cache_options", "metadata", "client_metadata", "stream_options"),
+    )
+)
+
+
+def ignored_fields(body: BaseModel) -> list[str]:
+    """The names of fields that change nothing here and might elsewhere, as the client wrote them. A body may have a set
+    ``without_effect`` of its own: fields that it reads or refuses elsewhere, or that mean nothing for the answer."""
+    known: frozenset[str] = getattr(body, "without_effect", frozenset()) | WITHOUT_EFFECT
+    given = body.model_extra or {}
+    return [
+        name for name, value in given.items() if name not in UNSUPPORTED and name not in known and value is not None
+    ]
+
+
+def refuse_ignored(names: Sequence[str]) -> None:
+    """Raise InvalidRequestError for the first of them."""
+    if names:
+        message = f"{names[0][:64]} is nothing that this server knows; it refuses what it would ignore (--strict)"
+        raise InvalidRequestError(message, param=names[0][:64], code="unknown_field")

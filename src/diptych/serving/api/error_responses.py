@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.errors import DiptychError, InvalidRequestError, NotFoundError, RequestError
-from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.api.dialect import CHAT, Dialect, dialect_of
 from diptych.serving.api.error_format import error_headers, http_error
 from diptych.serving.freed_memory import forget_frames

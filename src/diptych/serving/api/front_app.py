@@ -10,7 +10,8 @@ from typing import Any, get_args
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from diptych import __version__, compiled_modules
+from diptych import __version__
+from diptych.base import compiled_modules
 from diptych.control.errors import NotFoundError
 from diptych.serving import edge_limits
 from diptych.serving.api import error_responses as errors
@@ -25,11 +26,11 @@ from diptych.serving.api.model_list import model_list
 from diptych.serving.api.reply import encode_json
 from diptych.serving.api.timeline_routes import add_timeline_routes
 from diptych.serving.api.ui_routes import add_ui_routes
+from diptych.serving.batches.app_lines import serve_lines
 from diptych.serving.batches.batch_routes import add_batch_routes, upload_limits
 from diptych.serving.batches.batch_service import BatchService
-from diptych.serving.batches.line_host import serve_lines
 from diptych.serving.front.relay_request import RelayPath, read_request
-from diptych.serving.front.relay_response import RelayResponse
+from diptych.serving.front.relay_stream import RelayResponse
 from diptych.serving.front.served_engines import EngineFront
 from diptych.serving.keys.keyring import Keyring
 

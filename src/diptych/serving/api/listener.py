@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from diptych.base.limited_log import LimitedLog
 from diptych.control.errors import ConfigError, UnavailableError
-from diptych.limited_log import LimitedLog
 from diptych.serving import edge_limits
 from diptych.serving.api.error_format import error_bytes
 from diptych.serving.descriptors import (

@@ -12,12 +12,12 @@ from pydantic import Field, ValidationError
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving import edge_limits
+from diptych.serving.api.bodies import OWN_FIELDS
 from diptych.serving.api.context_edits import Turn, after_compaction
 from diptych.serving.api.error_responses import invalid_body
-from diptych.serving.api.function_tool import function_tool
-from diptych.serving.api.ignored_fields import OWN_FIELDS
 from diptych.serving.api.messages_blocks import messages_of, texts_of
 from diptych.serving.api.protocol import ChatBody, Count, Fields, Items, ToolBody, Turns
+from diptych.serving.api.tools import function_tool
 
 VOLATILE = re.compile(r"\A\s*x-anthropic-[a-z-]+:[^\n]*\n?")
 Blocks = str | Items[dict[str, Any]]

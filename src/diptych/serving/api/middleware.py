@@ -1,5 +1,7 @@
 """The layers in front of every route, as plain ASGI: the body limit, the API key, and the handling of panics of native
 libraries. Replies are not buffered: streams pass through untouched.
+
+Bodies that are being read share one budget of memory, in bytes, for all connections of an app together.
 """
 
 import logging
@@ -8,18 +10,69 @@ from collections.abc import Callable, Mapping
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diptych.byte_size import size_words
-from diptych.control.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError
-from diptych.limited_log import LimitedLog, kind_of
+from diptych.base.byte_size import size_words
+from diptych.base.limited_log import LimitedLog, kind_of
+from diptych.control.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError, UnavailableError
 from diptych.serving import edge_limits
 from diptych.serving.answers.native_panic import is_panic
-from diptych.serving.api.body_budget import BodyBudget, HalfReadBody
 from diptych.serving.api.dialect import dialect_of
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_format import http_error
 from diptych.serving.api.error_responses import error_response
 from diptych.serving.api.other_scopes import HTTP, is_refused
 from diptych.serving.keys.keyring import Keyring
+
+
+class BodyBudget:
+    """Bounds the bytes of half-read bodies. Beyond ``max_bytes`` the body that has been read longest is refused: who
+    never ends a body makes room for those who do."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0  # never more than max_bytes
+        self._readings: dict[HalfReadBody, None] = {}  # those that hold bytes, the oldest first
+
+    def add(self, body: "HalfReadBody", num_bytes: int) -> None:
+        """Count bytes that came for ``body``. Raises UnavailableError where it is the one to be refused: when it is the
+        oldest, or when the oldest cannot be woken."""
+        self._readings.setdefault(body)
+        while self.num_bytes + num_bytes > self.max_bytes:
+            oldest = next(iter(self._readings))
+            if oldest is body or oldest.wake is None:
+                self._refuse(body)
+                raise self.refusal()
+            self._refuse(oldest)
+            oldest.wake()
+        body.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+
+    def release(self, body: "HalfReadBody") -> None:
+        """Give back what ``body`` holds; nothing the second time."""
+        self._readings.pop(body, None)
+        self.num_bytes -= body.num_bytes
+        body.num_bytes = 0
+
+    def _refuse(self, body: "HalfReadBody") -> None:
+        self.release(body)
+        body.is_refused = True
+
+    def refusal(self) -> UnavailableError:
+        """What a refused request is answered."""
+        message = f"bodies that are being read hold {size_words(self.max_bytes)}, the limit; send it again"
+        return UnavailableError(message, retry_after_s=1.0, code="too_many_bodies")
+
+
+class HalfReadBody:
+    """The body of one request while it is read. wake: ends the wait for its next bytes, so that its task sees
+    ``is_refused``; None where that cannot be done."""
+
+    __slots__ = ("is_refused", "num_bytes", "wake")
+
+    def __init__(self, wake: Callable[[], None] | None) -> None:
+        self.wake = wake
+        self.num_bytes = 0
+        self.is_refused = False
+
 
 logger = logging.getLogger(__name__)
 

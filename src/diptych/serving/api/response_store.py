@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from diptych.base.limited_log import LimitedLog
+from diptych.base.private_files import lock_of, private_database
 from diptych.control.errors import ConfigError, DrainingError, InvalidRequestError, NotFoundError, UnavailableError
-from diptych.limited_log import LimitedLog
-from diptych.private_files import lock_of, private_database
 from diptych.serving import edge_limits
 
 logger = logging.getLogger(__name__)

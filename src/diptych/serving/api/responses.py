@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.errors import DiptychError
-from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 from diptych.serving.answers.native_panic import is_failure
 from diptych.serving.api.dialect import CHAT, Dialect

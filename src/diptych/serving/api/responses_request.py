@@ -12,8 +12,8 @@ from pydantic import Field, ValidationError
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving import edge_limits
+from diptych.serving.api.bodies import OWN_FIELDS
 from diptych.serving.api.error_responses import invalid_body
-from diptych.serving.api.ignored_fields import OWN_FIELDS
 from diptych.serving.api.protocol import ChatBody, Count, Fields, Items, Metadata, Turns
 from diptych.serving.api.responses_items import ItemReader, take_found_tools
 from diptych.serving.api.responses_tools import ClientTools

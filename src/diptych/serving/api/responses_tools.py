@@ -13,8 +13,8 @@ from typing import Any, Final, Literal
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving import edge_limits
-from diptych.serving.api.function_tool import function_tool
 from diptych.serving.api.protocol import ToolBody
+from diptych.serving.api.tools import function_tool
 
 Item = dict[str, Any]
 ToolKind = Literal["function", "custom", "tool_search"]

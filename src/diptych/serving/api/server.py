@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import uvicorn
 import uvloop
 
+from diptych.base.limited_log import LimitedErrors
+from diptych.base.stop_signals import stop_signals
 from diptych.control.errors import DiptychError
-from diptych.limited_log import LimitedErrors
 from diptych.runtime.device.garbage import leave_alone_what_is_loaded
 from diptych.runtime.device.thread_limits import switch_often
 from diptych.serving import edge_limits
@@ -28,7 +29,6 @@ from diptych.serving.batches.batch_service import BatchOptions, BatchService
 from diptych.serving.descriptors import raise_descriptor_limit
 from diptych.serving.link.messages import Loading, Ready
 from diptych.serving.served_fleet import ServedFleet
-from diptych.stop_signals import stop_signals
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

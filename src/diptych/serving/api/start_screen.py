@@ -14,9 +14,9 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from diptych.base.terminal_text import console
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.link.messages import Loading, Ready
-from diptych.terminal_text import console
 
 ADDRESSES = {"API": "/v1", "Live page": "/ui", "Guide": "/guide", "Reference": "/docs"}
 PromptKind = Literal["chat", "code", "text", "ids"]  # what a first request is best made of

@@ -5,9 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.answers.tokenizer import Tokenizer
-from diptych.serving.api.protocol import ChatBody, ToolBody
+from diptych.serving.api.error_responses import invalid_body
+from diptych.serving.api.protocol import ChatBody, FunctionBody, ToolBody
 
 CHOICES = ("auto", "none", "required")
 
@@ -148,3 +151,12 @@ def _check(number: int, tool: ToolBody, schemas: Mapping[str, Any]) -> None:
             f"tools.{number}.function.name is {tool.function.name!r}, as that of another tool",
             param=f"tools.{number}.function.name",
         )
+
+
+def function_tool(function: Mapping[str, Any], place: str) -> ToolBody:
+    """A tool of a chat request. Raises InvalidRequestError that names the field below ``place``."""
+    try:
+        return ToolBody(function=FunctionBody.model_validate(function))
+    except ValidationError as error:
+        found = invalid_body(error)
+        raise InvalidRequestError(f"{place}.{found.message}", param=f"{place}.{found.param}") from None

@@ -14,11 +14,11 @@ from pydantic import Field
 from diptych.control.errors import InvalidRequestError, NotFoundError
 from diptych.serving import edge_limits
 from diptych.serving.api.bodies import key_in, read_body, takes, tenant_in
+from diptych.serving.api.multipart import MultipartParser, PartBegin
 from diptych.serving.api.protocol import Fields, Metadata
 from diptych.serving.api.reply import encode_json
 from diptych.serving.batches.batch_records import Batch, BatchTerms, StoredFile, window_seconds
 from diptych.serving.batches.batch_service import BatchService, Upload
-from diptych.serving.batches.multipart import MultipartParser, PartBegin
 
 USUAL_BATCHES = 20
 WRITE_BYTES = 2**18

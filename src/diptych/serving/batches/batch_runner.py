@@ -6,6 +6,8 @@
 
 Memory does not grow with the number of lines: a batch has some lines read ahead, and a line leaves when its row is
 on disk. A server that stops, or is killed, runs the lines again whose rows were not on disk.
+
+Every line of a batch is checked before any runs, a part of its file at a time, so that others get their turns.
 """
 
 import asyncio
@@ -17,23 +19,92 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.errors import DiptychError
-from diptych.limited_log import LimitedLog, kind_of
+from diptych.serving import edge_limits
 from diptych.serving.api.error_format import error_body
-from diptych.serving.batches.batch_records import Batch, End, LineResult
+from diptych.serving.batches.batch_records import Batch, End, LineFault, LinePlace, LineResult, usage_of
 from diptych.serving.batches.batch_store import BatchStore, row_id
-from diptych.serving.batches.line_check import reply_row, request_body
-from diptych.serving.batches.line_intake import LineIntake
+from diptych.serving.batches.line_check import check_line, reply_row, request_body
 from diptych.serving.batches.line_schedule import (
     BUFFERED_BYTES,
     BUFFERED_LINES,
+    LineLimits,
     LineSchedule,
+    Pace,
     RunningBatch,
     WaitingLine,
 )
-from diptych.serving.batches.line_usage import usage_of
-from diptych.serving.batches.pace import LineLimits, Pace
 from diptych.serving.failures.watched_tasks import start_watched
+
+PART_LINES = 500
+PART_BYTES = 4 * 2**20
+
+
+class LineIntake:
+    """Of one batch, from the beginning: what an earlier attempt has noted is forgotten."""
+
+    def __init__(self, store: BatchStore, batch: Batch, models: Collection[str]) -> None:
+        self._store = store
+        self._batch = batch
+        self._models = models
+        self._texts = store.texts(batch.terms.input_file)
+        self._num_lines = 0
+        self._faults: list[LineFault] = []
+        store.tables.forget_lines(batch.number)
+
+    def read_part(self, now: int) -> bool:
+        """Check some more lines; False when the batch is in progress, has failed or was cancelled. now: Unix
+        seconds."""
+        if self._store.batch(self._batch.id, self._batch.tenant).status != "validating":
+            return False
+        is_over = self._read_part()
+        limit = self._store.limits.max_lines
+        if self._num_lines > limit:
+            self._faults.append(LineFault("too_many_lines", f"the file has more than {limit} lines, the limit"))
+            is_over = True
+        if not is_over and len(self._faults) < edge_limits.BATCH_FAULTS:
+            return True
+        if not self._num_lines:
+            self._faults.append(LineFault("empty_file", "the file has no lines"))
+        tables, number = self._store.tables, self._batch.number
+        if self._faults:
+            tables.forget_lines(number)
+            tables.set_status(self._batch, "failed", now, faults=self._faults[: edge_limits.BATCH_FAULTS])
+        else:
+            with tables.begin():
+                tables.set_total(number, self._num_lines)
+                tables.set_status(self._batch, "in_progress", now)
+        return False
+
+    def _read_part(self) -> bool:
+        """Whether the file is at its end."""
+        places: list[LinePlace] = []
+        num_bytes, most = 0, self._store.limits.max_line_bytes
+        is_over = True
+        for offset, text in self._texts:
+            self._num_lines += 1
+            number = self._num_lines
+            if len(text) > most:
+                self._faults.append(LineFault("line_too_long", f"the line has more than {most} bytes", number))
+            else:
+                found = check_line(text, number, self._batch.terms.endpoint, self._models)
+                if isinstance(found, LineFault):
+                    self._faults.append(found)
+                else:
+                    places.append(LinePlace(number, offset, len(text), found))
+            num_bytes += len(text)
+            if number % PART_LINES == 0 or num_bytes >= PART_BYTES or len(self._faults) >= edge_limits.BATCH_FAULTS:
+                is_over = False
+                break
+        with self._store.tables.begin():
+            repeated = self._store.tables.add_lines(self._batch.number, places)
+        for place in repeated:
+            words = f"custom_id {place.custom_id[:80]!r} was given to an earlier line"
+            self._faults.append(LineFault("duplicate_custom_id", words, place.number, "custom_id"))
+        self._faults.sort(key=lambda fault: fault.line or 0)
+        return is_over
+
 
 logger = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diptych.byte_size import size_words
+from diptych.base.byte_size import size_words
+from diptych.base.limited_log import LimitedLog
+from diptych.base.private_files import open_private
 from diptych.control.errors import BodyTooLargeError, DrainingError, InvalidRequestError, UnavailableError
-from diptych.limited_log import LimitedLog
-from diptych.private_files import open_private
 from diptych.serving.batches.batch_records import Batch, BatchLimits, BatchTerms, StoredFile
 from diptych.serving.batches.batch_runner import BatchCounts, BatchRunner, LineExecutor
 from diptych.serving.batches.batch_store import BatchStore
-from diptych.serving.batches.pace import LineLimits
+from diptych.serving.batches.line_schedule import LineLimits
 from diptych.serving.failures.failure_board import FailureBoard
 from diptych.serving.failures.failure_recording import places
 from diptych.serving.failures.restart_pause import RestartPause

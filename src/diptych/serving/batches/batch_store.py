@@ -17,13 +17,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO
 
-from diptych.byte_size import size_words
+from diptych.base.byte_size import size_words
+from diptych.base.private_files import lock_of, make_private_folder, open_private, warn_of_visitors
 from diptych.control.errors import BodyTooLargeError, ConfigError, ConflictError, InvalidRequestError, NotFoundError
-from diptych.private_files import lock_of, make_private_folder, open_private, warn_of_visitors
-from diptych.serving.batches.batch_records import Batch, BatchLimits, End, LinePlace, LineResult, StoredFile
+from diptych.serving.batches.batch_records import NO_USAGE, Batch, BatchLimits, End, LinePlace, LineResult, StoredFile
 from diptych.serving.batches.batch_tables import BatchTables
 from diptych.serving.batches.line_check import CANCELLED, EXPIRED, unanswered_row
-from diptych.serving.batches.line_usage import NO_USAGE
 
 _FILE_NAME = re.compile(r"file-[0-9a-f]{32}(out|err)?")
 END_ROWS = 500  # lines that get their rows at once when a batch expires or is cancelled

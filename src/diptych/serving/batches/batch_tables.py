@@ -12,9 +12,18 @@ from typing import Any
 
 import msgspec
 
-from diptych.private_files import private_database
-from diptych.serving.batches.batch_records import OPEN, Batch, BatchTerms, End, LineFault, LinePlace, Status, StoredFile
-from diptych.serving.batches.line_usage import LineUsage
+from diptych.base.private_files import private_database
+from diptych.serving.batches.batch_records import (
+    OPEN,
+    Batch,
+    BatchTerms,
+    End,
+    LineFault,
+    LinePlace,
+    LineUsage,
+    Status,
+    StoredFile,
+)
 
 _SCHEMA = (
     "PRAGMA journal_mode = WAL",
@@ -191,11 +200,6 @@ class BatchTables:
             (batch, after, limit),
         )
         return [LinePlace(*row) for row in rows]
-
-    def count_lines(self, batch: int) -> int:
-        """Lines to be done."""
-        (count,) = self._database.execute("SELECT count(*) FROM lines WHERE batch = ?", (batch,)).fetchone()
-        return int(count)
 
     def is_to_do(self, batch: int, line: int) -> bool:
         """Whether this line has no row yet."""

@@ -1,14 +1,69 @@
-"""Which line runs next. Pure: no I/O; it is told the time (Unix seconds as a float, only compared).
+"""Which line runs next, how many run at once, and for how long they give way. Pure: no I/O; the time is an
+argument (Unix seconds as a float, only compared).
 
 Among batches the one whose window ends first goes first, then the older; inside a batch the lines go in the order of
 their file, those that come back after a failed attempt when their time has come. Holds a bounded number of lines.
+
+Lines run while nothing else does: they give way to other requests, where the workers know how to, and else start only
+while there are none. Beside other requests run only as many as the operator allows, unless a batch would miss its
+window: it runs all the same when, at the pace of its lines so far, what is left of it needs more than half of the time
+that is left; a batch of which nothing is known yet, when half of its window is over.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from diptych.control.errors import ConfigError
 from diptych.serving.batches.batch_records import Batch, End, LinePlace
+
+PACE_LINES = 256  # the pace is that of the last so many lines
+SPARE = 2.0  # a batch is urgent when it needs this share less of the time that is left
+LONGEST_GAP_S = 60.0  # between two lines: longer ones were pauses
+
+
+@dataclass(frozen=True, slots=True)
+class LineLimits:
+    """at_once: lines that run at once while nothing else does. beside: beside other requests, when there is no
+    hurry."""
+
+    at_once: int = 32
+    beside: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("at_once", 1, 4096), ("beside", 0, self.at_once)):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                param = "batch_lines" if name == "at_once" else "batch_lines_beside"
+                raise ConfigError(f"{param} is {value}; it must be between {least} and {most}", param=param)
+
+
+class Pace:
+    """The pace at which lines get done while they run, over all batches."""
+
+    def __init__(self) -> None:
+        self._gaps: deque[tuple[float, int]] = deque(maxlen=PACE_LINES)
+        self._last: float | None = None
+
+    def on_done(self, count: int, now: float) -> None:
+        """So many lines are done."""
+        if self._last is not None and now - self._last <= LONGEST_GAP_S:
+            self._gaps.append((max(0.0, now - self._last), count))
+        self._last = now
+
+    @property
+    def line_s(self) -> float | None:
+        """Seconds per line; None: not known yet."""
+        count = sum(entry[1] for entry in self._gaps)
+        return sum(entry[0] for entry in self._gaps) / count if count else None
+
+    def slack_s(self, num_left: int, created: float, expires: float, now: float) -> float:
+        """For how long a batch with so many lines left can wait for a quiet time; less than 0: no longer."""
+        line_s, time_left = self.line_s, expires - now
+        if line_s is None:
+            return time_left - (expires - created) / SPARE
+        return time_left - num_left * line_s * SPARE
+
 
 BUFFERED_LINES = 32  # of a batch, read ahead
 BUFFERED_BYTES = 4 * 2**20

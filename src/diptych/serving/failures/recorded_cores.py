@@ -7,19 +7,72 @@ from pathlib import Path
 
 from diptych.control.cluster import cluster_recording
 from diptych.control.cluster.cluster_config import ClusterConfig
+from diptych.control.cluster.cluster_events import Arrived, Reported
 from diptych.control.config import EngineConfig
+from diptych.control.events import KVEvents, KVSnapshot
 from diptych.control.planner import planner_recording
 from diptych.control.planner.planner_config import PlannerConfig
-from diptych.control.recent_rows import RecentRows, Row
+from diptych.control.recent_rows import ROW_WEIGHT, RecentRows, Row
 from diptych.serving.failures.failure_recording import write_failure
-from diptych.serving.failures.row_weights import (
-    time_of_event,
-    time_of_input,
-    weigh_cluster_row,
-    weigh_engine_row,
-    weigh_planner_row,
-)
 from diptych.serving.link.recorder import Recorder, engine_encoder, engine_header
+
+TIMELESS = frozenset(("ahead", "configure", "rescale", "observe"))  # rows of an engine without a time
+
+
+def time_of_event(row: Row) -> int | None:
+    """Of the row of a cluster or a planner."""
+    return int(row[0])
+
+
+def time_of_input(row: Row) -> int | None:
+    """Of the row of an engine."""
+    return None if row[0] in TIMELESS else int(row[1])
+
+
+def weigh_cluster_row(row: Row) -> int:
+    """Of a RecordingClusterCore."""
+    event, commands = row[1], row[2]
+    weight = ROW_WEIGHT * len(commands)
+    if isinstance(event, Reported):
+        weight += ROW_WEIGHT * len(event.events)
+        for happened in event.events:
+            if isinstance(happened, KVEvents):
+                weight += len(happened.stored) + len(happened.evicted)
+            elif isinstance(happened, KVSnapshot):
+                weight += len(happened.hashes)
+    elif isinstance(event, Arrived):
+        weight += len(event.submission.hashes)
+    return weight
+
+
+def weigh_engine_row(row: Row) -> int:
+    """Of a RecordingEngineCore."""
+    kind = row[0]
+    if kind == "begin":
+        output = row[2]
+        if output is None:
+            return 0
+        weight = len(output.new_blocks) + len(output.finished) + len(output.paused) + len(output.extra_rows)
+        if output.prefills:
+            weight += sum(ROW_WEIGHT + len(chunk.block_ids) for chunk in output.prefills) + len(output.block_copies)
+        if output.resumed:
+            weight += sum(ROW_WEIGHT + len(member.block_ids) for member in output.resumed)
+        if output.swap_out or output.swap_in:
+            weight += len(output.swap_out) + len(output.swap_in)
+        return weight
+    if kind in ("add", "reserve"):
+        return len(row[2][3])
+    if kind == "end":
+        return sum(len(part) for part in (*row[3:6], *row[7:]))
+    if kind == "tier":
+        return len(getattr(row[3], "added", ())) + len(getattr(row[3], "removed", ()))
+    return 0
+
+
+def weigh_planner_row(row: Row) -> int:
+    """Of a RecordingPlannerCore."""
+    return ROW_WEIGHT * len(row[2])
+
 
 Write = Callable[[Row], None]
 

@@ -8,7 +8,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from diptych.cgroups import ROOT, folders, text_of
+from diptych.base.cgroups import ROOT, folders, text_of
 from diptych.control.errors import DiptychError
 
 CRASHES = frozenset(

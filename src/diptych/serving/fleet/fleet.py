@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from diptych.base.processor import Processor, read_processor
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import (
     Arrived,
@@ -27,10 +28,11 @@ from diptych.control.cluster.membership import Membership
 from diptych.control.commands import Command, Drained, End, GiveWay, Prefill, Reserve, Restarted, Serve, WorkerCommand
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConfigError, ConflictError, DiptychError, RequestError, WorkerError
-from diptych.control.events import Resized, TransferFailed
+from diptych.control.events import Event, HandoffDelivered, Resized, TransferFailed
 from diptych.control.request import FinishReason, Submission
 from diptych.control.router.topology import Role, has_both_phases
-from diptych.processor import Processor, read_processor
+from diptych.control.slo import NS_PER_S
+from diptych.control.step import TokenLogprobs
 from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream, Generation
 from diptych.serving.answers.output_streams import OutputStreams, stopped_by_token
@@ -38,19 +40,15 @@ from diptych.serving.failures.cluster_guard import ClusterGuard
 from diptych.serving.failures.failure_board import FailureBoard
 from diptych.serving.failures.failure_recording import folder_of
 from diptych.serving.failures.watched_tasks import start_watched
-from diptych.serving.fleet.due_timer import DueTimer
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan, plan_fleet, worker_options
 from diptych.serving.fleet.fleet_planner import FleetPlanner, plan_with
-from diptych.serving.fleet.fleet_view import view_of
 from diptych.serving.fleet.hang_watch import watch_pulses
 from diptych.serving.fleet.host_cores import HostCores
-from diptych.serving.fleet.index_alarm import IndexAlarm
 from diptych.serving.fleet.joined_worker import JoinedWorker
 from diptych.serving.fleet.joint_ready import joint_ready
 from diptych.serving.fleet.supervisor import LocalLauncher
-from diptych.serving.fleet.takeovers import Takeovers
 from diptych.serving.fleet.worker_changes import WorkerChanges
 from diptych.serving.fleet.worker_door import WorkerDoor, expected_of
 from diptych.serving.fleet.worker_port import Launcher, WorkerPort, WorkerSite, WorkerState
@@ -66,9 +64,10 @@ from diptych.serving.link.messages import (
     unpack_events,
 )
 from diptych.serving.link.recorder import Recorder
+from diptych.serving.metrics.fleet_metrics import FleetView
 from diptych.serving.metrics.serving_metrics import ServingMetrics
 from diptych.serving.misses.miss_watch import MissWatch
-from diptych.timeline.ring import RUNNING_STATES, Timeline
+from diptych.timeline.ring import RUNNING_STATES, Timeline, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -507,3 +506,98 @@ class Fleet:
         units = str(info.share) if info and info.share.num_units else ""
         now = self._clock() if at_ns is None else at_ns
         self.timeline.on_worker(worker, state, now, role=self.role(worker), detail=detail, computes_on=units)
+
+
+def view_of(fleet: "Fleet", now: int) -> FleetView:
+    """What there is of it at ``now``."""
+    core, numbers = fleet.core, range(max(len(fleet.fleet.roles), len(fleet.workers)))
+    return FleetView(
+        [fleet.role(number) for number in numbers],
+        [number in core.members.up for number in numbers],
+        [worker.num_restarts for worker in fleet.workers] or [0] * len(numbers),
+        core.counts,
+        len(core.admission),
+        core.router.alarm,
+        core.length_watch.errors,
+        fleet.planner.num_decisions if fleet.planner is not None else {},
+        core.paths.broken_at(now),
+        fleet.door.refused if fleet.door is not None else {},
+        fleet.joint_ready,
+        fleet.failures.counts,
+    )
+
+
+FirstTokens = Mapping[str, tuple[int, TokenLogprobs | None]]  # of attempts that a worker has taken over
+
+
+class Takeovers:
+    """Of one fleet."""
+
+    def __init__(self, streams: OutputStreams, metrics: ServingMetrics, timeline: Timeline) -> None:
+        self._streams = streams
+        self._metrics = metrics
+        self._timeline = timeline
+
+    def take(self, worker: int, events: Sequence[Event], first_tokens: FirstTokens) -> list[AnswerStream]:
+        """A decode worker has taken these over. Returns the streams that are complete."""
+        stopped = []
+        for event in events:
+            if not isinstance(event, HandoffDelivered):
+                continue
+            self._metrics.on_transfer(event.num_bytes, event.transfer_ns)
+            takeover = self._streams.on_delivered(worker, event.request_id, *first_tokens[event.request_id])
+            if takeover is not None:
+                stopped += takeover.stopped
+                start_ns, exposed_ns = event.time_ns - event.transfer_ns, int(takeover.exposed_s * NS_PER_S)
+                self._timeline.on_transfer(
+                    Transfer(
+                        event.request_id, takeover.sender, worker, event.num_bytes, start_ns, event.time_ns, exposed_ns
+                    )
+                )
+        return stopped
+
+
+class DueTimer:
+    """Calls ``on_due`` once at the time that was last set. clock: nanoseconds, of the times that are set."""
+
+    def __init__(self, clock: Callable[[], int], on_due: Callable[[], None]) -> None:
+        self._clock = clock
+        self._on_due = on_due
+        self._handle: asyncio.TimerHandle | None = None
+        self._due_ns: int | None = None
+
+    def set(self, due_ns: int | None) -> None:
+        """When it is due (None: never), in place of what was set before."""
+        if due_ns == self._due_ns:
+            return
+        self.cancel()
+        self._due_ns = due_ns
+        if due_ns is not None:
+            delay_s = max(0.0, (due_ns - self._clock()) / NS_PER_S)
+            self._handle = asyncio.get_running_loop().call_later(delay_s, self._fire)
+
+    def cancel(self) -> None:
+        """It is not due any more."""
+        if self._handle is not None:
+            self._handle.cancel()
+        self._handle = self._due_ns = None
+
+    def _fire(self) -> None:
+        self._handle = self._due_ns = None
+        self._on_due()
+
+
+class IndexAlarm:
+    """What was said last."""
+
+    def __init__(self) -> None:
+        self._alarm = ""
+
+    def check(self, alarm: str) -> None:
+        """alarm: of the router, now; empty where its picture is right."""
+        if bool(alarm) != bool(self._alarm):
+            if alarm:
+                logger.warning("the router's picture of the prefix caches is wrong: %s", alarm)
+            else:
+                logger.warning("the router's picture of the prefix caches is right again")
+        self._alarm = alarm

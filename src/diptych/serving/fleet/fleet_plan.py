@@ -12,18 +12,17 @@ from pathlib import Path
 
 import msgspec
 
+from diptych.base.processor import Processor, read_processor
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, LinkCosts, Role, WorkerInfo
-from diptych.processor import Processor, read_processor
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S
 from diptych.serving.fleet.fleet_options import CoreShare, FleetOptions, check_codec, divide_cores
-from diptych.serving.fleet.group_cores import divide_between_groups
-from diptych.serving.fleet.host_cores import HostCores
+from diptych.serving.fleet.host_cores import HostCores, divide_between_groups
 from diptych.serving.fleet.joint_ready import longest_sequence
 from diptych.serving.fleet.shared_memory import (
     SharedMemory,

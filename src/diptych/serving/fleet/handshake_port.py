@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 
-from diptych.limited_log import LimitedLog
+from diptych.base.limited_log import LimitedLog
 from diptych.serving import edge_limits
 from diptych.serving.descriptors import (
     SHORTAGE_PAUSE_S,

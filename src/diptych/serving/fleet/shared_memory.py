@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diptych.cgroups import ROOT, available_memory_bytes
+from diptych.base.cgroups import ROOT, available_memory_bytes
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.weights.weight_bytes import loaded_weight_bytes, memory_beside_weights
@@ -82,8 +82,8 @@ def default_num_blocks(
 ) -> int:
     """Blocks of each worker when no option says how many: a quarter of the memory that is free beside the weights, on
     this machine and in its container, between all of them, at most 2 GiB each and at most what 32 sequences at full
-    length use (touching memory for the first time takes long on some machines). root: see ``diptych.cgroups``. Raises
-    ConfigError for weights that do not fit into memory."""
+    length use (touching memory for the first time takes long on some machines). root: see ``diptych.base.cgroups``.
+    Raises ConfigError for weights that do not fit into memory."""
     max_model_len = options.max_model_len or read_model_config(options.model).max_position_embeddings
     useful = DEFAULT_FULL_SEQUENCES * (max_model_len // geometry.block_size + 2)
     free_bytes = available_memory_bytes(root)

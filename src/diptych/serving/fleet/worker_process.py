@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.private_files import write_private
+from diptych.base.private_files import write_private
 from diptych.serving.fleet.descriptor_reserve import DescriptorReserve
 from diptych.serving.fleet.private_directory import locked_directory
 from diptych.serving.link.channel import Channel, accept, listen

@@ -9,12 +9,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.events import Event, KVEvents, KVSnapshot
 from diptych.control.router.assumed_cache import AssumedCache
 from diptych.control.router.kv_bridge import KVBridge
 from diptych.control.router.kv_source import KVSource, SourceChange, SourceState
 from diptych.control.slo import NS_PER_S
-from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.kv_events import KVEventReader

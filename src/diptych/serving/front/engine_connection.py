@@ -38,8 +38,8 @@ class ReplyListener(Protocol):
         """The body is whole."""
         ...
 
-    def on_failure(self, words: str, *, was_sent: bool) -> None:
-        """There is no whole reply. was_sent: the engine may have read the request."""
+    def on_failure(self, words: str) -> None:
+        """There is no whole reply."""
         ...
 
     def on_defect(self, error: Exception) -> None:
@@ -162,7 +162,7 @@ class ConnectionPool:
     def _fail(call: EngineCall, listener: ReplyListener, words: str) -> None:
         if not call.is_over:
             call.is_over = True
-            listener.on_failure(words, was_sent=False)
+            listener.on_failure(words)
 
     def keep(self, connection: "_Connection") -> None:
         """The connection can carry another request."""
@@ -383,7 +383,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
         if call is not None and listener is not None:
             call.is_over, call._connection = True, None
-            listener.on_failure(words, was_sent=True)
+            listener.on_failure(words)
 
 
 class _Ignored:
@@ -398,7 +398,7 @@ class _Ignored:
     def on_end(self) -> None:
         """Nothing."""
 
-    def on_failure(self, words: str, *, was_sent: bool) -> None:
+    def on_failure(self, words: str) -> None:
         """Nothing."""
 
     def on_defect(self, error: Exception) -> None:
@@ -434,7 +434,7 @@ class _Gathered:
         if not self.done.done():
             self.done.set_result((self._status, bytes(self._body)))
 
-    def on_failure(self, words: str, *, was_sent: bool) -> None:
+    def on_failure(self, words: str) -> None:
         if not self.done.done():
             self.done.set_exception(ConnectionError(words))
 

@@ -119,7 +119,6 @@ class EngineExchange:
         self.first_ns = 0
         self.num_tokens = 0
         self.is_over = False
-        self.has_bytes = False
         self.is_handoff = feeder is not None and feeder != owner.number
         self.awaits_admission = stream.request.token_ids is not None and not (self.is_handoff or question.resumes)
         self._owner = owner
@@ -169,7 +168,7 @@ class EngineExchange:
 
     def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
         """See ReplyListener."""
-        self._status, self.has_bytes = status, True
+        self._status = status
         is_events = headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
         self._is_events = status == 200 and is_events
         if self._is_events and not self.is_over:
@@ -200,7 +199,7 @@ class EngineExchange:
         else:
             self._on_whole(bytes(self._body))
 
-    def on_failure(self, words: str, *, was_sent: bool) -> None:
+    def on_failure(self, words: str) -> None:
         """See ReplyListener."""
         self.break_off(words)
 

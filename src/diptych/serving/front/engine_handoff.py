@@ -142,7 +142,7 @@ class PrefillLeg:
         self._computed()
         self._slot.give({"kv_transfer_params": reply.kv_transfer_params})
 
-    def on_failure(self, words: str, *, was_sent: bool) -> None:
+    def on_failure(self, words: str) -> None:
         """See ReplyListener."""
         self.break_off(words)
 

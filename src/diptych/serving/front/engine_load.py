@@ -2,7 +2,7 @@
 
 Where an engine reports its steps, the same model of their times is fitted to them as in workers of ours. Else a prompt
 token's price is learned from how long prompts took while any was waited for; a token's, from the gaps between tokens. A
-reply that comes whole shows neither: reply_times.py fits both, and its prompt is taken to be computed when the engine
+reply that comes whole shows neither: ReplyTimes fits both, and its prompt is taken to be computed when the engine
 has counted as many first tokens as there were requests before it. Gauges that are due and do not come mean that the
 engine is busy: it counts as saturated until they do. Asks nothing, waits for nothing.
 """
@@ -14,7 +14,6 @@ from diptych.control.engine.reports import EngineStats, LoadReport
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.control.step import StepFeatures
-from diptych.serving.front.reply_times import ReplySums, ReplyTimes
 from diptych.timeline.records import split_attempt_id
 
 FIRST_TOKEN_PRICE_NS = 100_000.0  # of a prompt token, before any was seen: 10,000 a second
@@ -23,7 +22,62 @@ PRIOR_TOKENS = 2048.0  # that the first price counts as
 MEMORY = 0.98  # of what was learned before, at each request
 GROWING_SHARE = 0.2  # of a step's time is taken to grow with the batch: assumed, not measured
 MOST_EARLY = 64  # first tokens that may have been seen here before the engine's count has them
+OTHERS = 20.0  # replies of all engines that count beside an engine's own
+PRIOR_PROMPT, PRIOR_ANSWER = 256.0, 4.0  # tokens of the two replies that the prior counts as
+LEAST_SHARE = 0.01  # of a price assumed, that is believed
 SATURATED_NS = 60 * NS_PER_S  # of work, at an engine that does not say how busy it is
+
+
+@dataclass(slots=True)
+class ReplySums:
+    """Of recent replies: how many, and the sums of squares and products of prompt tokens, answer tokens and time."""
+
+    count: float = 0.0
+    prompt2: float = 0.0
+    both: float = 0.0
+    answer2: float = 0.0
+    prompt_ns: float = 0.0
+    answer_ns: float = 0.0
+
+    def add(self, num_prompt: int, num_answer: int, duration_ns: int) -> None:
+        """A reply."""
+        self.count = self.count * MEMORY + 1
+        self.prompt2 = self.prompt2 * MEMORY + num_prompt * num_prompt
+        self.both = self.both * MEMORY + num_prompt * num_answer
+        self.answer2 = self.answer2 * MEMORY + num_answer * num_answer
+        self.prompt_ns = self.prompt_ns * MEMORY + num_prompt * duration_ns
+        self.answer_ns = self.answer_ns * MEMORY + num_answer * duration_ns
+
+
+class ReplyTimes:
+    """token_ns, gap_ns: of one engine, assumed at first, then fitted. all_sums: of all engines."""
+
+    def __init__(self, token_ns: float, gap_ns: float, all_sums: ReplySums) -> None:
+        self.token_ns, self.gap_ns = token_ns, gap_ns
+        self._least = LEAST_SHARE * token_ns, LEAST_SHARE * gap_ns
+        self._prior = token_ns * PRIOR_PROMPT**2, gap_ns * PRIOR_ANSWER**2
+        self._own, self._all = ReplySums(), all_sums
+
+    def observe(self, num_prompt: int, num_answer: int, duration_ns: int) -> None:
+        """A reply took so long, while so many prompt tokens were computed."""
+        own, every = self._own, self._all
+        own.add(num_prompt, num_answer, duration_ns)
+        every.add(num_prompt, num_answer, duration_ns)
+        share = OTHERS / max(OTHERS, every.count)
+        both = own.both + share * every.both
+        prompt2 = own.prompt2 + share * every.prompt2 + PRIOR_PROMPT**2
+        answer2 = own.answer2 + share * every.answer2 + PRIOR_ANSWER**2
+        prompt_ns = own.prompt_ns + share * every.prompt_ns + self._prior[0]
+        answer_ns = own.answer_ns + share * every.answer_ns + self._prior[1]
+        determinant = prompt2 * answer2 - both * both  # above 0: the prior's two replies are not alike
+        token_ns = (prompt_ns * answer2 - answer_ns * both) / determinant
+        gap_ns = (answer_ns * prompt2 - prompt_ns * both) / determinant
+        if gap_ns < self._least[1]:
+            gap_ns = self._least[1]
+            token_ns = (prompt_ns - gap_ns * both) / prompt2
+        elif token_ns < self._least[0]:
+            gap_ns = (answer_ns - self._least[0] * both) / answer2
+        self.token_ns, self.gap_ns = max(self._least[0], token_ns), max(self._least[1], gap_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,3 +329,6 @@ def gauges_of(values: Mapping[str, float]) -> EngineGauges:
         num_preemptions=int(values.get("num_preemptions", 0)),
         num_first_tokens=None if "num_first_tokens" not in values else int(values["num_first_tokens"]),
     )
+
+
+# of older replies, at each new one

@@ -13,13 +13,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.commands import AskKVSnapshot, Drop, Prefill, Release, Reserve, Serve, WorkerCommand
 from diptych.control.errors import CoreFailedError, DiptychError, ErrorRecord, WorkerError
 from diptych.control.events import Event, HandoffReleased, RequestAdmitted, RequestFinished, StepFinished
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S, LatencyBreakdown
 from diptych.control.step import StepFeatures, StepTokens
-from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving.failures.failure_recording import error_words
 from diptych.serving.failures.restart_pause import RestartPause
 from diptych.serving.failures.watched_tasks import start_watched
@@ -32,8 +32,7 @@ from diptych.serving.front.engine_connection import ReplyTooLongError, ask, pool
 from diptych.serving.front.engine_exchange import EngineExchange
 from diptych.serving.front.engine_handoff import PrefillLeg
 from diptych.serving.front.engine_load import EngineLoad, LearnedPrices
-from diptych.serving.front.engine_pages import DIAGNOSED_KINDS, EnginePages, page_of_rank
-from diptych.serving.front.engine_process import EngineProcess
+from diptych.serving.front.engine_pages import DIAGNOSED_KINDS, EnginePages, EngineProcess, page_of_rank
 from diptych.serving.front.engine_question import RequestFields, fields_of, token_fields_of
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
 from diptych.serving.front.handoff_port import HandoffPort

@@ -5,19 +5,24 @@ here. Bounded: an exchange stops reading while its client has not taken UNREAD_B
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from starlette.types import Scope
 
 from diptych.control.errors import CoreFailedError, DiptychError, RequestError
 from diptych.control.events import RequestFinished
 from diptych.control.request import RequestOptions, SamplingParams
 from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
+from diptych.serving.api import responses
 from diptych.serving.api.dialect import CHAT, COMMENT, Dialect, chat_failure
+from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_format import error_body
+from diptych.serving.api.responses import GenerationResponse, MoreHeaders
 from diptych.serving.front.relay_request import CHAT_PATH, WHOLE_PATHS, RelayRequest
+from diptych.serving.served_fleet import ServedFleet
 
 TEXT_HERE = "\u241f text"  # stands for the text of a chunk
 _QUOTED_HERE = msgspec.json.encode(TEXT_HERE)
@@ -411,3 +416,30 @@ def _refusal_body(error: DiptychError) -> bytes:
 
 
 RELAY = Dialect(_refusal_body, CHAT.done)
+
+
+class RelayResponse(GenerationResponse):
+    """See GenerationResponse. A stream's events are written without records in between."""
+
+    def __init__(
+        self, front: ServedFleet, generation: RelayGeneration, *, stream: bool, more_headers: MoreHeaders
+    ) -> None:
+        super().__init__(front, generation, RelayWriter(), stream=stream, dialect=RELAY, more_headers=more_headers)
+        self._relay = generation
+
+    async def content(self, deltas: Sequence[Delta]) -> bytes:
+        """See WholeResponse. It is there already."""
+        return self._writer.body(deltas)
+
+    def _pause_due_s(self) -> float:
+        last_s = self._relay.relay.last_token_s  # whose chunk may have been written without this reply
+        return max(super()._pause_due_s(), last_s + responses.SILENCE_S if last_s else 0.0)
+
+    def _direct_writes(self, scope: Scope) -> Callable[[], bool] | None:
+        generation = self._relay
+        body: DirectBody | None = scope.get("extensions", {}).get(DIRECT_BODY, {}).get("body")
+        if body is None:
+            return None
+        generation.count_unsent = body.count_unsent
+        generation.relay.write_chunk = body.write_chunk
+        return body.writes(generation.take_data)

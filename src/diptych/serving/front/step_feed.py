@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from diptych.base.engine_steps import MAX_LINE_BYTES, EngineAbout, EngineStep, UnreadableStepError, decode_line
 from diptych.control.events import StepFinished
 from diptych.control.slo import NS_PER_S
 from diptych.control.step import StepFeatures, chunk_attention
-from diptych.engine_steps import MAX_LINE_BYTES, EngineAbout, EngineStep, UnreadableStepError, decode_line
 
 logger = logging.getLogger(__name__)
 

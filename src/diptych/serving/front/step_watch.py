@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from diptych.limited_log import LimitedLog, kind_of
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.pass_metrics import PassMetricsFeed
 from diptych.serving.front.step_feed import OnStep, StepFeed, read_frames

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
-from diptych.length_prefix import Unpacker, pack
+from diptych.base.length_prefix import Unpacker, pack
 from diptych.serving import edge_limits
 from diptych.serving.join.join_messages import RELAYED, TOLD
 

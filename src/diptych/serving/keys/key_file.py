@@ -18,7 +18,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from diptych.byte_size import size_words
+from diptych.base.byte_size import size_words
 from diptych.control.admission.quota import MOST, QuotaLimits
 from diptych.control.errors import ConfigError
 from diptych.serving import edge_limits

@@ -8,7 +8,7 @@ import contextlib
 import socket
 from pathlib import Path
 
-from diptych.length_prefix import Unpacker, pack
+from diptych.base.length_prefix import Unpacker, pack
 
 _RECEIVE_BYTES = 65_536  # of one system call
 _BACKLOG = 1

@@ -9,11 +9,11 @@ from typing import Literal
 import msgspec
 
 import diptych
+from diptych.base.processor import parse_cpu_list
 from diptych.control.config import DTypeName, QuantizeName, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
 from diptych.control.slo import Slo
-from diptych.processor import parse_cpu_list
 from diptych.runtime.tiers.extent_format import DiskCodecName
 from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S, CodecName
 

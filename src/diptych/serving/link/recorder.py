@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from diptych import __version__
+from diptych.base.private_files import open_private
 from diptych.control.cluster import cluster_recording
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import EngineConfig
@@ -32,7 +33,6 @@ from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, Row
 from diptych.control.errors import ConfigError
 from diptych.control.planner import planner_recording
 from diptych.control.planner.planner_config import PlannerConfig
-from diptych.private_files import open_private
 from diptych.serving import edge_limits
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,61 @@ from diptych.control.engine.reports import EngineStats
 from diptych.control.slo import NS_PER_S
 from diptych.serving.link.messages import Ready
 from diptych.serving.metrics.histogram import Histogram
-from diptych.serving.metrics.tier_metrics import tier_families
+
+_GAUGES = (
+    ("diptych:kv_host_blocks", "Blocks of the host tier", "num_host_blocks"),
+    ("diptych:kv_host_blocks_used", "Of these, those that hold something", "host_blocks_used"),
+    ("diptych:kv_peers_on", "Whether host memories of other workers of the machine are read", "reads_peers"),
+    ("diptych:kv_disk_on", "Whether the disk tier is used (0: there is none, or it has failed)", "has_disk"),
+    ("diptych:kv_disk_blocks", "Blocks that can be found on disk", "disk_blocks"),
+    ("diptych:kv_disk_bytes", "What the folder of the disk tier takes", "disk_bytes"),
+    ("diptych:kv_disk_loads_waiting", "Requests that wait for a load from disk or from another worker", "num_loading"),
+)
+_COUNTERS = (
+    ("diptych:kv_host_hit_tokens", "Tokens copied up from the host instead of computed", "host_hit_tokens"),
+    ("diptych:kv_peer_hit_tokens", "Tokens read from the host memory of another worker instead of computed",
+     "peer_hit_tokens"),
+    ("diptych:kv_peer_missed_blocks", "Blocks that another worker was to have in its host memory and had not",
+     "peer_missed_blocks"),
+    ("diptych:kv_disk_hit_tokens", "Tokens read from disk instead of computed", "disk_hit_tokens"),
+    ("diptych:kv_disk_stored_blocks", "Blocks written to disk", "stored_blocks"),
+    ("diptych:kv_disk_unstored_blocks", "Blocks wanted on disk and not written", "unstored_blocks"),
+    ("diptych:kv_disk_missed_blocks", "Blocks that were to be on disk and could not be read", "missed_blocks"),
+    ("diptych:kv_disk_damaged_blocks", "Blocks whose checksum did not match, or that shared an extent with one",
+     "damaged_blocks"),
+    ("diptych:kv_disk_cancelled_loads", "Loads that nobody waited for any more", "cancelled_loads"),
+)  # fmt: skip
+
+_TIMES = (
+    ("diptych:kv_disk_block_seconds", "Reading one block from disk, as measured", "load_block_ns"),
+    ("diptych:kv_peer_block_seconds", "Reading one block from the host memory of another worker, as measured",
+     "peer_block_ns"),
+)  # fmt: skip
+
+
+def tier_families(workers: Mapping[int, EngineStats], roles: Sequence[str], model: str) -> Iterator[Metric]:
+    """Every family; nothing where no worker has a tier."""
+    known = [(str(number), roles[number], workers[number].tiers) for number in sorted(workers) if number < len(roles)]
+    known = [entry for entry in known if entry[2].num_host_blocks]
+    if not known:
+        return
+    labels = ["model_name", "worker", "role"]
+    for name, text, attribute in _GAUGES:
+        gauge = GaugeMetricFamily(name, text, labels=labels)
+        for worker, role, tiers in known:
+            gauge.add_metric([model, worker, role], float(getattr(tiers, attribute)))
+        yield gauge
+    for name, text, attribute in _COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=labels)
+        for worker, role, tiers in known:
+            counter.add_metric([model, worker, role], float(getattr(tiers, attribute)))
+        yield counter
+    for name, text, attribute in _TIMES:
+        times = GaugeMetricFamily(name, text, labels=labels)
+        for worker, role, tiers in known:
+            times.add_metric([model, worker, role], getattr(tiers, attribute) / NS_PER_S)
+        yield times
+
 
 _TRANSFER = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _SUMMED = ("num_waiting", "num_prefilling", "num_decoding", "num_swapped", "num_resting")

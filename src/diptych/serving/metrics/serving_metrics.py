@@ -13,11 +13,35 @@ from prometheus_client.registry import Collector
 from diptych.control.engine.reports import EngineStats
 from diptych.control.events import RequestFinished
 from diptych.control.misses.miss_explainer import MissExplainer
+from diptych.control.misses.prefix_miss import NEW, REPEATED, ROUNDING, MissReason
 from diptych.control.request import FinishReason
 from diptych.control.slo import NS_PER_S
 from diptych.serving.metrics.fleet_metrics import FleetMetrics
 from diptych.serving.metrics.histogram import Histogram
-from diptych.serving.metrics.miss_metrics import miss_families
+
+_NO_CAUSES = (MissReason.NONE, MissReason.NEVER_SEEN)  # nothing was computed for it; its tokens are new
+CAUSES = (*(str(reason) for reason in MissReason if reason not in _NO_CAUSES), REPEATED, ROUNDING, NEW)
+
+
+def miss_families(explainer: MissExplainer, model: str) -> Iterator[Metric]:
+    """Every family with its present value; all labels from the start."""
+    summary = explainer.summary
+    requests = CounterMetricFamily(
+        "diptych:prefix_miss_requests", "Prompts by why they left what was cached", labels=["model_name", "reason"]
+    )
+    for reason in MissReason:
+        requests.add_metric([model, str(reason)], summary.requests[reason])
+    yield requests
+    tokens = CounterMetricFamily(
+        "diptych:prefill_tokens_by_cause", "Prompt tokens that were computed", labels=["model_name", "cause"]
+    )
+    for cause in CAUSES:
+        tokens.add_metric([model, cause], summary.tokens[cause])
+    yield tokens
+    blocks = GaugeMetricFamily("diptych:prefix_history_blocks", "Blocks that are remembered", labels=["model_name"])
+    blocks.add_metric([model], len(explainer.history))
+    yield blocks
+
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)

@@ -10,12 +10,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.cluster.cluster_events import Arrived, ClusterEvent, Reported, WorkerDown, WorkerUp
 from diptych.control.misses.miss_explainer import MissExplainer
 from diptych.control.misses.miss_summary import MAX_PLACES
 from diptych.control.misses.prefix_miss import PrefixMiss
 from diptych.control.request import Submission
-from diptych.limited_log import LimitedLog, kind_of
 from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream
 from diptych.serving.misses.difference import BEFORE_TOKENS, MAX_TOKENS, Decode, TextDifference, difference

@@ -8,9 +8,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diptych.base.private_files import make_private_folder, warn_of_visitors
 from diptych.control.config import TierConfig
 from diptych.control.errors import ConfigError
-from diptych.private_files import make_private_folder, warn_of_visitors
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import MAX_BLOCKS

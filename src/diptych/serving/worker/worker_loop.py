@@ -4,6 +4,9 @@ Owns the order of a turn (see WorkerCore), the executor and the worker's end of 
 waits only when there is no work. Steps run on this thread, and nothing else touches the executor: when a message is
 taken, no step is running, so what the worker reports (an attempt has ended, a peer is forgotten) is true of its memory,
 too.
+
+A prompt may be computed before its decode worker has blocks for it. Its first token is withheld until then: no client
+gets one before the stream has a place to go on.
 """
 
 import contextlib
@@ -24,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from diptych.base.stop_signals import leave_terminal_to_parent
 from diptych.control.commands import Drop, Prefill, Reserve, Resize, Serve, WorkerCommand
 from diptych.control.engine.outgoing import SendChunk
 from diptych.control.engine.worker_core import Outbox, WorkerCore
@@ -31,7 +35,7 @@ from diptych.control.errors import ConfigError, CoreFailedError, DiptychError, E
 from diptych.control.events import StepBegun
 from diptych.control.request import DEFAULT_OPTIONS
 from diptych.control.slo import NS_PER_MS
-from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult, StepTokens
+from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult, StepTokens, TokenLogprobs
 from diptych.runtime.device.compute_device import ComputeDevice, UndividedDevice
 from diptych.runtime.device.garbage import leave_alone_what_is_loaded
 from diptych.runtime.device.thread_limits import switch_often
@@ -58,14 +62,68 @@ from diptych.serving.link.messages import (
 )
 from diptych.serving.worker.awaited_grammars import AwaitedGrammars
 from diptych.serving.worker.connector_driver import ConnectorDriver
-from diptych.serving.worker.cpu_wait import cpu_wait_ns
 from diptych.serving.worker.load_engine import LoadedEngine, Report, connect_peers, load_engine
 from diptych.serving.worker.request_intake import RequestIntake, Runner
-from diptych.serving.worker.withheld_tokens import WithheldTokens
-from diptych.stop_signals import leave_terminal_to_parent
 
 if TYPE_CHECKING:
     from diptych.runtime.sampling.grammar import Grammars
+
+TASKS = Path("/proc/self/task")
+
+
+def cpu_wait_ns(tasks: Path = TASKS) -> int:
+    """Nanoseconds of the thread that waited longest: a step is as late as its last thread. 0 where the kernel does not
+    count it. Reads a line for each thread (some 10 us each). The second field of schedstat, see proc(5)."""
+    longest = 0
+    try:
+        for task in tasks.iterdir():
+            try:
+                longest = max(longest, int((task / "schedstat").read_text().split()[1]))
+            except (OSError, IndexError):  # the thread has ended meanwhile, or nothing is counted
+                continue
+    except OSError:
+        return 0
+    return longest
+
+
+class WithheldTokens:
+    """Those of one worker."""
+
+    def __init__(self, core: WorkerCore) -> None:
+        self._core = core
+        self._tokens: dict[str, tuple[int, TokenLogprobs | None]] = {}
+
+    def hold_back(self, tokens: StepTokens | None) -> StepTokens | None:
+        """The tokens of a step that may be given now; the others stay here."""
+        held = {name for name in tokens.request_ids if self._core.is_withheld(name)} if tokens else set()
+        if tokens is None or not held:
+            return tokens
+        given = StepTokens([], [], prompt_logprobs=tokens.prompt_logprobs, embeddings=tokens.embeddings)
+        for index, (name, token_id) in enumerate(zip(tokens.request_ids, tokens.token_ids, strict=True)):
+            logprobs = tokens.logprobs.get(index)
+            if name in held:
+                self._tokens[name] = (token_id, logprobs)
+            else:
+                _give(given, name, token_id, logprobs)
+        return given
+
+    def release(self) -> StepTokens | None:
+        """Those that may be given since the last call; what became of dropped attempts is forgotten."""
+        free = [name for name in self._tokens if not self._core.is_withheld(name)]
+        released = StepTokens([], [])
+        for name in free:
+            token_id, logprobs = self._tokens.pop(name)
+            if name in self._core.engine.requests:
+                _give(released, name, token_id, logprobs)
+        return released if released.request_ids else None
+
+
+def _give(tokens: StepTokens, name: str, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    if logprobs is not None:
+        tokens.logprobs[len(tokens.token_ids)] = logprobs
+    tokens.request_ids.append(name)
+    tokens.token_ids.append(token_id)
+
 
 logger = logging.getLogger(__name__)
 

@@ -30,13 +30,12 @@ from diptych.simulation.costs.layer_tables import (
 from diptych.simulation.costs.narrowed_tables import narrowed
 from diptych.simulation.costs.operator_tables import operator_table_cost
 from diptych.simulation.costs.operators import US
-from diptych.simulation.costs.profiled import ProfileInfo, load_profile, profile_families, profile_names
 from diptych.simulation.costs.roofline import RooflineCost
-from diptych.simulation.front_end import FrontEnd
 from diptych.simulation.hardware import Hardware, load_hardware
-from diptych.simulation.models import ModelSpec, load_model
+from diptych.simulation.model_catalogue import load_model
+from diptych.simulation.models import ModelSpec
 from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
-from diptych.simulation.serving_engine import ServingEngine, load_engine
+from diptych.simulation.serving_engine import FrontEnd, ServingEngine, load_engine
 from diptych.simulation.weight_precision import (
     WeightPrecision,
     weight_precision,
@@ -105,9 +104,8 @@ def choose_cost(
     engine: str | None = None,
     skew: float = 1.0,
 ) -> CostChoice:
-    """The cost model called ``name``: one of COSTS, a layer table or a profile of the catalogue by its name, a family
-    of profiles (the one of the device and its sharing of the model is taken), or the path of a file of
-    ``diptych calibrate``.
+    """The cost model called ``name``: one of COSTS, a layer table of the catalogue by its name, or the path of a file
+    of ``diptych calibrate``.
 
     weight_bits, quantize: see weight_precision (None: what the checkpoint has). A calibration has its own weights:
     ``quantize`` may only agree with them. engine: whose host prepares the steps and whose front end takes the requests
@@ -115,7 +113,7 @@ def choose_cost(
     longest context of a decode batch over its mean; only layer tables that measured it know what that costs. Raises
     ConfigError when the cost model does not exist for the model and the device, or when one of these is not named.
     """
-    if name not in (*COSTS, *layer_table_names(), *profile_names(), *profile_families()):
+    if name not in (*COSTS, *layer_table_names()):
         _check_no_engine(engine, f"{Path(name).name}, which was measured with one")
         return _calibrated(name, quantize)
     if model is None or hardware is None:
@@ -156,10 +154,6 @@ def _weights(
 
 def _priced(name: str, wanted: Wanted) -> tuple[CostModel, str]:
     """The cost model and a sentence about it."""
-    if name in profile_families():
-        return _profile(_member(name, wanted), wanted)
-    if name in profile_names():
-        return _profile(name, wanted)
     if name not in ("operators", "roofline"):
         names = (name,) if name in layer_table_names() else served_tables(wanted.engine)
         table = next((name for name in names if _holds(layer_table_info(name), wanted)), None)
@@ -187,25 +181,6 @@ def _roofline(wanted: Wanted) -> CostModel:
         return RooflineCost(wanted.model, wanted.hardware, wanted.parallelism, **bits)
     devices = RooflineCost(wanted.model, wanted.hardware, wanted.parallelism, step_overhead_s=0.0, **bits)
     return EngineCost(devices, host, wanted.engine.name)
-
-
-def _member(family: str, wanted: Wanted) -> str:
-    """The profile of a family that is of what is wanted."""
-    members = profile_families()[family]
-    found = next((name for name in members if _holds(load_profile(name).info, wanted)), None)
-    if found is None:
-        names = ", ".join(members)
-        raise ConfigError(f"cost is {family!r}, which does not hold {wanted}; its profiles are {names}", param="cost")
-    return found
-
-
-def _profile(name: str, wanted: Wanted) -> tuple[CostModel, str]:
-    info = (profile := load_profile(name)).info
-    if wanted.engine is not None:
-        _check_no_engine(wanted.engine.name, f"the profile {name}, which is of whole steps")
-    if not _holds(info, wanted):
-        raise ConfigError(f"cost is {name!r}, which is of {info.model} on {_fleet(info)}, not {wanted}", param="cost")
-    return profile, f"published profile of {info.model} on {_fleet(info)}"
 
 
 def _table(name: str, wanted: Wanted) -> LayerTableCost:
@@ -256,28 +231,25 @@ def _version(name: str) -> tuple[str, int]:
     return family, 1000 * int(major or 0) + int(minor or 0)
 
 
-def _holds(info: TableInfo | ProfileInfo, wanted: Wanted) -> bool:
-    """Whether measurements are of what is wanted: the same device, sharing of the model, dimensions. Whole steps have
-    16 bits; layers can be scaled (narrowed_tables.py)."""
+def _holds(info: TableInfo, wanted: Wanted) -> bool:
+    """Whether measured layers are of what is wanted: the same device, sharing of the model, dimensions. Layers were
+    measured with 16 bits; they can be scaled (narrowed_tables.py)."""
     return (
         _parallelism(info) == wanted.parallelism
-        and (wanted.is_16_bits or isinstance(info, TableInfo))
         and load_hardware(info.hardware).name == wanted.hardware.name
-        and _dimensions(load_model(info.model)) == _dimensions(wanted.model)
+        and dimensions(load_model(info.model)) == dimensions(wanted.model)
     )
 
 
-def _parallelism(info: TableInfo | ProfileInfo) -> Parallelism:
-    if isinstance(info, ProfileInfo):
-        return Parallelism(info.tensor_parallel)
+def _parallelism(info: TableInfo) -> Parallelism:
     return Parallelism(info.tensor_parallel, 1, info.expert_parallel, info.data_parallel)
 
 
-def _fleet(info: TableInfo | ProfileInfo) -> str:
+def _fleet(info: TableInfo) -> str:
     return f"{_parallelism(info).devices} x {info.hardware} ({info.engine})"
 
 
-def _dimensions(model: ModelSpec) -> ModelSpec:
+def dimensions(model: ModelSpec) -> ModelSpec:
     """What a step's duration depends on: all but the name and the longest context."""
     return replace(model, name="", max_context=1)
 
@@ -285,7 +257,7 @@ def _dimensions(model: ModelSpec) -> ModelSpec:
 def _calibrated(name: str, quantize: QuantizeName | None) -> CostChoice:
     path = Path(name)
     if not path.exists():
-        tables = ", ".join((*layer_table_names(), *profile_names()))
+        tables = ", ".join(layer_table_names())
         raise ConfigError(
             f"cost is {name!r}; one of {', '.join(COSTS)}, a file of diptych calibrate, or one of the tables {tables}",
             param="cost",

@@ -21,7 +21,7 @@ from diptych.control.engine.scheduler.step_time import nonnegative_least_squares
 from diptych.control.errors import ConfigError
 from diptych.control.step import SchedulerOutput, StepFeatures, chunk_attention
 from diptych.simulation.costs.cost_model import FRACTION_BITS, DecodeLine
-from diptych.simulation.front_end import FrontEnd
+from diptych.simulation.serving_engine import FrontEnd
 
 FORMAT, VERSION = "diptych calibration", 1
 BELIEF, LIVE_BELIEF = 0.01, 8.0  # how many measured steps a belief counts for, in tables of single and live steps
@@ -152,11 +152,6 @@ def read_calibration(path: str | Path) -> Calibration:
         return msgspec.convert(record, Calibration)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path} is not as diptych calibrate writes it: {error}", param="path") from None
-
-
-def load_calibration(path: str | Path) -> FittedCost:
-    """The cost model of a calibration. Raises ConfigError as ``read_calibration``."""
-    return read_calibration(path).cost
 
 
 def interpolate(knots: Sequence[int], values: Sequence[float], at: int) -> float:

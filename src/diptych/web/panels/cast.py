@@ -14,9 +14,9 @@ import msgspec
 from diptych.control.config import PresetName
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
-from diptych.simulation.prepare import cache_config, scheduler_of
+from diptych.simulation.prepare import cache_config, prepare, scheduler_of
 from diptych.simulation.scenario import Scenario
-from diptych.simulation.settings import prepare, settings_from
+from diptych.simulation.settings import settings_from
 from diptych.web.panels.machine import Machine
 from diptych.web.playback import STREAM, Playback, play
 from diptych.workload.spec import RequestSpec

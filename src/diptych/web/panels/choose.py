@@ -16,9 +16,10 @@ from diptych.advisor.device_layout import LayoutName
 from diptych.advisor.evaluation import PACES, TARGET, EvaluatedFleet, Score, evaluation
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.cost_model import CostModel
+from diptych.simulation.prepare import prepare
 from diptych.simulation.results import SimulationResult, summarize
 from diptych.simulation.run import simulate
-from diptych.simulation.settings import Settings, plain, prepare, settings_from
+from diptych.simulation.settings import Settings, plain, settings_from
 from diptych.web.panels.advice import LAYOUTS, AdvisedShape, recommend
 from diptych.web.panels.machine import Machine, about, machine, step_ns
 from diptych.web.panels.query import Query

@@ -14,7 +14,8 @@ from diptych.simulation.costs.cost_choice import CostChoice, choose_cost
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.hardware import Hardware, catalogue_hardware, hardware_names
-from diptych.simulation.models import ModelSpec, kv_capacity_tokens, load_model, model_names
+from diptych.simulation.model_catalogue import load_model, model_names
+from diptych.simulation.models import ModelSpec, kv_capacity_tokens
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.weight_precision import GPU_WEIGHTS, weight_precision
 

@@ -1,1 +1,2 @@
-"""Native code (C++), built when a compiler is at hand; everything works without it, slower."""
+"""Native code (C++): attention, matrix products, packing of weights, the KV codec, and whole decode steps. Built when a
+compiler is at hand; everything works without it, slower."""

@@ -23,12 +23,12 @@ from typing import Any, NoReturn
 import llguidance
 import msgspec
 
+from diptych.base.stop_signals import leave_terminal_to_parent
 from diptych.control.errors import InvalidRequestError
 from diptych.runtime.sampling.grammar import MASK_LIMITS
 from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.check_messages import CheckReply, CheckRequest, CheckSettings
 from diptych.serving.answers.grammar.grammar_text import SCHEMA, with_schemas
-from diptych.stop_signals import leave_terminal_to_parent
 
 KEPT_BYTES = 128 << 20  # a fork that holds so much more after a grammar is not used again
 NICENESS = 5

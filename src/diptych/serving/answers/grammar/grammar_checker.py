@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from diptych.base.limited_log import LimitedLog
 from diptych.control.errors import InvalidRequestError, UnavailableError
-from diptych.limited_log import LimitedLog
 from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.check_messages import CheckReply, CheckRequest, CheckSettings
 from diptych.serving.answers.grammar.grammar_text import Grammar

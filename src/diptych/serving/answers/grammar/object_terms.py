@@ -3,10 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from diptych.serving.answers.grammar.schema_document import Node, SchemaError
 from diptych.serving.answers.grammar.schema_keywords import Keywords
+from diptych.serving.answers.grammar.term_sets import TermSets
 from diptych.serving.answers.grammar.value_terms import (
     TRUE,
     Blame,
@@ -24,9 +24,6 @@ from diptych.serving.answers.grammar.value_terms import (
     smaller,
 )
 
-if TYPE_CHECKING:
-    from diptych.serving.answers.grammar.schema_sets import SchemaSets
-
 
 @lru_cache(4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -41,7 +38,7 @@ def matches(pattern: str, name: str, at: Blame) -> bool:
         raise SchemaError(*at, f"the pattern {pattern[:60]!r} cannot be enforced") from None
 
 
-def of_keywords(sets: "SchemaSets", keywords: Keywords) -> Objects:
+def of_keywords(sets: TermSets, keywords: Keywords) -> Objects:
     """What properties, patternProperties, additionalProperties, required and the limits of their number allow."""
     node = keywords.node
     named, others = keywords.table("properties"), keywords.part("additionalProperties")
@@ -74,7 +71,7 @@ def of_keywords(sets: "SchemaSets", keywords: Keywords) -> Objects:
     )
 
 
-def value_of(sets: "SchemaSets", term: Objects, name: str) -> Conjunction:
+def value_of(sets: TermSets, term: Objects, name: str) -> Conjunction:
     """What the value of a property must be."""
     if name in term.properties:
         return term.properties[name]
@@ -82,7 +79,7 @@ def value_of(sets: "SchemaSets", term: Objects, name: str) -> Conjunction:
     return conjunction(*found) if found else term.others
 
 
-def common_objects(sets: "SchemaSets", left: Objects, other: Objects) -> Objects | None:
+def common_objects(sets: TermSets, left: Objects, other: Objects) -> Objects | None:
     """What is in both of two terms. Names that match a pattern of each are left to the compiler, which refuses them."""
     high, low = smaller(left.high, other.high), max(left.low, other.low)
     if high is not None and high < low:
@@ -115,7 +112,7 @@ def common_objects(sets: "SchemaSets", left: Objects, other: Objects) -> Objects
     )
 
 
-def seen_only(sets: "SchemaSets", term: Objects, others: Conjunction, node: Node) -> Objects:
+def seen_only(sets: TermSets, term: Objects, others: Conjunction, node: Node) -> Objects:
     """Names that no keyword speaks of have these values."""
     assert term.seen is not None
     at = sets.blame(node, "unevaluatedProperties")
@@ -123,7 +120,7 @@ def seen_only(sets: "SchemaSets", term: Objects, others: Conjunction, node: Node
     return Objects(dict.fromkeys(term.seen, TRUE), patterns, others, seen=None)
 
 
-def of_names(sets: "SchemaSets", part: Node, at: Blame) -> list[Objects]:
+def of_names(sets: TermSets, part: Node, at: Blame) -> list[Objects]:
     """Objects whose names are values of a schema. Raises SchemaError."""
     found = [term for term in sets.terms(holds(part)) if isinstance(term, Texts)]
     nothing = holds(sets.document.nothing)
@@ -152,7 +149,7 @@ def _as_pattern(term: Texts) -> str | None:
     return term.patterns[0].text if is_plain else None
 
 
-def told_apart(sets: "SchemaSets", unions: Sequence[Sequence[Term]]) -> bool:
+def told_apart(sets: TermSets, unions: Sequence[Sequence[Term]]) -> bool:
     """Whether one required property with constants of its own tells objects of all unions apart, and nothing else is
     in any of them."""
     if not all(union and all(isinstance(term, Objects) for term in union) for union in unions):
@@ -174,7 +171,7 @@ def told_apart(sets: "SchemaSets", unions: Sequence[Sequence[Term]]) -> bool:
     return False
 
 
-def _constants(sets: "SchemaSets", union: Sequence[Term], name: str) -> set[object] | None:
+def _constants(sets: TermSets, union: Sequence[Term], name: str) -> set[object] | None:
     found: set[object] = set()
     for term in union:
         if not isinstance(term, Objects) or name not in term.required or is_false(value_of(sets, term, name)):

@@ -6,11 +6,11 @@ an item at any place) is cut down to what can be written, where values of that t
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from diptych.serving.answers.grammar import object_terms
 from diptych.serving.answers.grammar.schema_document import Node, SchemaError
 from diptych.serving.answers.grammar.schema_keywords import Keywords
+from diptych.serving.answers.grammar.term_sets import TermSets
 from diptych.serving.answers.grammar.value_terms import (
     TRUE,
     TYPES,
@@ -31,15 +31,12 @@ from diptych.serving.answers.grammar.value_terms import (
     without,
 )
 
-if TYPE_CHECKING:
-    from diptych.serving.answers.grammar.schema_sets import SchemaSets
-
 Piece = tuple[list[Term], type[Term] | None]  # values, and the type of those that could not be written
 CANNOT_BE_WRITTEN = "what it does not allow cannot be written"
 _SCALARS = (Nulls, Booleans, Numbers, Texts)
 
 
-def missing(sets: "SchemaSets", node: Node, terms: Sequence[Term]) -> list[Term]:
+def missing(sets: TermSets, node: Node, terms: Sequence[Term]) -> list[Term]:
     """The values of some terms for which a part does not hold."""
     if isinstance(node.keywords, bool):
         return [] if node.keywords else list(terms)
@@ -67,7 +64,7 @@ def missing(sets: "SchemaSets", node: Node, terms: Sequence[Term]) -> list[Term]
     return found
 
 
-def not_of(sets: "SchemaSets", node: Node, keyword: str = "not") -> Conjunction:
+def not_of(sets: TermSets, node: Node, keyword: str = "not") -> Conjunction:
     """The part that another one does not hold."""
     if isinstance(node.keywords, bool):
         return holds(sets.document.nothing if node.keywords else sets.document.anything)
@@ -78,7 +75,7 @@ def _complete(terms: Iterable[Term]) -> Piece:
     return list(terms), None
 
 
-def _type(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _type(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     kinds = keywords.types()
     known = tuple(TYPES[kind] for kind in kinds)
     others: list[Term] = [term for term in terms if not isinstance(term, known)]
@@ -93,15 +90,15 @@ def _type(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piec
     return _complete(others)
 
 
-def _const(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _const(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     return _without_values(sets, [keywords.found["const"]], keywords.node, terms)
 
 
-def _enum(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _enum(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     return _without_values(sets, keywords.values("enum"), keywords.node, terms)
 
 
-def _without_values(sets: "SchemaSets", values: Sequence[object], node: Node, terms: Sequence[Term]) -> Piece:
+def _without_values(sets: TermSets, values: Sequence[object], node: Node, terms: Sequence[Term]) -> Piece:
     gone = sets.of_values(values, node)
     found: list[Term] = []
     for term in terms:
@@ -112,7 +109,7 @@ def _without_values(sets: "SchemaSets", values: Sequence[object], node: Node, te
     return _complete(found)
 
 
-def _minus(sets: "SchemaSets", term: Term, gone: Term, node: Node) -> list[Term]:
+def _minus(sets: TermSets, term: Term, gone: Term, node: Node) -> list[Term]:
     """A term but for constants."""
     match term, gone:
         case Nulls(), Nulls():
@@ -134,7 +131,7 @@ def _minus(sets: "SchemaSets", term: Term, gone: Term, node: Node) -> list[Term]
     return [term]
 
 
-def _number(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _number(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     wanted = keywords.numbers()
     pieces = []
     if wanted.values == ():  # no number at all
@@ -157,7 +154,7 @@ def _number(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Pi
     return found, Numbers if is_cut else None
 
 
-def _string(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _string(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     low, high = keywords.range("minLength", "maxLength")
     pieces = [Texts(high=low - 1)] if low else []
     if high is not None:
@@ -167,7 +164,7 @@ def _string(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Pi
     return _complete(sets.meet(terms, pieces, keywords.node, "not"))
 
 
-def _array(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _array(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     low, high = keywords.range("minItems", "maxItems")
     prefix = tuple(holds(part) for part in keywords.nodes("prefixItems"))
     values, cut = _other_arrays(
@@ -181,7 +178,7 @@ def _array(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Pie
 
 
 def _other_arrays(
-    sets: "SchemaSets", terms: Sequence[Term], wanted: Arrays, node: Node, keywords: Keywords | None = None
+    sets: TermSets, terms: Sequence[Term], wanted: Arrays, node: Node, keywords: Keywords | None = None
 ) -> Piece:
     """Arrays that are too long or too short, or have an item that is not as it should be."""
     found: list[Term] = []
@@ -211,7 +208,7 @@ def _other_arrays(
     return found, cut
 
 
-def _negated(sets: "SchemaSets", part: Conjunction, node: Node) -> Conjunction:
+def _negated(sets: TermSets, part: Conjunction, node: Node) -> Conjunction:
     """What does not hold where one part holds."""
     if not part:
         return holds(sets.document.nothing)
@@ -226,7 +223,7 @@ def _negated(sets: "SchemaSets", part: Conjunction, node: Node) -> Conjunction:
     return not_of(sets, sets.document.made({"allOf": pieces}, node))
 
 
-def _contains(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _contains(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     low, high = keywords.range("minContains", "maxContains", 1)
     wanted = keywords.part("contains")
     if high is not None or low > 1:
@@ -235,11 +232,11 @@ def _contains(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> 
     return _complete(sets.meet(terms, pieces, keywords.node, "not"))
 
 
-def _object(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _object(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     return _other_objects(sets, terms, object_terms.of_keywords(sets, keywords), keywords.node)
 
 
-def _other_objects(sets: "SchemaSets", terms: Sequence[Term], wanted: Objects, node: Node) -> Piece:
+def _other_objects(sets: TermSets, terms: Sequence[Term], wanted: Objects, node: Node) -> Piece:
     """Objects that lack a property, or have too many, too few or a wrong one."""
     at = sets.blame(node, "not")
     nothing = holds(sets.document.nothing)
@@ -267,7 +264,7 @@ def _other_objects(sets: "SchemaSets", terms: Sequence[Term], wanted: Objects, n
     return found, cut
 
 
-def _with_extra(sets: "SchemaSets", term: Objects, wanted: Objects, at: Blame) -> list[Objects] | None:
+def _with_extra(sets: TermSets, term: Objects, wanted: Objects, at: Blame) -> list[Objects] | None:
     """Objects that have a property of a name that is not wanted; None: they cannot be written."""
     if term.patterns or wanted.patterns or not is_false(wanted.others):
         return None
@@ -283,7 +280,7 @@ def _with_extra(sets: "SchemaSets", term: Objects, wanted: Objects, at: Blame) -
     return found
 
 
-def _property_names(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _property_names(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     found: list[Term] = []
     cut: type[Term] | None = None
     names = object_terms.of_names(sets, keywords.part("propertyNames"), Blame(keywords.node, "propertyNames"))
@@ -293,7 +290,7 @@ def _property_names(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term
     return found, cut
 
 
-def _dependent_required(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _dependent_required(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     nothing = holds(sets.document.nothing)
     pieces = [
         Objects({other: nothing}, required=(name,))
@@ -303,7 +300,7 @@ def _dependent_required(sets: "SchemaSets", keywords: Keywords, terms: Sequence[
     return _complete(sets.meet(terms, pieces, keywords.node, "not"))
 
 
-def _dependent_schemas(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _dependent_schemas(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     found: list[Term] = []
     for name, part in keywords.table("dependentSchemas").items():
         have = sets.meet(terms, [Objects(required=(name,))], keywords.node, "not")
@@ -311,18 +308,18 @@ def _dependent_schemas(sets: "SchemaSets", keywords: Keywords, terms: Sequence[T
     return _complete(found)
 
 
-def _all_of(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _all_of(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     return _complete(term for part in keywords.nodes("allOf") for term in missing(sets, part, terms))
 
 
-def _any_of(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _any_of(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     found = list(terms)
     for part in keywords.nodes("anyOf"):
         found = missing(sets, part, found)
     return _complete(found)
 
 
-def _one_of(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _one_of(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     """None of them, or two."""
     parts = keywords.nodes("oneOf")
     found = list(terms)
@@ -335,17 +332,17 @@ def _one_of(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Pi
     return _complete(found)
 
 
-def _not(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _not(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     return _complete(sets.holding(keywords.part("not"), terms))
 
 
-def _if(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _if(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     condition, then, otherwise = (keywords.part(name) for name in ("if", "then", "else"))
     met = missing(sets, then, sets.holding(condition, terms))
     return _complete([*met, *missing(sets, otherwise, missing(sets, condition, terms))])
 
 
-def _ref(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece:
+def _ref(sets: TermSets, keywords: Keywords, terms: Sequence[Term]) -> Piece:
     sets.enter(keywords.node)
     try:
         return _complete(missing(sets, keywords.target(), terms))
@@ -353,7 +350,7 @@ def _ref(sets: "SchemaSets", keywords: Keywords, terms: Sequence[Term]) -> Piece
         sets.leave()
 
 
-_MISSING: dict[str, Callable[["SchemaSets", Keywords, Sequence[Term]], Piece]] = {
+_MISSING: dict[str, Callable[[TermSets, Keywords, Sequence[Term]], Piece]] = {
     "type": _type,
     "const": _const,
     "enum": _enum,

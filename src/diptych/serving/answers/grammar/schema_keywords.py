@@ -6,13 +6,11 @@ Raises SchemaError for what is malformed. Keywords that are left out are not the
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diptych.serving.answers.grammar.schema_document import Node, SchemaError
+from diptych.serving.answers.grammar.term_sets import TermSets
 from diptych.serving.answers.grammar.value_terms import TYPES, Numbers, common, exactly
-
-if TYPE_CHECKING:
-    from diptych.serving.answers.grammar.schema_sets import SchemaSets
 
 MAX_COUNT = 2**31 - 1
 _GROUPS: Mapping[str, str] = {
@@ -29,7 +27,7 @@ _GROUPS: Mapping[str, str] = {
 class Keywords:
     """The keywords of ``node``, which is neither true nor false. found: those that are not left out."""
 
-    def __init__(self, node: Node, sets: "SchemaSets") -> None:
+    def __init__(self, node: Node, sets: TermSets) -> None:
         assert isinstance(node.keywords, Mapping)
         self.node = node
         self._sets = sets

@@ -198,7 +198,7 @@ def smaller(left: int | None, other: int | None) -> int | None:
 
 
 def common(left: Term, other: Term) -> Term | None:
-    """What is in both of two terms, but for objects (see NameRules); None: nothing is."""
+    """What is in both of two terms, but for objects (see object_terms.py); None: nothing is."""
     if isinstance(left, Nulls) and isinstance(other, Nulls):
         return left
     if isinstance(left, Booleans) and isinstance(other, Booleans):

@@ -37,11 +37,6 @@ class JsonText:
         self._rest = ""  # the beginning of something that is not complete: a few characters
         self._word: list[str] = []  # a word so far
 
-    @property
-    def is_in_string(self) -> bool:
-        """Whether the next character belongs to a string."""
-        return bool(self._string)
-
     def push(self, text: str) -> tuple[str, str]:
         """More text. Returns what it adds to the value, and the text behind the value once that is over or broken."""
         if self.is_broken:

@@ -8,28 +8,176 @@ All text is in some part, but for the marks of the format and white space around
 - Reasoning begins an answer; behind content or a call, its mark is text (but for formats with channels).
 - A call within reasoning counts where its mark is a special token or begins a line, it is complete, and no call follows
   the reasoning. Where more text follows it, its own text stays in the reasoning, too.
+
+Whether calls are calls or text may be known later, from what follows them: until then they wait (HeldCalls). What is
+code follows CommonMark, in the main.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import copy
+from enum import StrEnum
+from typing import Any
 
 from diptych.serving.answers.response.call_readers import (
     AnswerPart,
     CallReader,
+    JsonCalls,
     NamedCall,
     PartKind,
     Reading,
     Tools,
     joined_parts,
 )
-from diptych.serving.answers.response.choose_reader import reader_of
-from diptych.serving.answers.response.code_tracker import CodeTracker
-from diptych.serving.answers.response.held_calls import Enclosure, HeldCalls
 from diptych.serving.answers.response.held_text import HeldText
 from diptych.serving.answers.response.pattern import Pattern, PatternMatch, Prefix, Search
-from diptych.serving.answers.response.response_template import FieldKind, ResponseField, ResponseTemplate
+from diptych.serving.answers.response.response_template import FieldKind, ResponseField, ResponseTemplate, Source
+from diptych.serving.answers.response.tagged_calls import TaggedCall
 from diptych.serving.answers.response.text_region import TextRegion
 from diptych.serving.answers.response.whole_calls import PythonCalls, WholeCalls
+
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+_MAX_HEAD = 64  # characters of a line that are looked at for a fence
+
+
+class CodeTracker:
+    """Knows the present line and the open fence."""
+
+    def __init__(self) -> None:
+        self._head = ""  # of the present line
+        self._num_ticks = 0  # in it
+        self._is_blank = True  # the line so far
+        self.fence = ""  # the mark that has opened the present block
+
+    @property
+    def is_line_start(self) -> bool:
+        """Whether nothing but space stands before this place in its line."""
+        return self._is_blank
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether a backtick is open in this line."""
+        return bool(self._num_ticks % 2) and not self.fence
+
+    def push(self, text: str) -> None:
+        """More text."""
+        first, *lines = text.split("\n")
+        self._extend(first)
+        for line in lines:
+            self._end_line()
+            self._extend(line)
+
+    def after(self, text: str) -> "CodeTracker":
+        """A tracker that is behind this text, too."""
+        other = copy(self)
+        other.push(text)
+        return other
+
+    def _extend(self, piece: str) -> None:
+        self._head = (self._head + piece[:_MAX_HEAD])[:_MAX_HEAD]
+        self._num_ticks += piece.count("`")
+        self._is_blank = self._is_blank and not piece.strip()
+
+    def _end_line(self) -> None:
+        found = _FENCE.match(self._head)
+        if found is not None:
+            mark = found.group(1)
+            if not self.fence:
+                info = self._head[found.end() :]
+                self.fence = mark if mark[0] == "~" or "`" not in info else ""
+            elif mark[0] == self.fence[0] and len(mark) >= len(self.fence) and not self._head[found.end() :].strip():
+                self.fence = ""
+        self._head, self._num_ticks, self._is_blank = "", 0, True
+
+
+_JSON_ARGUMENTS = {"allow_non_json", "unquoted_keys", "string_delims"}
+
+
+def reader_of(field: ResponseField, mark: str, captures: Mapping[str, str], tools: Tools) -> CallReader | None:
+    """The reader of a field that was opened by this mark, with these captures. None where the mark names a tool that
+    the request does not have."""
+    is_named = len(field.name_source) == 1 and field.name_source[0] in captures
+    is_named = is_named and field.arguments_source == ("content",)
+    name = captures[field.name_source[0]].strip() if is_named else ""
+    if is_named and name not in tools:
+        return None
+    if field.tags is not None:
+        wrapper = field.tags.form.wrapper
+        return TaggedCall(name, field.tags, tools[name], is_wrapped=bool(wrapper) and wrapper in mark)
+    if field.content == "python-calls":
+        return PythonCalls(tools)
+    if field.content == "json" and set(field.content_args) <= _JSON_ARGUMENTS:
+        marks = [(str(pair[0]), str(pair[1])) for pair in field.content_args.get("string_delims", ())]
+        if is_named:
+            return NamedCall(name, field.close, marks)
+        depth = 1 if field.each else 2
+        if len(field.name_source) == len(field.arguments_source) == depth:
+            keys = (field.name_source[-1], field.arguments_source[-1])
+            needs = field.needs_arguments
+            return JsonCalls(keys, tools, field.close, marks, needs_arguments=needs)
+
+    def read(element: Any) -> tuple[str, Any]:
+        scope = {**captures, **(element if field.each else {"content": element})}
+        return str(_follow(scope, field.name_source)).strip(), _follow(scope, field.arguments_source)
+
+    return WholeCalls(field.content, field.content_args, read, tools, field.close, is_list=field.each)
+
+
+def _follow(scope: Mapping[str, Any], source: Source) -> Any:
+    value: Any = scope
+    for key in source:
+        value = value[key]
+    return value
+
+
+class Enclosure(StrEnum):
+    """What a call stands in."""
+
+    NONE = "none"
+    REASONING = "reasoning"  # waits for the end of the answer
+    FENCE = "fence"  # a block of code: waits for its end
+    INLINE = "inline"  # a backtick is open: waits for another one, or the end of the line
+
+
+class HeldCalls:
+    """What waits, in the order of the text: the calls in one enclosure, and the text between them. late: calls in
+    reasoning that went on; they count if no others follow. end: the position behind the last call."""
+
+    def __init__(self) -> None:
+        self.enclosure = Enclosure.NONE
+        self.late: list[AnswerPart] = []
+        self.end = -1
+        self._items: list[tuple[str, list[AnswerPart]]] = []
+        self._region: TextRegion | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are any."""
+        return bool(self._items)
+
+    @property
+    def region(self) -> TextRegion:
+        """The region that they stand in."""
+        assert self._region is not None
+        return self._region
+
+    def add_calls(self, enclosure: Enclosure, text: str, parts: list[AnswerPart], region: TextRegion, end: int) -> None:
+        """Some calls, and the text that they are."""
+        self.enclosure, self._region, self.end = enclosure, region, end
+        self._items.append((text, parts))
+
+    def add_text(self, text: str) -> None:
+        """Text that follows them."""
+        self._items.append((text, []))
+
+    def take(self, *, keeps_calls: bool) -> Iterator[tuple[str, list[AnswerPart]]]:
+        """All of it, which waits no longer. keeps_calls: they become late ones."""
+        items, self._items = self._items, []
+        self.enclosure = Enclosure.NONE
+        if keeps_calls:
+            self.late += [part for _, parts in items for part in parts]
+        return iter(items)
 
 
 @dataclasses.dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from diptych.engine_load_metrics import LLAMACPP_LOAD
+from diptych.base.engine_load_metrics import LLAMACPP_LOAD
 from diptych.serving.front.adapters.openai_parts import (
     LOOK_S,
     TOKENIZE_S,

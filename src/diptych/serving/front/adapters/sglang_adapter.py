@@ -9,7 +9,7 @@ token ids are not on its OpenAI endpoints: a stream that it loses cannot be cont
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diptych.engine_load_metrics import SGLANG_LOAD
+from diptych.base.engine_load_metrics import SGLANG_LOAD
 from diptych.serving.front.adapters.openai_parts import (
     LOOK_S,
     GaugePage,

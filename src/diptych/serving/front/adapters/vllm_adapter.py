@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diptych.engine_load_metrics import VLLM_LOAD
+from diptych.base.engine_load_metrics import VLLM_LOAD
 from diptych.serving.api.manners import is_loopback
 from diptych.serving.front.adapters.openai_parts import (
     LOOK_S,

@@ -2,19 +2,24 @@
 
 import json
 import random
+import sys
 from collections.abc import Iterator
-from importlib import resources
+from pathlib import Path
 
 import pytest
 
 from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
+from diptych.simulation.costs import cost_choice
 from diptych.simulation.costs.cost_model import CostModel
-from diptych.simulation.costs.profiled import load_profile, profile_names
+from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from profiled_costs import FOLDER, choose_cost, load_profile, profile_names
 
 
 def step(chunks: list[tuple[int, int]], num_seqs: int = 0, context: int = 0) -> SchedulerOutput:
@@ -87,8 +92,7 @@ def test_every_profile_keeps_the_contract_of_cost_models(name: str) -> None:
 
 
 def test_documents_name_source_licence_and_stay_small() -> None:
-    folder = resources.files("diptych.simulation") / "catalogue" / "profiles"
-    files = [file for file in folder.iterdir() if file.name.endswith(".json")]
+    files = list(FOLDER.glob("*.json"))
     assert len(files) == 2
     for file in files:
         text = file.read_text("utf-8")
@@ -121,3 +125,20 @@ def test_a_request_alone_takes_its_prefill_and_its_decode_steps() -> None:
     table = simulate(Scenario(engine=config, cost=cost, workload=One())).requests
     assert table.ttft_ns(0) == cost.step_ns(step([(0, 755)]))
     assert table.decode_ns[0] == sum(cost.step_ns(step([], 1, 756 + i)) for i in range(199))
+
+
+def test_a_family_is_the_profile_of_the_device_and_its_sharing_of_the_model() -> None:
+    wanted = {"model": "bloom-176b", "hardware": "h100", "parallelism": Parallelism(8)}
+    choice = choose_cost("splitwise-bloom-176b", **wanted)
+    assert choice.cost.name == "splitwise-bloom-176b-h100-tp8" and choice.weights is not None
+    for other in ({"parallelism": Parallelism(4)}, {"model": "opt-13b"}, {"hardware": "l40s"}, {"kv_bits": 8}):
+        with pytest.raises(ConfigError, match="does not hold"):
+            choose_cost("splitwise-bloom-176b", **(wanted | other))
+    with pytest.raises(ConfigError, match="engine is 'sglang'"):
+        choose_cost("splitwise-bloom-176b", **wanted, engine="sglang")
+    assert choose_cost("roofline", model="llama-3-8b", hardware="h100").cost.name != choice.cost.name
+
+
+def test_the_product_names_no_profile() -> None:
+    with pytest.raises(ConfigError, match="one of auto"):
+        cost_choice.choose_cost("splitwise-bloom-176b", model="bloom-176b", hardware="h100")

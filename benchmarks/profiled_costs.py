@@ -1,26 +1,36 @@
 """Cost models from published step-time profiles: whole steps that others measured, as a fitted law or as a table.
 
-Owns the two forms such profiles come in and how a plan is priced by each. Never mixes profiles, never scales one
-device's numbers to another, and says nothing about steps that the profile's authors did not measure, except where a
-step mixes both phases: the law used there is named below. Layers and operators are the business of layer_tables.py.
+The profiles are DistServe's fits of OPT and Splitwise's measurements of BLOOM and Llama 2 (data/profiles/, written by
+scripts/derive_profiles.py): what the reproductions of these papers price steps by. ``use_profiles`` makes them costs of
+the settings of this process, by their names; ``diptych simulate`` and ``diptych plan`` do not know them.
+
+Profiles are never mixed, and one device's numbers are never scaled to another. A step that mixes both phases was not
+measured by the authors: the law used for it is named below.
 """
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
-from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import SchedulerOutput, StepFeatures
+from diptych.simulation import prepare
+from diptych.simulation.costs import cost_choice
+from diptych.simulation.costs.cost_choice import CostChoice
 from diptych.simulation.costs.cost_model import FRACTION_BITS, UNBOUNDED, DecodeLine
 from diptych.simulation.costs.interpolation import Curve
+from diptych.simulation.hardware import load_hardware
+from diptych.simulation.model_catalogue import load_model
+from diptych.simulation.parallelism import ONE_DEVICE, Parallelism
+from diptych.simulation.weight_precision import weight_precision
 
-SUFFIX = ".json"
+FOLDER = Path(__file__).parent / "data" / "profiles"
 NS_PER_MS = 1_000_000
 ONE = 1 << FRACTION_BITS
 
@@ -154,7 +164,7 @@ class ProfiledCost:
 
 
 def profile_names() -> tuple[str, ...]:
-    """Every profile of the catalogue, sorted."""
+    """Every profile, sorted."""
     return tuple(sorted(name for file in _files() for name in json.loads(file.read_text("utf-8"))["profiles"]))
 
 
@@ -212,6 +222,42 @@ def _curve(points: dict[str, list[float]], scale: float = 1.0) -> Curve:
     return Curve(tuple(points["knots"]), tuple(value * scale for value in points["values"]))
 
 
-def _files() -> list[Traversable]:
-    folder = resources.files("diptych.simulation") / "catalogue" / "profiles"
-    return sorted((file for file in folder.iterdir() if file.name.endswith(SUFFIX)), key=lambda file: file.name)
+def _files() -> list[Path]:
+    return sorted(FOLDER.glob("*.json"))
+
+
+def use_profiles() -> None:
+    """Take the names of profiles, and of their families, as ``cost`` of settings in this process. Call it while the
+    main module is imported, so that the processes of a search do, too."""
+    prepare.choose_cost = choose_cost
+
+
+def choose_cost(
+    name: str,
+    *,
+    model: str | None,
+    hardware: str | Mapping[str, Any] | None,
+    parallelism: Parallelism = ONE_DEVICE,
+    weight_bits: int | None = None,
+    kv_bits: int = 16,
+    engine: str | None = None,
+    **more: Any,
+) -> CostChoice:
+    """The profile called ``name``, or the one of a family that is of this device and its sharing of the model; for any
+    other name see cost_choice.choose_cost. Raises ConfigError where the profile is not of what is asked for."""
+    members = profile_families().get(name, (name,) if name in profile_names() else ())
+    if not members or model is None or hardware is None:
+        split = {"weight_bits": weight_bits, "kv_bits": kv_bits, "parallelism": parallelism}
+        return cost_choice.choose_cost(name, model=model, hardware=hardware, engine=engine, **split, **more)
+    if engine is not None:
+        raise ConfigError(f"engine is {engine!r}; it has no effect on {name}, which is of whole steps", param="engine")
+    device, spec = load_hardware(hardware), load_model(model)
+    dimensions, is_16_bits = cost_choice.dimensions, kv_bits == 16 and weight_bits in (None, 16)
+    for profile in map(load_profile, members):
+        info = profile.info
+        is_of_it = Parallelism(info.tensor_parallel) == parallelism and load_hardware(info.hardware).name == device.name
+        if is_16_bits and is_of_it and dimensions(load_model(info.model)) == dimensions(spec):
+            words = f"published profile of {info.model} on {info.tensor_parallel} x {info.hardware} ({info.engine})"
+            return CostChoice(profile, words, (spec, device), spec.max_context, weight_precision(device, 16, None))
+    wanted = f"{spec.name} on {parallelism.devices} x {device.name}"
+    raise ConfigError(f"cost is {name!r}, which does not hold {wanted}; its profiles are {members}", param="cost")

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diptych.byte_size import size_words
-from diptych.cgroups import ROOT, cpu_quota, text_of
+from diptych.base.byte_size import size_words
+from diptych.base.cgroups import ROOT, cpu_quota, text_of
 
 SYSTEM = "sys/devices/system/cpu"
 CORES_OF_ARM = {  # "CPU part" of implementer 0x41; /proc/cpuinfo has no name there

@@ -17,16 +17,16 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parent.parent
 RECORD = "compiled_modules.txt"
 MODULES = tuple(
     f"diptych.{folder}.{name}"
     for folder, names in {
-        "control": ("length_predictor", "length_watch", "recent_rows"),
+        "control": ("length_predictor", "recent_rows"),
         "control.admission": ("admission_queue", "fair_queue"),
         "control.cluster": (
-            *("attempts", "block_reports", "cluster_audit", "cluster_core", "cluster_recording", "load_book"),
-            *("membership", "open_request"),
+            *("attempts", "block_reports", "cluster_audit", "cluster_core", "cluster_recording", "expected_blocks"),
+            *("load_book", "membership", "open_request"),
         ),
         "control.engine": ("engine_audit", "engine_core", "leases", "recording", "worker_core"),
         "control.engine.kvcache": (
@@ -38,8 +38,8 @@ MODULES = tuple(
             *("scheduler", "speculation", "step_plan", "step_time", "stride", "waiting_queue"),
         ),
         "control.router": (
-            *("candidates", "cost_router", "costs", "hit_watch", "load_router", "pairing"),
-            *("event_order", "idle_trials", "prefix_index", "tier_index"),
+            *("candidates", "cost_router", "costs", "hit_watch", "pairing"),
+            *("event_order", "idle_trials", "prefix_index", "round_robin", "tier_index"),
         ),
         "simulation": ("collector", "environment", "results"),
         "simulation.costs": ("cost_model", "interpolation"),
