@@ -1,9 +1,8 @@
-"""Answers that follow a schema: are they valid, what does it cost, and who pays for a hostile schema?
+"""Answers that follow a schema: are they valid, and what does it cost? (Hostile schemas: hostile.py.)
 
-    .venv/bin/python benchmarks/structured.py valid [--schemas 500] [--model PATH]   every answer checked by jsonschema
-    .venv/bin/python benchmarks/structured.py forced [--model PATH]     tokens/s with and without forced tokens, batch 1
-    .venv/bin/python benchmarks/structured.py step --model PATH [--rows 32]   a step with constrained rows, and without
-    .venv/bin/python benchmarks/structured.py hostile [--model PATH]    gaps of a stream beside schemas made to hurt
+    python benchmarks/structured.py valid [--schemas 500] [--model PATH]   every answer checked by jsonschema
+    python benchmarks/structured.py forced [--model PATH]     tokens/s with and without forced tokens, batch 1
+    python benchmarks/structured.py step --model PATH [--rows 32]   a step with constrained rows, and without
 
 Figures on the page; --json FILE keeps them.
 """
@@ -21,12 +20,8 @@ import jsonschema
 from common import report
 
 from diptych import LLM, SamplingParams
-from diptych.control.errors import InvalidRequestError, WorkerError
-from diptych.runtime.device.thread_limits import switch_often
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
 from diptych.serving.answers.grammar.grammar_text import GrammarWriter, with_schemas
-from diptych.serving.async_llm import AsyncLLM
-from diptych.serving.link.engine_options import BUNDLED_MODEL, DeviceOptions, EngineOptions, MemoryOptions
 
 WRITER = GrammarWriter({})
 WORDS = ("name", "age", "city", "tags", "when", "items", "path", "line", "kind", "note")
@@ -163,96 +158,9 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-HOSTILE: list[dict[str, Any]] = [
-    {"type": "object", "properties": {f"k{n}": {"type": "string", "maxLength": 1000} for n in range(3000)}},
-    {"type": "object", "properties": {f"k{n}": {"type": "string", "pattern": f"^(a|b{n})*c"} for n in range(800)}},
-    {"enum": [f"value {n}" for n in range(60_000)]},
-    {"enum": [f"value {n}" for n in range(15_000)]},
-    {"type": "string", "pattern": "^(.*a.{0,200}b){20}$"},
-    {"type": "string", "pattern": "^([ab]{0,100}){0,100}$"},
-    {"anyOf": [{"type": "object", "properties": {f"k{n}": {"type": "integer"}}} for n in range(1500)]},
-]
-
-
-HARMLESS: list[dict[str, Any]] = [{"type": "array", "items": {"type": "integer"}, "minItems": 20}]
-
-
-async def gaps_beside(llm: AsyncLLM, work: Any) -> list[float]:
-    """Milliseconds between the tokens of four streams while ``work`` runs."""
-    found: list[float] = []
-
-    async def stream(number: int) -> None:
-        params = SamplingParams(max_tokens=1500, temperature=1.0, seed=number, ignore_eos=True)
-        last = None
-        async for _ in llm.generate([5, 6, 7, number + 8], params):
-            now = time.perf_counter()
-            if last is not None:
-                found.append((now - last) * 1000)
-            last = now
-
-    worker = asyncio.create_task(work())
-    await asyncio.gather(*(stream(number) for number in range(4)))
-    worker.cancel()
-    await asyncio.gather(worker, return_exceptions=True)
-    return sorted(found)
-
-
-async def hostile_gaps(options: argparse.Namespace) -> dict[str, Any]:
-    device, memory = DeviceOptions(threads=options.threads), MemoryOptions(kv_cache_bytes=256 << 20)
-    settings = EngineOptions(model=str(options.model or BUNDLED_MODEL), device=device, memory=memory)
-    refused = served = failed = 0
-
-    async def quiet() -> None:
-        await asyncio.sleep(3600)
-
-    switch_often()  # as the server does
-    async with AsyncLLM(settings) as llm:
-
-        async def attack(schemas: list[dict[str, Any]]) -> None:
-            nonlocal refused, served, failed
-            refused = served = failed = number = 0
-            while True:
-                schema = {**schemas[number % len(schemas)], "$comment": str(number)}
-                number += 1
-                try:
-                    written = await asyncio.to_thread(WRITER.schema, schema, "schema")  # as the server does
-                    text = (await llm.try_grammar(written)).text
-                    params = SamplingParams(max_tokens=30, grammar=text)
-                    async for _ in llm.generate([5, 6], params):
-                        pass
-                    served += 1
-                except InvalidRequestError:
-                    refused += 1
-                except WorkerError:  # a mask beyond the limits, in the middle of an answer
-                    failed += 1
-                await asyncio.sleep(0.05)
-
-        await llm.try_grammar(WRITER.choice(["begin"], "x"))
-        await gaps_beside(llm, quiet)
-        gaps: dict[str, list[float]] = {"calm": [], "beside harmless schemas": [], "beside hostile schemas": []}
-        for _ in range(options.repeats):
-            gaps["calm"] += await gaps_beside(llm, quiet)
-            gaps["beside harmless schemas"] += await gaps_beside(llm, lambda: attack(HARMLESS))
-            gaps["beside hostile schemas"] += await gaps_beside(llm, lambda: attack(HOSTILE))
-    p99 = {name: sorted(found)[int(len(found) * 0.99)] for name, found in gaps.items()}
-    return {
-        **{f"gap ms p99 {name}": round(value, 2) for name, value in p99.items()},
-        "hostile / harmless": round(p99["beside hostile schemas"] / p99["beside harmless schemas"], 2),
-        "hostile / calm": round(p99["beside hostile schemas"] / p99["calm"], 2),
-        **{f"worst gap ms {name}": round(max(found), 1) for name, found in gaps.items()},
-        "hostile schemas served": served,
-        "refused": refused,
-        "ended by a limit of masks": failed,
-    }
-
-
-def hostile(options: argparse.Namespace) -> dict[str, Any]:
-    return asyncio.run(hostile_gaps(options))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("valid", "forced", "step", "hostile"))
+    parser.add_argument("part", choices=("valid", "forced", "step"))
     parser.add_argument("--model", type=Path)
     parser.add_argument("--schemas", type=int, default=500)
     parser.add_argument("--rows", type=int, default=32)
@@ -260,7 +168,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json")
     options = parser.parse_args()
-    parts = {"valid": valid, "forced": forced, "step": step, "hostile": hostile}
+    parts = {"valid": valid, "forced": forced, "step": step}
     found = parts[options.part](options)
     rows = [{"figure": name, "value": str(value)} for name, value in found.items()]
     report(f"structured output: {options.part}", rows, options.json)
