@@ -1,6 +1,6 @@
 """Measured runs of vLLM, reproduced from layer profiles.
 
-    python benchmarks/reproduce_vllm_runs.py DATA_FOLDER [--json reproduce_vllm_runs.json] [--only R10]
+    python benchmarks/twin.py runs DATA_FOLDER [--json reproduce_vllm_runs.json] [--only R10]
 
 Each run is simulated with the layer table of its GPU, model and engine version; no number of a table was fitted to an
 end-to-end run. vLLM's scheduler is first come, first served with decodes first and a fixed token budget: here the order
@@ -443,13 +443,14 @@ def logged_rows(run: str, logged: Sequence[dict[str, Any]], result: SimulationRe
 RUNS = {"R7": figure_8, "R8": figure_8_disaggregated, "R9": figure_5, "R10": single_requests}
 
 
-def main() -> None:
-    """Run and compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--json")
     parser.add_argument("--only", choices=RUNS)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Run and compare."""
     rows = [line for name, run in RUNS.items() if options.only in (None, name) for line in run(options.folder)]
     series = {}
     for line in rows:
@@ -457,7 +458,3 @@ def main() -> None:
             names = [name for name in ("measured", "simulated") if f"series_{name}" in line]
             series[line["run"]] = {name: line.pop(f"series_{name}") for name in names}
     report("reproduce_vllm_runs", rows, options.json, series=series)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """How much of a real trace's prompts do the tiers find, on a live server and in the simulator?
 
-    python benchmarks/tier_hits.py [--requests 500] [--model DIR] [--json tier_hits.json]
+    python benchmarks/twin.py tiers [--requests 500] [--model DIR] [--json tier_hits.json]
 
 The first requests of Mooncake's conversation trace, one after the other, made small: each of its blocks of 512 tokens
 becomes a block of 32, the lengths shrink with them, and equal blocks stay equal. Every cache size gets the same
@@ -202,12 +202,13 @@ def compare(model: Path, size: Size, specs: Sequence[RequestSpec]) -> dict[str, 
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--model", type=Path, default=BUNDLED_MODEL)
-    parser.add_argument("--json", help="file for the record")
-    asked = parser.parse_args()
+
+
+def main(asked: argparse.Namespace) -> None:
     specs = requests_of_trace(asked.requests, read_model_config(asked.model).max_position_embeddings)
     rows = [compare(asked.model, size, specs) for size in SIZES]
     about = {
@@ -217,7 +218,3 @@ def main() -> None:
     }
     report("tier hits, live and simulated", rows, asked.json, goal="within 2 points", trace=about)
     print(about)
-
-
-if __name__ == "__main__":
-    main()

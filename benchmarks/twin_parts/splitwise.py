@@ -1,9 +1,8 @@
-"""Two published results, from their own step-time profiles and the simulator's scheduler.
+"""Splitwise's published limit (R14), from its own step-time profiles and the simulator's scheduler.
 
-    python benchmarks/reproduce_papers.py DATA_FOLDER [--only R14] [--json reproduce_papers]
-        [--svg reproduce_papers_fig8.svg] [--seed 1]
+    python benchmarks/twin.py splitwise DATA_FOLDER [--json reproduce_papers-R14.json] [--seed 1] [--machines 40]
 
-R14: Splitwise (Patel et al., ISCA 2024). 40 DGX-H100, BLOOM-176B, lengths of the Azure conversation trace (prompts and
+Splitwise (Patel et al., ISCA 2024). 40 DGX-H100, BLOOM-176B, lengths of the Azure conversation trace (prompts and
 answers drawn independently) and Poisson arrivals for 600 s, as the authors' trace generator has it. The objective is
 the paper's table 6: slowdowns at p50 / p90 / p99 against an unloaded DGX-A100 of at most 2 / 3 / 6 (TTFT) and 1.25 /
 1.5 / 5 (TBT and end to end). Published: the baseline meets it at 120 requests/s and misses it at 130. The authors batch
@@ -11,9 +10,6 @@ whole prompts, up to 2,048 tokens, with as many decodes as fit; here decodes com
 tokens ("mixed"), or prompts run whole and alone ("prefill first"). Their router counts queued tokens, ours requests.
 Their simulator looks the time of a decode step up by its sequences in a table of prompt tokens ("as-simulated"), which
 hides most of what a large batch costs; rows "measured" take it by batch size, as it was measured.
-
-R5: DistServe's figure 8; see papers_fig8.py for inputs and surrogates. Goal: the rate at 90 % attainment within 15 %,
-and the order right ("points off": mean absolute difference from the published curve, in points of attainment).
 """
 
 import argparse
@@ -21,9 +17,8 @@ import csv
 from pathlib import Path
 from typing import Any
 
-import papers_fig8
-from common import RESULTS, report
-from papers_fig8 import SEED, Lengths, Row, poisson, worker
+from common import report
+from twin_parts.distserve import SEED, Lengths, Row, poisson, worker
 
 from diptych.control.config import BudgetConfig
 from diptych.report.statistics import percentile
@@ -40,29 +35,16 @@ SPLITWISE_RATES = {"as-simulated": (100, 110, 120, 130, 140, 150), "measured": (
 DGX_H100_BYTES = 8 * 80 * 2**30
 BLOOM_BYTES = 329_000_000_000  # weights, as the authors' configuration has it
 
-REASONS_R14 = (
+REASONS = (
     "With decode times as the authors read them, mixed steps keep the objective up to the published rate and miss it "
     "at the next, by the median TBT and narrowly: with seeds 1 to 4 its worst slowdown is 1.004, 1.010, 1.002 and "
     "1.000 of the limit at 130 requests/s (seed 4 just keeps it), and at most 0.946 at 120. Batching matters more than "
     "that: prompts that run whole and alone lose two steps of the rate.",
     "With decode times as measured the same fleet carries less: the published limit rests on the authors' reading.",
 )
-REASONS_R5 = (
-    "vLLM, OPT-13B: by the published fit a prompt of 1,717 tokens takes 287 ms, in the authors' log of the run at 1 "
-    "request/s 263 ms, and the objective is 250 ms. With a prefill of 24.4 ms and 0.1246 ms a token, as in that log, "
-    "its requests are met one by one (median error of 28 of them: TTFT 5 %, TPOT 3 %), with 88 % attainment against "
-    "85; but from 2 requests/s on vLLM is then up to 14 points better than published: what slows it down under load is "
-    "in no step that was profiled.",
-    "OPT-175B: no profile was published. The extrapolation holds for DistServe; vLLM is slower by a constant of 1.36.",
-    "Surrogate: its lengths have the right means, but too few answers of some tokens (5 % of at most ten; 17 % in the "
-    "authors' runs, whose answers are turns of users as often as of the assistant), which miss their TPOT when one "
-    "prompt runs between two of their tokens; and too many long ones, which fill the decode side's memory. Our pools "
-    "give a first token when there is a place to go on (OPT-13B at 2 requests/s: 75 %, with twice the memory 91 %), "
-    "DistServe gives it at once and lets the second one wait.",
-)
 
 
-def splitwise(folder: Path, seed: int, num_machines: int = 40) -> tuple[list[Row], dict[str, Any]]:
+def splitwise(folder: Path, seed: int, num_machines: int) -> tuple[list[Row], dict[str, Any]]:
     """R14: slowdowns by rate, and the highest rate that keeps the objective."""
     trace = folder / "traces" / "azure" / "AzureLLMInferenceTrace_conv.csv"
     with trace.open() as stream:
@@ -149,30 +131,16 @@ def ratio(point: Row, name: str) -> list[float]:
     return [value / limit for value, limit in zip(point[name], SLOWDOWNS[name], strict=True)]
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", choices=("R5", "R14"))
-    parser.add_argument("--json", metavar="PREFIX", help="writes PREFIX-R14.json and PREFIX-R5.json")
-    parser.add_argument("--svg", metavar="FILE", help="figure 8, under results")
-    parser.add_argument("--seed", type=int, default=SEED, help="of R14; R5 takes a seed for each of its runs")
-    options = parser.parse_args()
-    if options.only != "R5":
-        rows, points = splitwise(options.folder, options.seed)
-        path = options.json and f"{options.json}-R14.json"
-        title = "R14: Splitwise's baseline, 40 DGX-H100, BLOOM-176B: highest rate within the objective"
-        report(title, rows, path, inputs=__doc__, reasons=REASONS_R14, **points)
-        print("\n".join(REASONS_R14), flush=True)
-    if options.only != "R14":
-        rows, points, curves = papers_fig8.compare(options.folder)
-        path = options.json and f"{options.json}-R5.json"
-        title = "R5: DistServe's figure 8: requests/s per GPU at 90 % attainment"
-        report(title, rows, path, inputs=papers_fig8.__doc__, reasons=REASONS_R5, **points)
-        print("\n".join(REASONS_R5))
-        if options.svg:
-            (RESULTS / options.svg).write_text(papers_fig8.figure(curves))
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--machines", type=int, default=40, help="DGX-H100; the rates are those of 40")
 
 
-if __name__ == "__main__":
-    main()
+def main(options: argparse.Namespace) -> None:
+    """Rates within the objective, and why they are what they are."""
+    rows, points = splitwise(options.folder, options.seed, options.machines)
+    title = f"R14: Splitwise's baseline, {options.machines} DGX-H100, BLOOM-176B: highest rate within the objective"
+    report(title, rows, options.json, inputs=__doc__, reasons=REASONS, **points)
+    print("\n".join(REASONS))

@@ -1,6 +1,6 @@
 """How far the operator tables are from measurements that they do not hold.
 
-    python benchmarks/step_cost_operators.py [--json step_cost_operators.json] [--gpu NAME] [--seed 1]
+    python benchmarks/twin.py operators [--json step_cost_operators.json] [--gpu NAME] [--seed 1]
 
 The shipped tables hold measured points (catalogue/operators/; rounded to four digits). Points are taken out, the tables
 are made from the rest, and asked for the points taken out:
@@ -323,13 +323,14 @@ def speed() -> dict[str, float]:
     return {"make_s": round(made_s, 3), "decode_line_us": round(line_us, 2), "mixed_step_us": round(step_us, 2)}
 
 
-def main() -> None:
-    """Print the errors of every GPU, or of the one that is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--gpu", choices=operator_table_names())
     parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Print the errors of every GPU, or of the one that is asked for."""
     rows: list[Row] = []
     for name in operator_table_names():
         if options.gpu in (None, name):
@@ -340,7 +341,3 @@ def main() -> None:
     seconds = speed()
     print(seconds)
     report("operator tables at points taken out of them", rows, options.json, speed=seconds)
-
-
-if __name__ == "__main__":
-    main()

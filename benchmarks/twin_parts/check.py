@@ -1,10 +1,10 @@
 """Every published measurement that is reproduced, in one table: measured, simulated, goal, and the cause of each miss.
 
-    benchmarks/reproduce DATA_FOLDER [--only NAME ...] [--records]
+    python benchmarks/twin.py check DATA_FOLDER [--only PART ...] [--records]
 
-Runs the scripts that own the reproductions, one after the other, each of which writes its record under results/, and
-then reads the records. --records: only reads them. --only: scripts by name, without ``.py``; the others' records are
-read as they are. Exits with 1 when a goal is missed for which no cause is known.
+Runs the parts that own the reproductions, one after the other, each of which writes its record under results/, and then
+reads the records. --records: only reads them. --only: these parts; the others' records are read as they are. Exits with
+1 when a goal is missed for which no cause is known.
 """
 
 import argparse
@@ -17,18 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, report
+from common import HERE, RESULTS, report
 
-HERE = Path(__file__).parent
 Row = dict[str, Any]
-SCRIPTS = {  # name: arguments after the folder of data, or None: takes no data
-    "reproduce_vllm_runs": ["--json", "reproduce_vllm_runs.json"],
-    "reproduce_served_points": ["--json", "reproduce_served_points.json"],
-    "reproduce_papers": ["--json", "reproduce_papers", "--svg", "reproduce_papers_fig8.svg"],
-    "step_cost_tables": ["--json", "step_cost_tables.json"],
-    "reproduce_pools": None,
-    "traces": None,
+PARTS = {  # name: its record, and more options
+    "runs": ("reproduce_vllm_runs.json",),
+    "served": ("reproduce_served_points.json",),
+    "splitwise": ("reproduce_papers-R14.json",),
+    "distserve": ("reproduce_papers-R5.json", "--svg", "reproduce_papers_fig8.svg"),
+    "tables": ("step_cost_tables.json",),
+    "pools": ("reproduce_pools.json",),
+    "traces": ("traces.json",),
 }
+WITHOUT_DATA = ("pools", "traces")
 VARIANTS = (  # ends of runs that show what a part matters, beside the run that is like the measured one
     "eager",  # kernels as a profile's artifact ran them
     "fused",  # without the host of the measured engine
@@ -81,7 +82,7 @@ class Line:
 
 
 def record(name: str) -> dict[str, Any]:
-    """What a script wrote. A record that is missing is one of nothing."""
+    """What a part wrote. A record that is missing is one of nothing."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {"rows": []}
 
@@ -167,32 +168,29 @@ READERS: Sequence[Callable[[], Iterable[Line]]] = (vllm_runs, served_points, pap
 
 
 def run(name: str, folder: Path) -> None:
-    """One script, with its output on the terminal. Raises CalledProcessError."""
-    given = SCRIPTS[name]
-    arguments = ["--json", f"{name}.json"] if given is None else [str(folder), *given]
+    """One part, with its output on the terminal. Raises CalledProcessError."""
+    arguments = [*(() if name in WITHOUT_DATA else (str(folder),)), "--json", *PARTS[name]]
     began = time.monotonic()
     print(f"== {name}", flush=True)
-    subprocess.run([sys.executable, str(HERE / f"{name}.py"), *arguments], check=True)
+    subprocess.run([sys.executable, str(HERE / "twin.py"), name, *arguments], check=True)
     print(f"== {name}: {time.monotonic() - began:.0f} s", flush=True)
 
 
-def main() -> int:
-    """Run, read, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="*", choices=SCRIPTS)
+    parser.add_argument("--only", nargs="*", choices=PARTS)
     parser.add_argument("--records", action="store_true")
-    options = parser.parse_args()
-    for name in SCRIPTS if options.only is None else options.only:
+
+
+def main(options: argparse.Namespace) -> None:
+    """Run, read, print."""
+    for name in PARTS if options.only is None else options.only:
         if not options.records:
             run(name, options.folder)
     lines = [line for read in READERS for line in read()]
-    report("reproductions", [line.as_row() for line in lines], "reproduce.json")
+    report("reproductions", [line.as_row() for line in lines], options.json or "reproduce.json")
     judged = [line for line in lines if line.met is not None]
     unknown = [line for line in judged if line.cause == "unknown"]
     print(f"{sum(bool(line.met) for line in judged)} of {len(judged)} goals met, {len(unknown)} missed without a cause")
-    return 1 if unknown else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(bool(unknown))

@@ -1,6 +1,6 @@
 """How well the layer tables predict measurements that they do not hold.
 
-    python benchmarks/step_cost_tables.py DATA_FOLDER [--json step_cost_tables.json]
+    python benchmarks/twin.py tables DATA_FOLDER [--json step_cost_tables.json]
 
 Part 1, held-out points. Profiles that are thinned for the catalogue are tested at every measured point that the
 shipped table leaves out. What ships whole is tested with a table from a part of it: token counts, every other one;
@@ -20,9 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import report
+from common import ROOT, report
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts"))
 
 import derive_layer_tables as derive
 import layer_profiles as profiles
@@ -263,16 +263,13 @@ def sarathi(folder: Path) -> tuple[list[Row], float]:
     return [{key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()} for row in rows], pair_ns
 
 
-def main() -> None:
-    """Print both parts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--json")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Print both parts."""
     steps, pair_ns = sarathi(options.folder / "sarathi-serve/osdi")
     report("step_cost_tables: Yi-34B, two A100", steps)
     report("step_cost_tables", held_out(options.folder), options.json, sarathi=steps, sarathi_pair_ns=round(pair_ns, 3))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,42 +1,28 @@
-"""The recorded workloads: their statistics, how much of their prompts a prefix cache saves, and what drawing costs.
+"""The recorded workloads: their statistics, and how much of their prompts a prefix cache saves (R3).
 
-    python benchmarks/traces.py [--json traces.json]
-    python benchmarks/traces.py --derive azure-conv AzureLLMInferenceTrace_conv.csv
-    python benchmarks/traces.py --derive mooncake-conversation conversation_trace.jsonl.gz
+    python benchmarks/twin.py traces [--json traces.json]
+    python benchmarks/twin.py traces --derive azure-conv AzureLLMInferenceTrace_conv.csv
+    python benchmarks/twin.py traces --derive mooncake-conversation conversation_trace.jsonl.gz
 
 The cache is the engine's own KVCacheManager: whole blocks, least recently used, one request at a time, and at least
 one token of each prompt is computed. --derive writes the file inside the package from the published one.
 """
 
 import argparse
-import gc
 import statistics
-import time
-import tracemalloc
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from common import report
+from common import ROOT, report
 
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.request import Request
-from diptych.workload.build import (
-    ArrivalConfig,
-    LengthConfig,
-    LengthsConfig,
-    PrefixConfig,
-    SessionConfig,
-    WorkloadConfig,
-    build,
-)
 from diptych.workload.packed import PackedTrace, pack, tree_columns
 from diptych.workload.spec import RequestSpec
-from diptych.workload.synthetic import SyntheticWorkload
 from diptych.workload.traces import Trace, load_trace
 
-DATA = Path(__file__).parent.parent / "src/diptych/workload/data"
+DATA = ROOT / "src/diptych/workload/data"
 SOURCES = {
     "azure-conv": (
         "Azure LLM inference trace 2023, conversation: github.com/Azure/AzurePublicDataset @ b469a11, "
@@ -121,70 +107,17 @@ def cache_rows(trace: Trace) -> list[dict[str, Any]]:
     return rows
 
 
-def generation_row(name: str, config: WorkloadConfig) -> dict[str, Any]:
-    """CPU time per request of drawing a workload, and its memory (traced over the first tenth)."""
-    workload = build(config, 1)
-    assert isinstance(workload, SyntheticWorkload)
-    gc.collect()
-    began = time.process_time()
-    count = sum(1 for _ in workload)
-    seconds = time.process_time() - began
-    tracemalloc.start()
-    for number, _ in enumerate(workload):
-        if number == count // 10:
-            break
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    micros = round(seconds / count * 1e6, 2)
-    return {"workload": name, "requests": count, "cpu_us_per_request": micros, "peak_mb": round(peak / 1e6, 2)}
-
-
-def generation_rows(count: int) -> list[dict[str, Any]]:
-    """What it costs to draw ``count`` requests of several workloads."""
-    lognormal = LengthsConfig(
-        prompt=LengthConfig(kind="lognormal", median=1000, sigma=1.2, max=16384),
-        output=LengthConfig(kind="lognormal", median=130, sigma=0.9, max=2048),
-    )
-    plain = WorkloadConfig(num_requests=count, rate=100.0)
-    pairs = WorkloadConfig(num_requests=count, rate=100.0, lengths=LengthsConfig(pairs="azure-conv"))
-    heavy = WorkloadConfig(
-        num_requests=count, rate=100.0, lengths=lognormal, arrivals=ArrivalConfig(kind="gamma", cv=2.0)
-    )
-    shared = WorkloadConfig(
-        num_requests=count, rate=100.0, lengths=lognormal, prefix=PrefixConfig(prompts=100, choice="zipf")
-    )
-    talks = WorkloadConfig(
-        num_requests=count // 10,
-        rate=100.0,
-        lengths=LengthsConfig(prompt=LengthConfig(mean=200), output=LengthConfig(mean=200)),
-        sessions=SessionConfig(min_turns=1, max_turns=9, think_s=20.0),
-    )
-    return [
-        generation_row("poisson, fixed lengths", plain),
-        generation_row("poisson, pairs of azure-conv", pairs),
-        generation_row("gamma, lognormal lengths", heavy),
-        generation_row("poisson, lognormal, 100 system prompts", shared),
-        generation_row("conversations of 1 to 9 turns", talks),
-    ]
-
-
-def main() -> None:
-    """Measure, or derive a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--derive", nargs=2, metavar=("NAME", "FILE"))
-    parser.add_argument("--requests", type=int, default=1_000_000)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure, or derive a file."""
     if options.derive:
         derive(*options.derive)
         return
     traces = [statistics_row(name) for name in SOURCES]
     caches = cache_rows(load_trace("mooncake-conversation"))
-    drawing = generation_rows(options.requests)
-    report("traces", traces)
     report("prefix cache on mooncake-conversation", caches)
-    report("drawing requests", drawing, options.json, statistics=traces, prefix_cache=caches)
-
-
-if __name__ == "__main__":
-    main()
+    report("traces", traces, options.json, prefix_cache=caches)

@@ -1,6 +1,6 @@
 """How fast the simulator is, and whether its price per request stays flat as the fleet grows.
 
-    python benchmarks/simulator.py [--json simulator.json] [--repeats 3] [--requests-per-worker 10000]
+    python benchmarks/twin.py speed [--json simulator.json] [--repeats 3] [--requests-per-worker 10000]
 
 trace: the Azure 2023 conversation trace (19,366 requests in 3,502 s) on one worker, Llama-3-8B on an H100, shape
 chunked, step durations from measured layers. strides off: the same run, every decode step on its own (the same log).
@@ -82,16 +82,17 @@ def row(result: SimulationResult) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Every case in turn, ``--repeats`` times; medians and the fastest and slowest run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--requests-per-worker", type=int, default=10_000)
     parser.add_argument("--cases", default="trace,strides off,fleet 1,fleet 10,fleet 100,balanced 1,balanced 100")
     parser.add_argument("--ways", default=",".join(ways_to_run()))
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Every case in turn, ``--repeats`` times; medians and the fastest and slowest run."""
     if options.one:
         print(json.dumps(run(options.one, options.requests_per_worker)))
         return
@@ -101,7 +102,9 @@ def main() -> None:
         for way, case in cases:
             if case.endswith(" 100") and repeat:
                 continue  # minutes long, and long enough to be steady
-            found = run_as(way, __file__, "--one", case, "--requests-per-worker", str(options.requests_per_worker))
+            found = run_as(
+                way, "twin", "speed", "--one", case, "--requests-per-worker", str(options.requests_per_worker)
+            )
             runs[way, case].append(found)
             print(f"{case}, {way}: {found['seconds']:.1f} s", file=sys.stderr)
     rows = []
@@ -111,7 +114,3 @@ def main() -> None:
         spread = {"fastest s": seconds[0], "slowest s": seconds[-1], "runs": len(seconds)}
         rows.append({"case": case, "code": way, **middle, **spread})
     report("simulator", rows, options.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Mooncake's question: of 16 nodes, how many should prefill and how many decode? (R15)
 
-    python benchmarks/reproduce_pools.py [--json reproduce_pools.json] [--rate-scale 1]
+    python benchmarks/twin.py pools [--json reproduce_pools.json] [--rate-scale 1]
 
 The paper (Mooncake, FAST'25, on the ratio of prefill to decode nodes) serves a model of Llama-2-70B's dimensions on
 nodes of eight A800 each and finds that TTFT falls and the time between tokens rises as nodes move from decode to
@@ -65,14 +65,11 @@ def run(num_prefill: int, num_decode: int, rate_scale: float) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """All splits."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--rate-scale", type=float, default=1.0)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """All splits."""
     report("reproduce_pools", [run(*split, options.rate_scale) for split in SPLITS], options.json)
-
-
-if __name__ == "__main__":
-    main()

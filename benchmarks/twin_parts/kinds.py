@@ -1,13 +1,13 @@
 """The same published points priced by layer tables, by measured operators and by the roofline, device by device.
 
-    python benchmarks/cost_kinds.py DATA_FOLDER [--json cost_kinds.json] [--only A100]
+    python benchmarks/twin.py kinds DATA_FOLDER [--json cost_kinds.json] [--only A100]
 
 Median error of each cost model on the points that all cost models of a row price; none where one does not exist.
 Nothing is fitted to any of the points: the device's part is the catalogue's, the host's part that of the named engine
 (none: the table's own, or step_overhead_s).
 
-    served    closed loops of TensorRT-LLM, vLLM and SGLang (reproduce_served_points.py, "plain"); no engine
-    ISPASS    vLLM, Llama-3.1-70B on four H100 (R7 of reproduce_vllm_runs.py); engine sync-2024
+    served    closed loops of TensorRT-LLM, vLLM and SGLang (part served, "plain"); no engine
+    ISPASS    vLLM, Llama-3.1-70B on four H100 (R7 of part runs); engine sync-2024
     requests  vLLM 0.19 on RTX 4090 and RTX PRO 6000 (R10); no engine
     prompts   Llama-2-70B on 2, 4 and 8 GPUs of a DGX: prompts of 2,048 to 8,192 tokens, batch 1 (Splitwise's
               perf_model.csv, medians; its decode steps hold 20 ms of a host of 2023 that no source measures apart)
@@ -22,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import reproduce_served_points as served_points
-import reproduce_vllm_runs as vllm_runs
 from common import report
+from twin_parts import runs as vllm_runs
+from twin_parts import served as served_points
 
 from diptych.control.errors import ConfigError
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
@@ -180,16 +180,13 @@ SOURCES = {
 }
 
 
-def main() -> None:
-    """All devices, or one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--json")
     parser.add_argument("--only", choices=SOURCES)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """All devices, or one."""
     rows = [row for name, read in SOURCES.items() if options.only in (None, name) for row in read(options.folder)]
     report("cost_kinds", rows, options.json)
-
-
-if __name__ == "__main__":
-    main()

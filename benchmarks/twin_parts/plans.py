@@ -1,6 +1,6 @@
 """What published planners gained, by ``diptych plan`` with their own step times.
 
-    python benchmarks/plan_papers.py [--paper Splitwise] [--machines 10] [--json plan_papers.json] [--processes 2]
+    python benchmarks/twin.py plans [--paper Splitwise] [--machines 10] [--json plan_papers.json] [--processes 2]
 
 DistServe (Zhong et al., OSDI 2024): OPT-13B and OPT-66B on A100, ShareGPT, the authors' requests, objectives and step
 times. Its search of each phase (--placement per-phase) chooses how either phase is cut; its rate per GPU at 90 %
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common import report
+from twin_parts.distserve import DATA
 
 from diptych.advisor.device_layout import LayoutName, PlannedDevice, WorkerKind
 from diptych.advisor.layout_runs import RunOptions
@@ -142,8 +143,7 @@ def per_device(fleet: MeasuredLayout) -> float:
 def sharegpt(folder: Path) -> Path:
     """The requests of DistServe's runs as a trace."""
     path, at = folder / "sharegpt.csv", 0.0
-    source = Path(__file__).parent / "data" / "distserve-sharegpt.csv"
-    with source.open() as stream, path.open("w") as out:
+    with DATA.open() as stream, path.open("w") as out:
         out.write("arrival_s,prompt_tokens,output_tokens\n")
         for row in csv.DictReader(line for line in stream if not line.startswith("#")):
             at += float(row["gap"])
@@ -151,14 +151,15 @@ def sharegpt(folder: Path) -> Path:
     return path
 
 
-def main() -> None:
-    """Both papers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--paper", choices=("DistServe", "Splitwise"), help="of the two, this one only")
     parser.add_argument("--machines", type=int, default=SPLITWISE_MACHINES, help="DGX-A100 of Splitwise's budget")
     parser.add_argument("--processes", type=int, default=2)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Both papers."""
     rows = []
     if options.paper != "Splitwise":
         with tempfile.TemporaryDirectory() as folder:
@@ -166,7 +167,3 @@ def main() -> None:
     if options.paper != "DistServe":
         rows += splitwise(options.processes, options.machines)
     report("plan_papers", rows, options.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Served points of dense models on H100 and H200 (R11), predicted from the operator tables.
 
-    python benchmarks/reproduce_served_points.py DATA_FOLDER [--json reproduce_served_points.json]
+    python benchmarks/twin.py served DATA_FOLDER [--json reproduce_served_points.json]
 
 The points are mean TTFT and TPOT of SGLang, TensorRT-LLM and vLLM at some concurrency (aiconfigurator's silicon
 samples, with its own predictions of most of them beside: median error TPOT 11.5 %, TTFT 43.9 %). They are averages over
@@ -339,12 +339,13 @@ def split_rows(
     return rows, chosen
 
 
-def main() -> None:
-    """Both splits."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--json")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Both splits."""
     points = read_points(options.folder / "aiconfigurator" / "aic_0.12.0_predictions_dense_h100_h200.csv")
     rows = [errors("all, plain", points, plain)]
     rows.append(errors("all, plain, first round counted", points, lambda point: replace(plain(point), skip=0)))
@@ -362,7 +363,3 @@ def main() -> None:
         rows += found
         settings += chosen
     report("served points (R11)", rows, options.json, settings=settings)
-
-
-if __name__ == "__main__":
-    main()
