@@ -1,6 +1,6 @@
 """What ``diptych bench`` itself costs, and how much it distorts: many streams from a make-believe server.
 
-    python benchmarks/client_overhead.py [--streams 2000] [--rate 5000] [--seconds 20] [--json client_overhead.json]
+    python benchmarks/bench.py overhead [--streams 2000] [--rate 5000] [--seconds 20] [--json client_overhead.json]
 
 The server (fake_sse_server.py, a process of its own) writes each token at a known time on the clock that both processes
 share. Reported: CPU time of the client per received token; the delay from the server's write of a request's first token
@@ -15,11 +15,9 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-from common import report
-from other_load import OtherLoad
+from common import HERE, OtherLoad, report
 
 from diptych.bench.load import LoadResult
 from diptych.bench.session import BenchConfig, drive, open_session
@@ -74,19 +72,18 @@ def row(name: str, result: LoadResult, others: float) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Start the server, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--streams", type=int, default=2000)
     parser.add_argument("--rate", type=float, default=5000.0, help="tokens per second, of all streams")
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--json")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Start the server, measure, print."""
     itl_s = options.streams / options.rate
     tokens = max(2, round(options.seconds / itl_s))
-    server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "fake_sse_server.py")], stdout=subprocess.PIPE, text=True
-    )
+    server = subprocess.Popen([sys.executable, str(HERE / "fake_sse_server.py")], stdout=subprocess.PIPE, text=True)
     if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
         os.sched_setaffinity(server.pid, {1})
         os.sched_setaffinity(0, {0})
@@ -104,7 +101,3 @@ def main() -> None:
         server.terminate()
         server.wait()
     report("client overhead", rows, options.json)
-
-
-if __name__ == "__main__":
-    main()

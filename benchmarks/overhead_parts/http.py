@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """CPU time of the server process per streamed token: the front end alone, in front of a make-believe worker.
 
 The worker (tests/serving/fake_worker.py, a process of its own) emits one token per stream every ``--step-ms``; the
@@ -6,7 +5,7 @@ clients (another process) read plain sockets. Counted: user and system time of t
 which every stream is running, divided by the tokens that it sent in that window. Work done once per request is not in
 the window.
 
-    python benchmarks/http_overhead.py [--streams 1 8 64 256] [--step-ms 20] [--chat]
+    python benchmarks/overhead.py http [--streams 1 8 64 256] [--step-ms 20] [--chat]
 """
 
 import argparse
@@ -20,11 +19,11 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "serving"), str(ROOT / "benchmarks")]
+from common import ROOT, report
 
-from common import report  # noqa: E402
-from servers import fake_server  # noqa: E402
+sys.path.insert(0, str(ROOT / "tests" / "serving"))
+
+from servers import fake_server
 
 PROMPT_TOKENS = 300  # the make-believe answer goes on counting: past the vocabulary's single bytes, which are no text
 
@@ -94,18 +93,15 @@ def measure(streams: int, step_ms: float, seconds: float, chat: bool) -> dict[st
     }
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--chat", action="store_true")
-    parser.add_argument("--json", help="where to write the record (a name goes to benchmarks/results)")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure and print."""
     rows = [measure(n, arguments.step_ms, arguments.seconds, arguments.chat) for n in arguments.streams]
     report("server CPU per streamed token", rows, arguments.json, step_ms=arguments.step_ms, chat=arguments.chat)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What placing a request costs, and what letting one in in the admission queue costs.
 
-    python benchmarks/placement.py [--json placement.json]
+    python benchmarks/overhead.py placement [--json placement.json]
 
 placement: 64 workers (32 prefill and 32 decode; 64 of both roles; 8 hosts of 4 + 4) whose caches hold 100,000 blocks in
 all, prompts of 256 blocks of which a random part is known, 16 streams on each worker that decodes: the time of
@@ -145,16 +145,13 @@ def row(what: str, times: list[float]) -> dict[str, Any]:
     return {"what": what, "median us": 1e6 * median(times), "p99 us": 1e6 * ordered[int(0.99 * len(ordered))]}
 
 
-def main() -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
+
+
+def main(options: argparse.Namespace) -> None:
     """All questions."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json")
-    options = parser.parse_args()
     rows = []
     for kind in ("32P + 32D", "64 both", "32P + 32D, 8 hosts"):
         rows += placements(kind)
     report("placement", rows + admission(), options.json)
-
-
-if __name__ == "__main__":
-    main()

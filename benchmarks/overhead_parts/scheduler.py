@@ -1,6 +1,6 @@
 """What one scheduling decision costs: begin_step + end_step with N running decodes, without executing anything.
 
-    python benchmarks/scheduler.py [--json scheduler.json]
+    python benchmarks/overhead.py scheduler [--json scheduler.json]
 
 recorded_p50_us: of the core that workers have, which keeps its newest inputs for the day it fails. It and the bare one
 take turns, and the best of some rounds counts: other processes only ever add. audit_us: what comparing counts adds to a
@@ -97,24 +97,21 @@ def measure(num_running: int, num_steps: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure several batch sizes and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--running", default="1,32,256,1024,2048")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure several batch sizes and print a table."""
     if options.one:
         print(json.dumps(measure(options.one, options.steps)))
         return
     rows = [
-        {"code": way, **run_as(way, __file__, "--one", num_running, "--steps", str(options.steps))}
+        {"code": way, **run_as(way, "overhead", "scheduler", "--one", num_running, "--steps", str(options.steps))}
         for way in ways_to_run()
         for num_running in options.running.split(",")
     ]
     report("scheduler", rows, options.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """How good the planner's choice of a mode is: against every configuration that the twin can simulate.
 
-    python benchmarks/mode_choice.py [--workloads 200] [--candidates 8] [--json mode_choice.json]
+    python benchmarks/planner.py choices [--workloads 200] [--candidates 8] [--json mode_choice.json]
 
 Random workloads: two to eight workers that cost about what an H100 costs with an 8B model, lengths, rates, burstiness
 and objectives drawn log-uniformly. Each fleet begins with all both, chunked, and the planner may change it until it
@@ -188,13 +188,14 @@ def measure(seed: int, num_candidates: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--workloads", type=int, default=200)
     parser.add_argument("--candidates", type=int, default=PlannerConfig().max_candidates)
-    parser.add_argument("--json")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure and print."""
     begun = time.perf_counter()
     found = []
     for seed in range(options.workloads):
@@ -212,7 +213,3 @@ def main() -> None:
         }
     ]
     report("mode choice", rows, options.json, workloads=found, candidates=options.candidates)
-
-
-if __name__ == "__main__":
-    main()

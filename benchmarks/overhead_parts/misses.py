@@ -1,7 +1,7 @@
 """What the explanation of prefix misses costs the front end: per prompt, per token, per eviction, and in memory.
 
 Conversations of several turns with a system prompt in common, explained as the server does it. Times are process CPU of
-one core; without --explain-misses none of this runs. ``python benchmarks/prefix_misses.py [--json FILE]``.
+one core; without --explain-misses none of this runs. ``python benchmarks/overhead.py misses [--json FILE]``.
 """
 
 import argparse
@@ -97,11 +97,12 @@ def memory_at_the_bound() -> dict[str, Any]:
     return {"prompts": f"memory of {HISTORY_TOKENS:,} tokens", "MiB": round(used / 2**20, 1)}
 
 
-def main() -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
+
+
+def main(arguments: argparse.Namespace) -> None:
     """All rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="write the results to this file")
-    arguments = parser.parse_args()
     traffic = Traffic()
     rows = [
         cost("8 turns each, a system prompt in common", conversations(traffic, 20, 8), traffic),
@@ -113,7 +114,3 @@ def main() -> None:
     cost("", again[:1], traffic)
     rows.append(cost("the same 100,000 tokens again", again[1:], traffic))
     report("prefix misses", [*rows, memory_at_the_bound()], arguments.json)
-
-
-if __name__ == "__main__":
-    main()

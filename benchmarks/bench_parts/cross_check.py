@@ -1,6 +1,6 @@
 """Three load generators against one server: do guidellm, aiperf and ``diptych bench`` measure the same?
 
-    python benchmarks/cross_check.py --guidellm VENV --aiperf VENV [--url URL | --fake | --model DIR] [--json PATH]
+    python benchmarks/bench.py cross_check --guidellm VENV --aiperf VENV [--url URL | --fake | --model DIR]
 
 Without --url a server with the bundled model, or that of --model, is started. Where there are several cores, all of it
 is on the first and the clients are on the last, so that a client's own processor time is not in what it measures. With
@@ -32,8 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import report
-from other_load import OtherLoad
+from common import HERE, OtherLoad, report
 
 from diptych.bench.prompts import as_text
 from diptych.bench.session import drive
@@ -41,7 +40,6 @@ from diptych.bench.target import Target, TargetConfig, client_for
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.workload.spec import RequestSpec
 
-HERE = Path(__file__).parent
 PACE = {"ttft_ms": 30.0, "itl_ms": 10.0}
 COLUMNS = ("TTFT p50", "TTFT mean", "ITL p50", "ITL mean")
 
@@ -197,9 +195,8 @@ def model_of(url: str) -> str:
         return str(json.load(reply)["data"][0]["id"])
 
 
-def main() -> None:
-    """Let the tools take turns, print each run and the medians beside ours."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--guidellm", type=Path, help="its virtual environment")
     parser.add_argument("--aiperf", type=Path, help="its virtual environment")
     parser.add_argument("--url")
@@ -211,8 +208,10 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--salt", default=f"{time.time_ns():x}", help="which texts the prompts are")
-    parser.add_argument("--json")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Let the tools take turns, print each run and the medians beside ours."""
     options.tokenizer = options.model or Path(BUNDLED_MODEL).resolve()
     tools: dict[str, Any] = {"diptych bench": ours}
     tools |= {"guidellm": guidellm} if options.guidellm else {}
@@ -247,7 +246,3 @@ def main() -> None:
         rows.append(row)
     kind = "fake" if options.fake else options.url or (options.model.name if options.model else "bundled model")
     report(f"cross-check, {kind}", rows, options.json, runs=runs, others_cores=[round(load, 2) for load in loads])
-
-
-if __name__ == "__main__":
-    main()
