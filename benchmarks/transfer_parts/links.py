@@ -1,7 +1,7 @@
 """Prefill on one host, decode on another, over links of given rates: are the tokens those of one host, and how much of
 a transfer does a client wait for?
 
-    python benchmarks/host_links.py [--model DIR] [--requests 1000] [--rates 100,1000] [--streams 8]
+    python benchmarks/transfer.py links [--model DIR] [--requests 1000] [--rates 100,1000] [--streams 8]
                                     [--json host_links.json]
 
 Two network namespaces are the hosts (own /dev/shm and host name), joined by a pair of interfaces that pass so many
@@ -146,22 +146,19 @@ def inside(asked: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--model", default=str(BUNDLED_MODEL))
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--rates", default="100,1000", help="megabits per second, with commas")
     parser.add_argument("--streams", type=int, default=8, help="requests at once")
-    parser.add_argument("--json")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+
+
+def main(asked: argparse.Namespace) -> None:
     if asked.inside:
         report("hosts over links", inside(asked), asked.json)
         return
     if missing := [name for name in ("unshare", "ip", "tc") if shutil.which(name) is None]:
-        parser.error(f"{missing[0]} is not installed")
+        sys.exit(f"{missing[0]} is not installed")
     sys.exit(subprocess.run([*UNSHARE, sys.executable, *sys.argv, "--inside"]).returncode)
-
-
-if __name__ == "__main__":
-    main()

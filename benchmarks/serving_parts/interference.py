@@ -1,6 +1,6 @@
 """What a long prompt does to running streams, and to a short prompt behind it, over HTTP.
 
-    python benchmarks/interference.py MODEL_DIR [--cases unified,chunked:200,1P1D,vllm,vllm:512,llama.cpp,...]
+    python benchmarks/serving.py interference MODEL_DIR [--cases unified,chunked:200,1P1D,vllm,vllm:512,llama.cpp,...]
                                       [--vllm VENV] [--llamacpp FOLDER] [--rounds 1] [--repetitions 3]
                                       [--json interference.json]
 
@@ -93,16 +93,17 @@ def without_gaps(run: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in run.items() if name not in ("gaps_ms", "around")}
 
 
-def main() -> None:
-    """Start each server in turn, measure it, and print one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("model", type=Path)
     parser.add_argument("--cases", default=CASES)
     Peers.add_options(parser)
     parser.add_argument("--rounds", type=int, default=1, help="how often each server has its turn")
     parser.add_argument("--repetitions", type=int, default=3, help="of the scenario in each turn")
-    parser.add_argument("--json")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Start each server in turn, measure it, and print one table."""
     peers = Peers.of(options)
     cases = [case for case in options.cases.split(",") if peers.have(case)]
     runs: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
@@ -115,7 +116,3 @@ def main() -> None:
     rows = [row(case, found, objectives.get(case)) for case, found in runs.items()]
     extra: dict[str, Any] = {"runs": {case: [without_gaps(run) for run in found] for case, found in runs.items()}}
     report(f"interference {options.model.name}", rows, options.json, **extra, **peers.versions())
-
-
-if __name__ == "__main__":
-    main()

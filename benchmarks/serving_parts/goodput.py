@@ -1,6 +1,6 @@
 """Chats and long documents at once, on one machine: how many requests per second meet their objectives, by server.
 
-    python benchmarks/goodput.py MODEL_DIR [--servers 1P1D,chunked,unified,vllm,llama.cpp,llama.cpp-q8_0]
+    python benchmarks/serving.py goodput MODEL_DIR [--servers 1P1D,chunked,unified,vllm,llama.cpp,llama.cpp-q8_0]
                                  [--vllm VENV] [--llamacpp FOLDER] [--repetitions 3] [--rates 0.25,0.5,1,2]
                                  [--seconds 60] [--slo ttft=2s,itl=60ms] [--find-goodput] [--json FILE]
 
@@ -155,9 +155,8 @@ def search_row(name: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("model", type=Path)
     parser.add_argument("--servers", default=SERVERS)
     Peers.add_options(parser)
@@ -167,8 +166,10 @@ def main() -> None:
     parser.add_argument("--slo", default="ttft=2s,itl=60ms")
     parser.add_argument("--find-goodput", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure, print, write."""
     peers = Peers.of(options)
     names = [name for name in options.servers.split(",") if peers.have(name)]
     turns: dict[str, list[Any]] = {name: [] for name in names}
@@ -195,7 +196,3 @@ def main() -> None:
         extra = {"summary": summary_of_rates(rows)}
     extra |= peers.versions()
     report(f"goodput {options.model.name}, {options.slo}", rows + extra.get("summary", []), options.json, **extra)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Partitions at named points of the protocol: what is lost, what comes twice, and how long streams stand still.
 
-    python benchmarks/partitions.py [--repeats 50] [--fleets 4] [--silence 3] [--points NAME,NAME] [--seed 0]
+    python benchmarks/transfer.py partitions [--repeats 50] [--fleets 4] [--silence 3] [--points NAME,NAME] [--seed 0]
                                     [--json partitions.json]
 
 A prefill worker and a decode worker have joined a front end (real agents, processes, TLS and the bundled model); two
@@ -17,12 +17,11 @@ import asyncio
 import logging
 import sys
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from common import report
+from common import ROOT, names_of, report
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "serving"))
+sys.path.insert(0, str(ROOT / "tests" / "serving"))
 
 from partition_trials import POINTS, Outcome, Trial, cut_fleet, summary, trials
 
@@ -45,21 +44,20 @@ async def run_all(waiting: list[Trial], num_fleets: int, silence_s: float) -> li
     return outcomes
 
 
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--fleets", type=int, default=4)
     parser.add_argument("--silence", type=float, default=3.0)
-    parser.add_argument("--points", default="", help="names, with commas; none: all")
+    names = [point.name for point in POINTS]
+    parser.add_argument("--points", type=names_of(names), default=names, help="with commas; default: all")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    wanted = options.points.split(",") if options.points else [point.name for point in POINTS]
-    if unknown := sorted(set(wanted) - {point.name for point in POINTS}):
-        parser.error(f"no point {unknown[0]!r}; one of {', '.join(point.name for point in POINTS)}")
+
+
+def main(options: argparse.Namespace) -> None:
+    """See the module."""
     logging.disable(logging.CRITICAL)
-    waiting = [trial for trial in trials(options.repeats, options.seed) if trial.point.name in wanted]
+    waiting = [trial for trial in trials(options.repeats, options.seed) if trial.point.name in options.points]
     outcomes = asyncio.run(run_all(waiting, options.fleets, options.silence))
     outcomes.sort(key=lambda outcome: [point.name for point in POINTS].index(outcome.trial.point.name))
     rows: list[dict[str, Any]] = [
@@ -67,7 +65,3 @@ def main() -> None:
     ]
     rows.append({"point": f"all, silence {options.silence:g} s", **summary(outcomes)})
     report("partitions", rows, options.json)
-
-
-if __name__ == "__main__":
-    main()

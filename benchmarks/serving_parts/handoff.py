@@ -1,6 +1,6 @@
 """One prefill worker and one decode worker, one core each: long prompts, the cost of a handoff, cancel storms.
 
-    python benchmarks/disaggregation.py MODEL_DIR [--transfer shared_memory|tcp] [--repetitions 5] [--json FILE]
+    python benchmarks/serving.py handoff MODEL_DIR [--transfer shared_memory|tcp] [--repetitions 5] [--json FILE]
                                         [--only interference,handoff,storm,control]
 
 interference  ``diptych bench --interference``: 4 streams decode; a 4096-token prompt is prefilled meanwhile. Gaps
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from chaos import ServerProcess
-from common import report
-from interference import measure, row, without_gaps
+from common import names_of, report
 from servers import PROGRAM
+from serving_parts.interference import measure, row, without_gaps
 
 from diptych.bench.clock import now_ns
 from diptych.bench.session import BenchConfig, Session, drive, open_session
@@ -133,28 +133,25 @@ def control(server: ServerProcess, repetitions: int) -> dict[str, Any]:
 QUESTIONS = {"interference": interference, "handoff": handoff, "storm": storm, "control": control}
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("model", type=Path)
     parser.add_argument("--transfer", default="auto")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--only", default=",".join(QUESTIONS))
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    parser.add_argument("--only", type=names_of(QUESTIONS), default=list(QUESTIONS))
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure, print, write."""
     arguments = ["--model", str(options.model), "--prefill", "1", "--decode", "1", "--transfer", options.transfer]
     rows: list[dict[str, Any]] = []
     extra: dict[str, Any] = {}
     server = ServerProcess([*arguments, "--disaggregate", "always"])
     with server:
-        for question in options.only.split(","):
+        for question in options.only:
             found = QUESTIONS[question](server, options.repetitions)
             extra |= {question: found.pop("run")} if "run" in found else {}
             rows.append({"question": question, **found})
             print(rows[-1], flush=True)
         server.close()
     report(f"disaggregation {options.model.name} {options.transfer}", rows, options.json, **extra)
-
-
-if __name__ == "__main__":
-    main()

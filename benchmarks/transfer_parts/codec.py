@@ -1,6 +1,6 @@
 """The KV codec: how fast one core encodes and decodes, and what INT8 and INT4 do to greedy output.
 
-    python benchmarks/codec.py [MODEL_DIR ...] [--json codec.json]
+    python benchmarks/transfer.py codec [MODEL_DIR ...] [--json codec.json]
 
 Rates are bytes of KV in the cache per second of one thread's own processor time (a busy machine disturbs that little),
 the best and the median of several turns beside memcpy of the same bytes between two buffers. The KV is larger than the
@@ -257,14 +257,15 @@ def kv_errors(true_kv: Sequence[Any], layers: Sequence[Any], num_blocks: int) ->
     return errors
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("models", nargs="*", type=Path)
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=8, help=f"of each model, at most {len(SOURCES)}")
-    parser.add_argument("--json")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure, print, write."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rates = [row for dtype in ("bfloat16", "float32") for row in rate_rows(dtype, True, options.repetitions)]
@@ -279,7 +280,3 @@ def main() -> None:
         accuracy += accuracy_rows(load_subject(model, options.prompts))
         print(accuracy[-2:], flush=True)
     report("greedy output after the codec", accuracy, options.json, rates=rates, choices=choices, gaussian=gaussian)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What workers on other hosts cost: encryption, a front end with many of them, joining, and a front end that restarts.
 
-    python benchmarks/hosts.py [--model PATH] [--workers 64] [--seconds 20] [--parts messages,kv,joined,join]
+    python benchmarks/transfer.py hosts [--model PATH] [--workers 64] [--seconds 20] [--parts messages,kv,joined,join]
                                [--json hosts.json]
 
 messages: processor time of one end for a message of 2 KiB between front end and worker, in plain TCP and in TLS.
@@ -30,7 +30,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import report
+from common import ROOT, names_of, report
 from servers import PORT, PROGRAM, URL, diptych_server, free_port
 
 from diptych.child_process import end_process
@@ -38,7 +38,7 @@ from diptych.serving.join.framed_link import FramedLink
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.tls.shared_key import SharedKey
 
-TESTS = Path(__file__).parents[1] / "tests" / "serving"
+TESTS = ROOT / "tests" / "serving"
 KEY = SharedKey(b"k" * 32)
 MESSAGE_BYTES, NUM_MESSAGES = 2048, 20_000
 MIB, NUM_MIB = 2**20, 512
@@ -283,20 +283,17 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
 }
 
 
-def main() -> None:
-    """The parts that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--model", type=Path, default=BUNDLED_MODEL)
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--parts", default=",".join(PARTS))
-    options = parser.parse_args()
+    parser.add_argument("--parts", type=names_of(PARTS), default=list(PARTS))
+
+
+def main(options: argparse.Namespace) -> None:
+    """The parts that were asked for."""
     rows: list[dict[str, Any]] = []
-    for name in options.parts.split(","):
+    for name in options.parts:
         rows += PARTS[name](options)
     report("hosts", rows, options.json)
-
-
-if __name__ == "__main__":
-    main()
