@@ -1,6 +1,6 @@
 """``diptych front`` over two vLLM servers of one core each, beside vllm-router: prefix hits, goodput, and lost engines.
 
-    python benchmarks/front_fleet.py MODEL_DIR --vllm VENV [--vllm-router VENV] [--parts prefix,goodput,faults]
+    python benchmarks/front.py fleet MODEL_DIR --vllm VENV [--vllm-router VENV] [--parts prefix,goodput,faults]
                                      [--conversations 24] [--turns 6] [--pause 1] [--rates 0.5,1,2] [--seconds 60]
                                      [--slo ...] [--llamacpp FOLDER --gguf FILE] [--faults 200] [--vllm-faults 10]
                                      [--json FILE]
@@ -8,8 +8,8 @@
 prefix: conversations with a system prompt that others share; each turn repeats what came before. Cached tokens are
 those that the engines report in their usage; the oracle is one cache without limits that holds every prompt that was
 asked, in whole blocks of the engine. Each way gets conversations of its own, so that none finds what another has
-left. goodput: the mixed load of goodput.py (chats and long documents, open loop), by ``diptych bench``; of each way the
-share of requests that met --slo, at each rate. Ways take turns over the same servers. faults: see front_faults.py.
+left. goodput: the load of serving.py goodput, by ``diptych bench``; of each way the share of requests that met --slo,
+at each rate. Ways take turns over the same servers. faults: engines are killed and stopped under load (faults.py).
 
 Ways: diptych-events (its index from KV events), diptych-assumed (without), cache_aware and kv_aware (vllm-router's).
 """
@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from common import report
-from front import DIPTYCH, process
-from front_engines import Engine, running, vllm_engine
-from front_faults import faults
-from goodput import WORKLOAD
+from front_parts.cost import DIPTYCH, process
+from front_parts.engines import Engine, running, vllm_engine
+from front_parts.faults import faults
 from servers import bench, free_port, vllm_version
+from serving_parts.goodput import WORKLOAD
 from tokenizers import Tokenizer
 
 BLOCK = 128  # tokens of a block of vLLM's CPU build
@@ -211,9 +211,8 @@ def goodput_row(name: str, rate: float, runs: Sequence[dict[str, Any]]) -> dict[
     }
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("model", type=Path)
     parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment")
     parser.add_argument("--vllm-router", type=Path, help="that of vllm-router")
@@ -234,8 +233,10 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="its model")
     parser.add_argument("--faults", type=int, default=200, help="at llama.cpp's servers")
     parser.add_argument("--vllm-faults", type=int, default=10)
-    parser.add_argument("--json")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure, print, write."""
     parts, rows = options.parts.split(","), []
     versions = {} if options.vllm is None else {"vllm": vllm_version(options.vllm)}
 
@@ -253,7 +254,3 @@ def main() -> None:
     if "faults" in parts:
         rows += faults(options)
     save(rows)
-
-
-if __name__ == "__main__":
-    main()

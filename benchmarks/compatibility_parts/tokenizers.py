@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from common import report
 
 from diptych.control.errors import DiptychError
 from diptych.serving.answers.tokenizer import Tokenizer
@@ -154,3 +155,15 @@ def _write(directory: Path, kind: str, files: Files) -> None:
     for name, fields in {"tokenizer_config": {}, **files}.items():
         whole = {**base, **fields} if name == "tokenizer_config" else fields
         (directory / f"{name}.json").write_text(json.dumps(whole))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
+    parser.add_argument("--limit", type=int, help="cases of each source, for a quick look")
+    parser.add_argument("--show", type=int, default=20, help="how many differences are printed")
+
+
+def main(options: argparse.Namespace) -> None:
+    """Print the table and what differs."""
+    found = run(options)
+    report("Compatibility: tokenizers", found.pop("rows"), options.json, **found)

@@ -1,6 +1,6 @@
 """Are the JSON schemas that people use accepted, and do answers obey them, whatever tokens a model draws?
 
-    .venv/bin/python benchmarks/compatibility_schemas.py [--folder FOLDER] [--jsonschemabench FOLDER] [--json FILE]
+    python benchmarks/compatibility.py schemas [--folder FOLDER] [--jsonschemabench FOLDER] [--json FILE]
 
 Schemas: the tools of nine MCP servers from npm, each started over stdio in a temporary folder with a key that is none;
 200 that are made here with zod and pydantic and read from three public OpenAPI files; and a stratified sample of
@@ -27,7 +27,7 @@ from typing import Any
 
 import jsonschema
 from common import report
-from schema_sources import of_openapi, of_pydantic, of_zod
+from compatibility_parts.schema_sources import of_openapi, of_pydantic, of_zod
 
 from diptych.control.errors import ConstraintError, RequestError
 from diptych.runtime.sampling.grammar import GrammarConstraint, Grammars
@@ -315,7 +315,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"rows": table, "failures": failures, "versions": versions}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``run``."""
     parser.add_argument("--folder", help="where npm has installed, or is to install")
     parser.add_argument("--jsonschemabench", help="a copy of JSONSchemaBench's data")
@@ -323,16 +323,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--without", nargs="*", default=[], choices=("npm",))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument("--json")
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> None:
     found = run(options)
     for row in found["failures"]:
         print(row["source"], row["part"], row["name"], row["refused"] or row["wrong"] or row["strictly"])
     report("schemas", found["rows"], options.json, failures=found["failures"], packages=found["versions"])
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@ bytes, in place of what was written); a flipped bit; a truncated file; a full di
 one folder at once. Then everything that the index promises is read, and each block that is given back is compared with
 what belongs under its hash. The cap is checked after every round, temporary files included.
 
-    python benchmarks/tier_faults.py --faults 10000 [--directory DIR] [--seed 1]
+    python benchmarks/tiers.py faults --faults 10000 [--directory DIR] [--seed 1]
 
 With a small tmpfs as DIR the disk is full by itself, too. Needs no model and no torch.
 """
@@ -162,12 +162,14 @@ class Faults:
             self.counts["CAP EXCEEDED"] += 1
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("--faults", type=int, default=10_000)
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
+
+
+def main(asked: argparse.Namespace) -> None:
     directory = asked.directory or Path(tempfile.mkdtemp(prefix="tier-faults-"))
     begun = time.monotonic()
     faults = Faults(directory, asked.seed)
@@ -184,7 +186,3 @@ def main() -> None:
     wrong, over = faults.counts["WRONG BLOCKS"], faults.counts["CAP EXCEEDED"]
     print(f"wrong blocks: {wrong}; rounds in which the cap was exceeded: {over}")
     raise SystemExit(bool(wrong or over))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Two vLLM servers, one for each phase, behind ``diptych front``: are the answers those of one vLLM?
 
-    python benchmarks/front_nixl.py MODEL --vllm VENV [--dtype float32] [--prompts 100] [--json front_nixl.json]
+    python benchmarks/front.py nixl MODEL --vllm VENV [--dtype float32] [--prompts 100] [--json front_nixl.json]
 
 VENV: what ``scripts/bench-peers`` makes, and there ``pip install --no-deps nixl nixl-cu13``. Each engine has a core;
 the one for prompts hands their KV over through NIXL (UCX, host memory); neither keeps a prompt's KV. First the engine
@@ -23,8 +23,8 @@ from typing import Any
 
 import httpx
 from common import report
-from front import DIPTYCH, process
-from front_engines import Engine, running, vllm_engine
+from front_parts.cost import DIPTYCH, process
+from front_parts.engines import Engine, running, vllm_engine
 from servers import free_port, metric, vllm_version
 
 TRANSFER = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}'
@@ -109,16 +109,17 @@ def row(way: str, expected: list[Answer], found: list[Answer], gained: dict[str,
     }
 
 
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument("model", type=Path)
     parser.add_argument("--vllm", type=Path, required=True)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json")
-    asked = parser.parse_args()
+
+
+def main(asked: argparse.Namespace) -> None:
+    """See the module."""
     rng = random.Random(asked.seed)
     prompts = [[rng.randrange(5, 400) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(asked.prompts)]
     name, rows = asked.model.name, []
@@ -144,7 +145,3 @@ def main() -> None:
                 rows.append(row(way, expected, found, {key: after[key] - before[key] for key in after}))
                 print(rows[-1], flush=True)
     report("front_nixl", rows, asked.json, model=name, dtype=asked.dtype, vllm=vllm_version(asked.vllm))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Engines behind ``diptych front`` are killed (SIGKILL) and stopped (SIGSTOP) under load, one at a time.
 
-Part ``faults`` of front_fleet.py. Clients ask for streams and whole replies, greedy, whose answers an engine gave
+Used by the part fleet. Clients ask for streams and whole replies, greedy, whose answers an engine gave
 before the first fault. A killed engine is started again at once; a stopped one goes on after a while, which is
 sometimes longer than the front waits for a sign of life. An answer may be whole, or end with an error where the front
 had said (header x-diptych-recovery: none) that it cannot go on elsewhere, and its client had tokens already. It counts
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from front import DIPTYCH, process
-from front_engines import Engine, llamacpp_engine, running, vllm_engine
+from front_parts.cost import DIPTYCH, process
+from front_parts.engines import Engine, llamacpp_engine, running, vllm_engine
 from servers import free_port
 
 HANG_S = 90.0

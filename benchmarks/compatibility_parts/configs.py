@@ -1,6 +1,6 @@
 """Variants of config.json and of weights, in Diptych and in transformers: the same logits, or a refusal by name.
 
-    python benchmarks/compatibility_configs.py [--limit 20] [--json compatibility-configs.json]
+    python benchmarks/compatibility.py configs [--limit 20] [--json compatibility-configs.json]
 
 A random checkpoint of each architecture is changed one field at a time, in older and newer spellings, and in
 combinations. Both compute a prompt in float32: transformers at once and token by token with its cache. A variant is
@@ -380,15 +380,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=int, help="of variants of each family, for a quick look")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
+    parser.add_argument("--limit", type=int, help="cases of each source, for a quick look")
     parser.add_argument("--show", type=int, default=20, help="how many differences are printed")
-    parser.add_argument("--json", help="name of a file in benchmarks/results")
-    arguments = parser.parse_args()
-    found = run(arguments)
-    report("Compatibility: configs", found.pop("rows"), arguments.json, **found)
 
 
-if __name__ == "__main__":
-    main()
+def main(options: argparse.Namespace) -> None:
+    """Print the table and what differs."""
+    found = run(options)
+    report("Compatibility: configs", found.pop("rows"), options.json, **found)

@@ -1,6 +1,6 @@
 """Do published agents and frameworks for them get through a tool loop of three steps, unchanged and streamed?
 
-    python benchmarks/agent_loops.py --folder FOLDER [--only NAME ...] [--json agent_loops.json]
+    python benchmarks/clients.py agents --folder FOLDER [--only NAME ...] [--json agent_loops.json]
 
 The server is real, and so are its prompts and its readers of answers; only what the model says is written beforehand
 (tests/clients): it calls a tool that reads a file, then another, and then says what both have brought. The programs in
@@ -22,13 +22,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from common import report
+from common import HERE, ROOT, report
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "clients"))
+sys.path.insert(0, str(ROOT / "tests" / "clients"))
 
 from agents import AGENTS, API_KEY, MODEL_NAME, Agent, AgentServer, agent_server, expected_answer, run_agent, why_not
 
-SCRIPTS = Path(__file__).resolve().parent / "clients"
+SCRIPTS = HERE / "clients"
 
 
 @dataclass(frozen=True)
@@ -141,16 +141,17 @@ def chosen(only: Sequence[str] | None, folder: Path) -> list[tuple[Agent, str]]:
     return found
 
 
-def main() -> None:
-    """Install, serve, run, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
     parser.add_argument(
         "--folder", type=Path, required=True, help="where packages of Python are, or will be, installed"
     )
     names = [*(framework.name for framework in FRAMEWORKS), *AGENTS]
     parser.add_argument("--only", nargs="+", choices=names, help="these")
-    parser.add_argument("--json")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Install, serve, run, report."""
     agents = chosen(options.only, options.folder.resolve())
     left_out = list(AGENTS) if why_not() else []
     with TemporaryDirectory() as folder, agent_server(Path(folder), [agent for agent, _ in agents]) as server:
@@ -164,7 +165,3 @@ def main() -> None:
     print(json.dumps(errors, indent=1) if errors else f"{len(rows)} of {len(rows)} got through")
     if left_out:
         print(f"left out: {', '.join(left_out)}: {why_not()}")
-
-
-if __name__ == "__main__":
-    main()

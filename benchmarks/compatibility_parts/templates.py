@@ -24,12 +24,15 @@ import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from common import report
 
 from diptych.control.errors import DiptychError
 from diptych.serving.answers.chat_renderer import ChatRenderer
@@ -118,7 +121,10 @@ CASES: dict[str, Case] = {
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare them all. Returns rows (a conversation each), the packages, and what differs."""
-    templates = dict(list(published(arguments.folder, arguments.limit)))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        templates = dict(list(published(folder, arguments.limit)))
     reference = _Reference()
     found = {name: Counter[str]() for name in CASES}
     bad = []
@@ -323,3 +329,16 @@ def missing(case: Case, text: str) -> list[str]:
 def _printed(text: str) -> bool:
     """Whether Python's own form of a list of parts or of arguments stands in a prompt."""
     return re.search(r"""\{['"](?:type|city)['"]: ['"](?:text|Bern|Ber)|"\{\\"city""", text) is not None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
+    parser.add_argument("--folder", type=Path, help="where downloaded packages are kept")
+    parser.add_argument("--limit", type=int, help="cases of each source, for a quick look")
+    parser.add_argument("--show", type=int, default=20, help="how many differences are printed")
+
+
+def main(options: argparse.Namespace) -> None:
+    """Print the table and what differs."""
+    found = run(options)
+    report("Compatibility: templates", found.pop("rows"), options.json, **found)
