@@ -1,4 +1,4 @@
-"""What every benchmark shares: parts of a command, the machine's description, tables, JSON records, pictures."""
+"""What every benchmark shares: parts of a command, the machine's description, tables, JSON records."""
 
 import argparse
 import ast
@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
-from html import escape
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
@@ -19,8 +18,6 @@ from typing import Any
 
 from diptych import compiled_modules
 from diptych.processor import read_processor
-from diptych.report.pages import TEMPLATES, colours
-from diptych.report.plots import HEIGHT, WIDTH, LineChart
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -189,26 +186,6 @@ def write_record(name: str, rows: Sequence[dict[str, Any]], target: Path, **extr
     unfinished = target.with_name(target.name + ".part")
     unfinished.write_text(json.dumps(record, indent=1) + "\n")
     unfinished.replace(target)
-
-
-def sheet(charts: Sequence[LineChart], columns: int) -> str:
-    """Line charts in rows of ``columns`` as one SVG file in the colours of the reports, with the legend of the first at
-    its foot."""
-    height = -(-len(charts) // columns) * HEIGHT
-    palette = "".join(f"--{name}:{colour};" for name, colour in colours(is_dark=False).items())
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {columns * WIDTH:g} {height + 40:g}">'
-        f"<style>:root{{{palette}--sans:sans-serif}}{(TEMPLATES / 'chart.css').read_text()}</style>"
-        '<rect width="100%" height="100%" fill="var(--surface)"/>'
-    ]
-    for number, chart in enumerate(charts):
-        place = f'x="{number % columns * WIDTH:g}" y="{number // columns * HEIGHT:g}"'
-        parts.append(f'<svg {place} width="{WIDTH:g}" height="{HEIGHT:g}">{chart.svg()}</svg>')
-    for number, (name, style) in enumerate(charts[0].legend):
-        left, middle = 60 + 240 * number, height + 16
-        parts.append(f'<path class="line {style}" d="M{left} {middle:g}h36"/>')
-        parts.append(f'<text class="chart" x="{left + 44}" y="{middle + 4:g}" font-size="13">{escape(name)}</text>')
-    return "\n".join([*parts, "</svg>", ""])
 
 
 class OtherLoad:

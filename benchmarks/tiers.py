@@ -1,4 +1,4 @@
-"""Host memory and disk below the KV cache: what they bring, what they cost, and whether faults of a disk do harm.
+"""Host memory and disk below the KV cache: what they bring, what they cost, and what the simulator says of them.
 
 python benchmarks/tiers.py PART [...]
 """

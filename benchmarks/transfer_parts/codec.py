@@ -34,8 +34,8 @@ from diptych.control.step import ScheduledPrefill, SchedulerOutput
 from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.attention.layout import allocate_cpu
 from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
-from diptych.runtime.transfer.codec.kv_codec import KVCodec, measure_rates
-from diptych.runtime.transfer.codec.wire_format import WireEncoding, choose_codec
+from diptych.runtime.transfer.codec.kv_codec import KVCodec
+from diptych.runtime.transfer.codec.wire_format import WireEncoding
 from diptych.runtime.transfer.kv_format import KVFormat
 
 BUNDLED = Path(diptych.__file__).parent / "bundled" / "stdlib-python"
@@ -43,7 +43,6 @@ SOURCES = ("heapq", "shelve", "bisect", "textwrap", "queue", "sched", "fnmatch",
 SHAPES = (("qwen2.5-0.5b", 24, 2, 64), ("smollm2-135m", 30, 3, 64), ("8 heads of 128", 8, 8, 128))
 BLOCK_SIZE, NUM_TOKENS, SMALL_TOKENS = 32, 4096, 32
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 64
-LINKS = (("1 Gbit/s", 0.125e9), ("10 Gbit/s", 1.25e9), ("25 Gbit/s", 3.125e9), ("100 Gbit/s", 12.5e9))
 
 
 def seconds_of(calls: Sequence[Callable[[], Any]], repetitions: int) -> list[list[float]]:
@@ -108,22 +107,6 @@ def rate_row(codec: KVCodec, table: list[int], num_tokens: int, repetitions: int
         row[f"{what} gbps"] = round(size / taken[0] / 1e9, 2)
         row[f"{what} median"] = round(size / statistics.median(taken) / 1e9, 2)
     return row
-
-
-def choice_rows() -> list[dict[str, Any]]:
-    """What is chosen for the KV of 4096 tokens of the Qwen2.5-0.5B shape, with the rates that a start measures."""
-    kv_format = KVFormat("", *SHAPES[0][1:], "bfloat16", BLOCK_SIZE, "cpu")
-    rates = measure_rates(kv_format, clock=time.thread_time_ns)
-    kv_bytes = kv_format.bytes_per_block * NUM_TOKENS // BLOCK_SIZE
-    rows: list[dict[str, Any]] = []
-    for name, link in LINKS:
-        row: dict[str, Any] = {"link": name, "encode gbps": round(rates.encode_bytes_per_s / 1e9, 2)}
-        row["decode gbps"] = round(rates.decode_bytes_per_s / 1e9, 2)
-        for allowed in (("none", "int8"), ("none", "int8", "int4")):
-            chosen = choose_codec(link, kv_bytes, rates.encode_bytes_per_s, rates.decode_bytes_per_s, allowed)
-            row["of " + ", ".join(allowed)] = chosen
-        rows.append(row)
-    return rows
 
 
 def gaussian_rows() -> list[dict[str, Any]]:
@@ -271,12 +254,10 @@ def main(options: argparse.Namespace) -> None:
     rates = [row for dtype in ("bfloat16", "float32") for row in rate_rows(dtype, True, options.repetitions)]
     rates += rate_rows("bfloat16", False, 3)
     report("codec rates, one core", rates)
-    choices = choice_rows()
-    report("codec chosen for 4096 tokens, Qwen2.5-0.5B shape", choices)
     gaussian = gaussian_rows()
     report("relative RMS error, Gaussian values", gaussian)
     accuracy = []
     for model in (BUNDLED, *options.models):
         accuracy += accuracy_rows(load_subject(model, options.prompts))
         print(accuracy[-2:], flush=True)
-    report("greedy output after the codec", accuracy, options.json, rates=rates, choices=choices, gaussian=gaussian)
+    report("greedy output after the codec", accuracy, options.json, rates=rates, gaussian=gaussian)

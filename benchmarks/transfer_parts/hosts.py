@@ -1,10 +1,8 @@
-"""What workers on other hosts cost: encryption, a front end with many of them, joining, and a front end that restarts.
+"""What workers on other hosts cost: a front end with many of them, joining, and a front end that restarts.
 
-    python benchmarks/transfer.py hosts [--model PATH] [--workers 64] [--seconds 20] [--parts messages,kv,joined,join]
+    python benchmarks/transfer.py hosts [--model PATH] [--workers 64] [--seconds 20] [--parts joined,join]
                                [--json hosts.json]
 
-messages: processor time of one end for a message of 2 KiB between front end and worker, in plain TCP and in TLS.
-kv: processor time of both ends for 1 MiB, and its share of the 8.4 ms that 1 MiB takes at 1 Gbit/s.
 joined: the front end's share of a core and its memory, with so many joined workers that compute no model and take 20
 steps a second each, every one with a stream that a client reads.
 join: from the start of ``diptych worker --join`` to the first token, with the weights in the page cache; and after the
@@ -13,7 +11,6 @@ All processes are on this machine: what is measured is processor time and waitin
 """
 
 import argparse
-import asyncio
 import http.client
 import json
 import os
@@ -34,15 +31,11 @@ from common import ROOT, names_of, report
 from servers import PORT, PROGRAM, URL, diptych_server, free_port
 
 from diptych.child_process import end_process
-from diptych.serving.join.framed_link import FramedLink
 from diptych.serving.link.engine_options import BUNDLED_MODEL
 from diptych.tls.shared_key import SharedKey
 
 TESTS = ROOT / "tests" / "serving"
 KEY = SharedKey(b"k" * 32)
-MESSAGE_BYTES, NUM_MESSAGES = 2048, 20_000
-MIB, NUM_MIB = 2**20, 512
-GIGABIT_S = 8 * MIB / 1e9  # of 1 MiB at 1 Gbit/s
 WARM_S = 5.0  # before the window
 AGENTS_PER_PROCESS = 8
 AGENTS = """
@@ -59,84 +52,6 @@ async def main():
     await asyncio.gather(*(agent.run() for agent in agents))
 asyncio.run(main())
 """
-
-
-async def _message_s(has_tls: bool) -> float:
-    """Processor time of one end for one message; both ends are here."""
-    loop = asyncio.get_running_loop()
-    count, done = 0, loop.create_future()
-
-    def arrived(data: bytes) -> None:
-        nonlocal count
-        count += 1
-        if count == NUM_MESSAGES:
-            done.set_result(None)
-
-    def accept() -> FramedLink:
-        link = FramedLink()
-        link.on_connected = link.introduced
-        link.on_relayed = arrived
-        return link
-
-    server_tls = KEY.server_tls("front end", "worker") if has_tls else None
-    client_tls = KEY.client_tls("worker", "front end") if has_tls else None
-    server = await loop.create_server(accept, "127.0.0.1", 0, ssl=server_tls)
-    port = server.sockets[0].getsockname()[1]
-    _, link = await loop.create_connection(FramedLink, "127.0.0.1", port, ssl=client_tls)
-    message, begun = bytes(MESSAGE_BYTES), time.process_time()
-    for number in range(NUM_MESSAGES):
-        link.relay(message)
-        if number % 8 == 7:  # a worker sends one a step, and the other end reads meanwhile
-            await asyncio.sleep(0)
-    await done
-    spent_s = time.process_time() - begun
-    link.close("measured")
-    server.close()
-    return spent_s / NUM_MESSAGES / 2
-
-
-def messages(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """See the module."""
-    plain, encrypted = (asyncio.run(_message_s(has_tls)) * 1e6 for has_tls in (False, True))
-    row = {"plain_us": plain, "tls_us": encrypted, "more_us": encrypted - plain}
-    return [{"what": f"message of {MESSAGE_BYTES} bytes, one end", **row}]
-
-
-def _mib_s(has_tls: bool) -> float:
-    """Processor time of both ends for 1 MiB."""
-    first, second = socket.socketpair()
-    if has_tls:
-        found: list[Any] = []
-        server, client = KEY.server_tls("KV receiver", "KV sender"), KEY.client_tls("KV sender", "KV receiver")
-        shaking = threading.Thread(target=lambda: found.append(server.wrap_socket(second, server_side=True)))
-        shaking.start()
-        first = client.wrap_socket(first)
-        shaking.join()
-        second = found[0]
-    data, into = memoryview(bytearray(os.urandom(MIB))), memoryview(bytearray(MIB))
-
-    def read() -> None:
-        left = NUM_MIB * MIB
-        while left:
-            left -= second.recv_into(into)
-
-    reader, begun = threading.Thread(target=read), time.process_time()
-    reader.start()
-    for _ in range(NUM_MIB):
-        first.sendall(data)
-    reader.join()
-    spent_s = time.process_time() - begun
-    first.close()
-    second.close()
-    return spent_s / NUM_MIB
-
-
-def kv(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """See the module."""
-    plain_s, encrypted_s = (_mib_s(has_tls) for has_tls in (False, True))
-    more_ms = (encrypted_s - plain_s) * 1e3
-    row = {"plain_ms": plain_s * 1e3, "tls_ms": encrypted_s * 1e3, "more_ms": more_ms}
-    return [{"what": "1 MiB of KV, both ends", **row, "more_at_1_gbit": more_ms / 1e3 / GIGABIT_S}]
 
 
 @contextmanager
@@ -276,8 +191,6 @@ def _connects(port: int) -> bool:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
-    "messages": messages,
-    "kv": kv,
     "joined": joined,
     "join": join,
 }

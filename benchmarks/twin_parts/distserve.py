@@ -12,9 +12,7 @@ one decode replica, each with its own parallelism, profile and memory; a pipelin
 stages. vLLM of early 2024 runs prompts whole and before decodes, and lets them in as soon as their blocks are free.
 
 "as run": the requests of the authors' own runs, their lengths and their arrivals (data/distserve-sharegpt.csv), in runs
-of the published size, one run per point as in the figure. "surrogate": ShareGPT's lengths under another tokenizer,
-conversations of at most 2,048 tokens reweighted so that their means are the paper's 755.5 and 200.3, with NUM_REQUESTS
-per point: what one can do without the authors' log.
+of the published size, one run per point as in the figure.
 
 The profile of OPT-175B was not published: it is extrapolated from the fits of OPT-66B (see ``opt_175b``). vLLM is
 slower than that by one constant, found on figure 9 (one rate, the objectives scaled); nothing else is fitted.
@@ -22,14 +20,14 @@ slower than that by one constant, found on figure 9 (one rate, the objectives sc
 
 import argparse
 import csv
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from common import HERE, RESULTS, report, sheet
+from common import HERE, RESULTS, report
+from twin_parts.pictures import sheet
 
 from diptych.control.config import BudgetConfig, CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.router.topology import Role
@@ -40,7 +38,7 @@ from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.results import RequestTable
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario, load_balancer
-from diptych.workload.distributions import Stream, exp
+from diptych.workload.distributions import Stream
 from diptych.workload.spec import RequestSpec
 
 Row = dict[str, Any]
@@ -48,7 +46,6 @@ Lengths = list[tuple[int, int]]  # (prompt, answer) in tokens
 Curve = list[tuple[float, float]]  # (rate per GPU, attainment in percent)
 DATA = HERE / "data" / "distserve-sharegpt.csv"
 BLOCK = 16
-NUM_REQUESTS = 2000  # per point of the surrogate
 SEED = 1
 
 
@@ -139,7 +136,6 @@ SETTINGS = (
 KV_TOKENS_175B = {(8, 1): 59_520, (4, 3): 126_160, (3, 3): 76_192}  # max_num_tokens.csv, by (tp, pp)
 PUBLISHED_GAIN = {"opt-13b": 4.60, "opt-66b": 2.75, "opt-175b": 1.99}
 FIGURE_9_RATES = {"opt-13b": 1.5, "opt-66b": 0.75, "opt-175b": 0.125}  # requests/s per GPU
-PAPER_MEANS = (755.5, 200.3)  # ShareGPT: prompt and answer
 CONTEXT = 2048  # of OPT
 PARAMETERS_RATIO = 174.6 / 65.7  # OPT-175B over OPT-66B
 WIDTH_RATIO = (96 * 12_288) / (64 * 9_216)  # layers times hidden size: attention, activations, all-reduce
@@ -196,43 +192,6 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     mean_y = sum(y for _, y in points) / len(points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
     return mean_y - slope * mean_x, slope
-
-
-def share_gpt(folder: Path) -> Lengths:
-    """ShareGPT's lengths that fit in OPT's context."""
-    path = folder / "sarathi-serve" / "traces" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
-    with path.open() as stream:
-        rows = [(int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in csv.DictReader(stream)]
-    return [(prompt, output) for prompt, output in rows if prompt + output <= CONTEXT and output > 0]
-
-
-def draw(lengths: Lengths, weights: Sequence[float], count: int) -> Lengths:
-    """``count`` of the lengths, with replacement."""
-    edges = list(accumulate(weights))
-    uniform = Stream(SEED, "lengths").uniform
-    return [lengths[min(bisect_right(edges, uniform() * edges[-1]), len(lengths) - 1)] for _ in range(count)]
-
-
-def weights_for_means(lengths: Lengths, means: tuple[float, float]) -> list[float]:
-    """Weights exp(u * prompt + v * answer) under which the means are these (Newton's method): of all weights that
-    reach them, the ones of least relative entropy."""
-    u = v = 0.0
-    weights: list[float] = []
-    for _ in range(60):
-        weights = [exp(u * (p - means[0]) + v * (a - means[1])) for p, a in lengths]
-        total = sum(weights)
-        gp = sum(w * (p - means[0]) for w, (p, _) in zip(weights, lengths, strict=True)) / total
-        ga = sum(w * (a - means[1]) for w, (_, a) in zip(weights, lengths, strict=True)) / total
-        if abs(gp) + abs(ga) < 1e-6:
-            break
-        pp = sum(w * (p - means[0]) ** 2 for w, (p, _) in zip(weights, lengths, strict=True)) / total - gp * gp
-        aa = sum(w * (a - means[1]) ** 2 for w, (_, a) in zip(weights, lengths, strict=True)) / total - ga * ga
-        pa = sum(w * (p - means[0]) * (a - means[1]) for w, (p, a) in zip(weights, lengths, strict=True)) / total
-        pa -= gp * ga
-        determinant = pp * aa - pa * pa
-        u -= (aa * gp - pa * ga) / determinant
-        v -= (pp * ga - pa * gp) / determinant
-    return weights
 
 
 def vllm(setting: Setting, requests: Requests) -> RequestTable:
@@ -294,16 +253,10 @@ def percent_met(setting: Setting, table: RequestTable, slo: Slo | None = None) -
     return 100 * met / len(table)
 
 
-def attainment(setting: Setting, system: str, lengths: Lengths | None, rate: float) -> float:
-    """Percent of requests within both objectives: of the run as it was, or of the surrogate's lengths, over runs of the
-    published size."""
-    gpus, run = num_gpus(setting, system), SYSTEMS[system]
-    size = setting.requests_per_gpu * gpus
-    if lengths is None:
-        return percent_met(setting, run(setting, as_run(rate * gpus, size)))
-    parts = [lengths[at : at + size] for at in range(0, -(-NUM_REQUESTS // size) * size, size)]
-    met = [percent_met(setting, run(setting, poisson(part, rate * gpus, seed))) for seed, part in enumerate(parts)]
-    return sum(met) / len(met)
+def attainment(setting: Setting, system: str, rate: float) -> float:
+    """Percent of requests within both objectives, of the run as it was."""
+    gpus = num_gpus(setting, system)
+    return percent_met(setting, SYSTEMS[system](setting, as_run(rate * gpus, setting.requests_per_gpu * gpus)))
 
 
 def crossing(curve: Curve, target: float = 90.0) -> float | None:
@@ -375,18 +328,14 @@ def compare(
     folder: Path, settings: Sequence[Setting]
 ) -> tuple[list[Row], dict[str, Any], dict[tuple[str, str, str], Curve]]:
     """R5: rates at 90 % attainment, ours and published; the curves as data, and to draw."""
-    every = share_gpt(folder)
-    surrogate = draw(every, weights_for_means(every, PAPER_MEANS), 2 * NUM_REQUESTS)
     truth = published(folder)
     curves: dict[tuple[str, str, str], Curve] = {}
     rows: list[Row] = []
-    for kind, lengths in (("as run", None), ("surrogate", surrogate)):
-        for setting in settings:
-            for system in SYSTEMS:
-                curves[setting.model, system, kind] = [
-                    (rate, attainment(setting, system, lengths, rate)) for rate in setting.rates
-                ]
-                rows.append(row(setting, system, kind, curves, truth))
+    for setting in settings:
+        for system in SYSTEMS:
+            points = [(rate, attainment(setting, system, rate)) for rate in setting.rates]
+            curves[setting.model, system, "as run"] = points
+            rows.append(row(setting, system, "as run", curves, truth))
     rows += scaled_objectives(folder, settings)
     data = {"/".join(key): [(x, round(y, 2)) for x, y in curve] for key, curve in curves.items()}
     for (model, system), curve in truth.items():
@@ -431,11 +380,6 @@ REASONS = (
     "85; but from 2 requests/s on vLLM is then up to 14 points better than published: what slows it down under load is "
     "in no step that was profiled.",
     "OPT-175B: no profile was published. The extrapolation holds for DistServe; vLLM is slower by a constant of 1.36.",
-    "Surrogate: its lengths have the right means, but too few answers of some tokens (5 % of at most ten; 17 % in the "
-    "authors' runs, whose answers are turns of users as often as of the assistant), which miss their TPOT when one "
-    "prompt runs between two of their tokens; and too many long ones, which fill the decode side's memory. Our pools "
-    "give a first token when there is a place to go on (OPT-13B at 2 requests/s: 75 %, with twice the memory 91 %), "
-    "DistServe gives it at once and lets the second one wait.",
 )
 
 

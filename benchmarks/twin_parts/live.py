@@ -32,8 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, OtherLoad, report, sheet
+from common import RESULTS, OtherLoad, report
 from servers import PROGRAM, URL, diptych_server
+from twin_parts.pictures import sheet
 
 from diptych.bench.conversations import Conversations
 from diptych.bench.load import Load, LoadOptions, LoadResult

@@ -1,6 +1,6 @@
 """How much of a real trace's prompts do the tiers find, on a live server and in the simulator?
 
-    python benchmarks/twin.py tiers [--requests 500] [--model DIR] [--json tier_hits.json]
+    python benchmarks/tiers.py hits [--requests 500] [--model DIR] [--json tier_hits.json]
 
 The first requests of Mooncake's conversation trace, one after the other, made small: each of its blocks of 512 tokens
 becomes a block of 32, the lengths shrink with them, and equal blocks stay equal. Every cache size gets the same
