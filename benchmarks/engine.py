@@ -52,7 +52,7 @@ class Engine(Protocol):
     name: str
 
     def ask(self, **command: Any) -> float:
-        """Tokens per second for one command; see peers/vllm_child.py."""
+        """Tokens per second for one command, which peers/vllm_child.py describes."""
         ...
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Child:
         self._read()
 
     def ask(self, **command: Any) -> float:
-        """See Engine."""
+        """Tokens per second for one command of the child."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
@@ -86,7 +86,7 @@ class Child:
         raise RuntimeError(f"{self.name} ended with code {self._process.wait()}")
 
     def close(self) -> None:
-        """See Engine."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(30)
@@ -105,7 +105,7 @@ class LlamaCpp:
                 raise FileNotFoundError(f"{path} is missing: scripts/bench-peers {folder.parent} {model} makes it")
 
     def ask(self, **command: Any) -> float:
-        """See Engine."""
+        """Tokens per second for one command, in a process of its own."""
         is_prefill = command["do"] == "prefill"
         prompt, batch = (command["tokens"], 1) if is_prefill else (command["context"], command["batch"])
         steps = 1 if is_prefill else command["steps"]
@@ -122,7 +122,7 @@ class LlamaCpp:
         return float(json.loads(line)["speed_pp" if is_prefill else "speed_tg"])
 
     def close(self) -> None:
-        """See Engine: nothing is left."""
+        """Nothing is left to end."""
 
 
 def vllm_environment(venv: Path) -> dict[str, str]:
@@ -169,7 +169,7 @@ def measure(engines: Sequence[Engine], repetitions: int) -> list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Of one step: tokens that it yields, bytes of weights, operations of linear layers, seconds of attention."""
+    """The work of one step: tokens that it yields, bytes of weights, operations of linear layers, seconds of attention."""
 
     tokens: int
     weight_bytes: int

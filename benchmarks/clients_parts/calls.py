@@ -90,11 +90,11 @@ class Installed:
         (place / "installed").touch()
 
     def place(self, client: Client) -> Path:
-        """Of a client."""
+        """The command that runs the calls of a client."""
         return self.folder / client.name.replace(" ", "-")
 
     def version(self, client: Client) -> str:
-        """Of its first package; "" for a client that is none."""
+        """The version of its first package; "" for plain calls."""
         if not client.packages:
             return ""
         if client.is_of_node:
@@ -148,7 +148,7 @@ def calls_of(command: Sequence[str], model: str) -> dict[str, str]:
 
 
 def row_of(client: Client, version: str, outcomes: dict[str, str]) -> dict[str, Any]:
-    """Of the table."""
+    """The client's row of the table."""
     cells = {call: {"ok": "ok", "": ""}.get(outcomes.get(call, ""), "FAILED") for call in CALLS}
     return {"client": client.name, "version": version, **cells}
 

@@ -127,7 +127,7 @@ class Dog(BaseModel):
 
 
 class Order(BaseModel):
-    """Of most types."""
+    """An order, whose fields are of most types that pydantic has."""
 
     when: datetime
     items: conlist(Item, min_length=1, max_length=3)  # type: ignore[valid-type]

@@ -43,7 +43,7 @@ class Engine:
 
     @property
     def url(self) -> str:
-        """Of its server."""
+        """The address of its server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -57,7 +57,7 @@ class Engine:
         return f"tcp://127.0.0.1:{self.kv_port + 1}"
 
     def option(self, *, reads_events: bool) -> str:
-        """See ``diptych front --engine``."""
+        """The value of ``diptych front --engine`` for it."""
         events = f",kv_events={self.kv_events},kv_replay={self.kv_replay}" if reads_events else ""
         return f"{self.kind}={self.url}{events}"
 

@@ -50,7 +50,7 @@ def prompts(kind: str) -> list[str]:
 
 
 def body_of(model: str, prompt: str, *, stream: bool) -> dict[str, Any]:
-    """Of a request; the answer always has the same length."""
+    """The body of a request; the answer always has the same length."""
     given = {"model": model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
     return {**given, "stream": stream}
 

@@ -51,7 +51,7 @@ class Oracle:
         self._known: set[tuple[int, ...]] = set()
 
     def tokens(self, prompt: str) -> list[int]:
-        """Of a prompt, as the engine counts them."""
+        """The tokens of a prompt, as the engine counts them."""
         return list(self._tokenizer.encode(prompt).ids)
 
     def cached(self, ids: Sequence[int]) -> int:

@@ -36,7 +36,7 @@ LIMIT_S = 120.0
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one prompt. error: why there is none."""
+    """The answer to one prompt. error: why there is none."""
 
     tokens: tuple[int, ...] = ()
     seconds: float = 0.0
@@ -68,7 +68,7 @@ async def answer(http: httpx.AsyncClient, model: str, prompt: list[int]) -> Answ
 
 
 async def answers(url: str, model: str, prompts: list[list[int]], at_once: int, kills: Engine | None) -> list[Answer]:
-    """Of all prompts, so many at a time. kills: the engine that is killed when half of them are asked."""
+    """The answers to all prompts, so many at a time. kills: the engine that is killed when half of them are asked."""
     free = asyncio.Semaphore(at_once)
     async with httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=None)) as http:
 
@@ -92,7 +92,7 @@ def counted(engine: Engine, front: str) -> dict[str, float]:
 
 
 def row(way: str, expected: list[Answer], found: list[Answer], gained: dict[str, float]) -> dict[str, Any]:
-    """Of one run."""
+    """The table's row for one run."""
     equal = sum(a.tokens == b.tokens != () for a, b in zip(expected, found, strict=True))
     transfers = gained["transfers"]
     return {
@@ -119,7 +119,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(asked: argparse.Namespace) -> None:
-    """See the module."""
+    """Ask one engine, then the front in each way, and compare the tokens."""
     rng = random.Random(asked.seed)
     prompts = [[rng.randrange(5, 400) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(asked.prompts)]
     name, rows = asked.model.name, []

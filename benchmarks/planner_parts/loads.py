@@ -70,7 +70,7 @@ class Fleet:
 
     @property
     def engine(self) -> EngineConfig:
-        """Of each."""
+        """The settings of each worker."""
         return EngineConfig(CacheConfig(self.num_blocks, 16), shape_preset("chunked"), SLO, 32_768)
 
 

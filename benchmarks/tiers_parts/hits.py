@@ -49,7 +49,7 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Size:
-    """Of the KV cache, and of the tiers below it."""
+    """Sizes of the KV cache and of the tiers below it."""
 
     cache_mib: int
     host_gb: float = 0.0
@@ -63,7 +63,7 @@ class Size:
         return " + ".join(parts)
 
     def options(self, folder: str) -> list[str]:
-        """Of ``diptych serve``."""
+        """The options of ``diptych serve`` for these sizes."""
         words = ["--kv-cache-memory", f"{self.cache_mib}MiB", "--kv-host-gb", f"{self.host_gb:g}"]
         return [*words, "--kv-disk", folder, "--kv-disk-gb", f"{self.disk_gb:g}"] if self.disk_gb else words
 
@@ -94,7 +94,7 @@ class InTurn:
         return len(self._specs)
 
     def next_request(self, client: int, now: int) -> RequestSpec | None:
-        """See ClosedLoop."""
+        """The next request at once; None when all were given."""
         if self._next == len(self._specs):
             return None
         self._next += 1

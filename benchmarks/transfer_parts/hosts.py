@@ -117,7 +117,7 @@ def _rss_mib(pid: int) -> float:
 
 
 def joined(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """See the module."""
+    """The front end's share of a core and its memory beside many joined workers."""
     door, stop, counts = free_port(), threading.Event(), list[int]()
     with ExitStack() as stack:
         path = stack.enter_context(key_file())
@@ -163,7 +163,7 @@ def _first_token_s() -> float:
 
 
 def join(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """See the module."""
+    """Seconds from a worker's start to its first token, and from a front end's restart to ready."""
     door = free_port()
     with ExitStack() as stack:
         path = stack.enter_context(key_file())

@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """See the module."""
+    """Run the trials, and sum them up by point."""
     logging.disable(logging.CRITICAL)
     waiting = [trial for trial in trials(options.repeats, options.seed) if trial.point.name in options.points]
     outcomes = asyncio.run(run_all(waiting, options.fleets, options.silence))

@@ -242,7 +242,7 @@ SYSTEMS = {"vLLM": vllm, "DistServe": distserve}
 
 
 def num_gpus(setting: Setting, system: str) -> int:
-    """Of one instance of vLLM, or of DistServe's two."""
+    """Devices of one instance of vLLM, or of DistServe's two."""
     return setting.vllm_tp if system == "vLLM" else setting.distserve_gpus
 
 

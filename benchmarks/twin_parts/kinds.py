@@ -129,7 +129,7 @@ def prompt_ms(cost: CostModel, num_tokens: int) -> float:
 
 
 def prompt_errors(points: Sequence[tuple[str, str, int, int, float]]) -> dict[str, Errors]:
-    """Of prompts (model, hardware, devices, tokens, measured ms), by each kind that prices all of them."""
+    """Errors of prompts (model, hardware, devices, tokens, measured ms), by each kind that prices all of them."""
     found: dict[str, Errors] = {}
     for kind in KINDS:
         costs = [cost_of(kind, model, hardware, devices) for model, hardware, devices, _, _ in points]

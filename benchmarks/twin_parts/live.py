@@ -222,7 +222,7 @@ def live_runs(
     options: argparse.Namespace, calibration: Calibration, target: TargetConfig, cases: Sequence[Case],
     workloads: Sequence[tuple[RequestSpec, ...]],
 ) -> tuple[list[list[Latencies]], list[float]]:  # fmt: skip
-    """Of each case: the latencies of all its repeats, and the most cores that others used meanwhile."""
+    """The latencies of all repeats of each case, and the most cores that others used meanwhile."""
 
     def server(shape: str) -> AbstractContextManager[Any]:
         if options.engine:

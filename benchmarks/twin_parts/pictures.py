@@ -20,8 +20,9 @@ def sheet(charts: Sequence[LineChart], columns: int) -> str:
     for number, chart in enumerate(charts):
         place = f'x="{number % columns * WIDTH:g}" y="{number // columns * HEIGHT:g}"'
         parts.append(f'<svg {place} width="{WIDTH:g}" height="{HEIGHT:g}">{chart.svg()}</svg>')
+    parts.append('<g class="chart">')
     for number, (name, style) in enumerate(charts[0].legend):
         left, middle = 60 + 240 * number, height + 16
         parts.append(f'<path class="line {style}" d="M{left} {middle:g}h36"/>')
-        parts.append(f'<text class="chart" x="{left + 44}" y="{middle + 4:g}" font-size="13">{escape(name)}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+        parts.append(f'<text x="{left + 44}" y="{middle + 4:g}">{escape(name)}</text>')
+    return "\n".join([*parts, "</g></svg>", ""])

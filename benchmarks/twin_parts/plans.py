@@ -46,7 +46,7 @@ SPLITWISE_MACHINES = 40
 
 
 def device(name: str) -> PlannedDevice:
-    """Of the catalogue."""
+    """A device of the catalogue with its price and power."""
     entry = catalogue_hardware(name)
     return PlannedDevice(name, entry.price_per_hour or None, entry.power_w)
 

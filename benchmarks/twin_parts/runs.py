@@ -205,11 +205,11 @@ class BlockingTransfers:
     name: str = "with blocking transfers"
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
-        """See CostModel."""
+        """A step of decodes alone, as the cost model inside has it."""
         return self.cost.decode_line(num_seqs, context)
 
     def step_ns(self, output: SchedulerOutput) -> int:
-        """See CostModel."""
+        """The step's own time, and a pause for each handoff in it."""
         transfers = len(output.resumed) + sum(chunk.is_last for chunk in output.prefills)
         return self.cost.step_ns(output) + transfers * self.transfer_ns
 

@@ -126,7 +126,7 @@ class Clients:
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def next_request(self, client: int, now: int) -> RequestSpec | None:
-        """See ClosedLoop."""
+        """The next request at once; None when all were given."""
         if self.given == len(self):
             return None
         self.given += 1
