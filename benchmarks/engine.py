@@ -169,7 +169,8 @@ def measure(engines: Sequence[Engine], repetitions: int) -> list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of one step: tokens that it yields, bytes of weights, operations of linear layers, seconds of attention."""
+    """The work of a step: tokens that it yields, bytes of weights, operations of linear layers, seconds in attention
+    of all layers."""
 
     tokens: int
     weight_bytes: int

@@ -90,7 +90,7 @@ class Installed:
         (place / "installed").touch()
 
     def place(self, client: Client) -> Path:
-        """The command that runs the calls of a client."""
+        """The folder in which a client is installed."""
         return self.folder / client.name.replace(" ", "-")
 
     def version(self, client: Client) -> str:
