@@ -40,7 +40,7 @@ def run_part(command: str, description: str) -> None:
     if name not in titles:
         print(f"usage: {command}.py PART [-h] [options]\n\n{description}\nparts:")
         print("\n".join(f"  {name:<14} {title}" for name, title in titles.items()))
-        sys.exit(0 if name in ("-h", "--help") else f"\n{command} has no part {name!r}")
+        sys.exit(0 if name in ("-h", "--help") else f"\n{command} has no part {name!r}" if name else 2)
     part: Any = importlib.import_module(f"{command}_parts.{name}")
     parser = argparse.ArgumentParser(
         f"{command}.py {name}", description=part.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
