@@ -1,11 +1,14 @@
-"""What every benchmark shares: the machine's description, a table, and a JSON record."""
+"""What every benchmark shares: parts of a command, the machine's description, tables, JSON records."""
 
+import argparse
+import ast
+import importlib
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from itertools import groupby
@@ -16,8 +19,47 @@ from typing import Any
 from diptych.base import compiled_modules
 from diptych.base.processor import read_processor
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
+
+
+def run_part(command: str, description: str) -> None:
+    """Run the part of a command that its first argument names: a module of the folder ``COMMAND_parts`` with
+    ``add_options(parser)`` and ``main(options)``. Every part has ``--json``. Only the module that is named is imported,
+    since each needs other packages."""
+    sources = {path.stem: path.read_text() for path in sorted((HERE / f"{command}_parts").glob("*.py"))}
+    titles = {
+        name: (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0].replace("\n", " ")
+        for name, source in sources.items()
+        if "\ndef main(" in source
+    }
+    name, *arguments = sys.argv[1:] or [""]
+    if name not in titles:
+        print(f"usage: {command}.py PART [-h] [options]\n\n{description}\nparts:")
+        print("\n".join(f"  {name:<14} {title}" for name, title in titles.items()))
+        sys.exit(0 if name in ("-h", "--help") else f"\n{command} has no part {name!r}" if name else 2)
+    part: Any = importlib.import_module(f"{command}_parts.{name}")
+    parser = argparse.ArgumentParser(
+        f"{command}.py {name}", description=part.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    part.add_options(parser)
+    parser.add_argument("--json", metavar="FILE", help="write a record; a bare name goes to benchmarks/results")
+    part.main(parser.parse_args(arguments))
+
+
+def names_of(allowed: Collection[str]) -> Callable[[str], list[str]]:
+    """For options: names with commas between them, each one of these. Raises ArgumentTypeError."""
+
+    def read(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := sorted(set(names) - set(allowed)):
+            raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(allowed)}")
+        return names
+
+    return read
 
 
 AS_PYTHON = """
@@ -35,8 +77,9 @@ def ways_to_run() -> list[str]:
     return ["compiled", "Python"] if compiled_modules.is_built() else ["Python"]
 
 
-def run_as(way: str, script: str, *arguments: str) -> Any:
-    """What a script prints as JSON, in a process of its own with control code and simulator "compiled" or "Python"."""
+def run_as(way: str, command: str, *arguments: str) -> Any:
+    """What a command prints as JSON, in a process of its own with control code and simulator "compiled" or "Python"."""
+    script = str(HERE / f"{command}.py")
     start = [script] if way == "compiled" else ["-c", AS_PYTHON, script]
     done = subprocess.run([sys.executable, *start, *arguments], check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)
@@ -143,3 +186,47 @@ def write_record(name: str, rows: Sequence[dict[str, Any]], target: Path, **extr
     unfinished = target.with_name(target.name + ".part")
     unfinished.write_text(json.dumps(record, indent=1) + "\n")
     unfinished.replace(target)
+
+
+class OtherLoad:
+    """From its making on: cores used by processes that this one did not start (Linux; elsewhere it says 0).
+
+    Processes that ended in between count for whoever waited for them.
+    """
+
+    def __init__(self) -> None:
+        self._start = _busy()
+
+    def cores(self) -> float:
+        """Mean number of cores that others kept busy."""
+        total, idle, own = (now - then for now, then in zip(_busy(), self._start, strict=True))
+        return max(0.0, (total - idle - own) / max(total, 1e-9)) * (os.cpu_count() or 1)
+
+
+def _busy() -> tuple[float, float, float]:
+    """Seconds of all cores, seconds idle, and seconds of this process and its descendants."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0, 0.0, 0.0
+    fields = [int(value) for value in stat.read_text().splitlines()[0].split()[1:9]]
+    seconds: dict[int, float] = {}
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            values = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(entry.name)] = int(values[1])
+        seconds[int(entry.name)] = sum(map(int, values[11:15])) / TICKS
+    own = sum(time for process, time in seconds.items() if _is_ours(process, parents))
+    return sum(fields) / TICKS, (fields[3] + fields[4]) / TICKS, own
+
+
+def _is_ours(process: int, parents: dict[int, int]) -> bool:
+    while process in parents:
+        if process == os.getpid():
+            return True
+        process = parents[process]
+    return False

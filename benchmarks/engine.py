@@ -1,13 +1,15 @@
 """Prefill and decode rates of the engine, in turns with vLLM's CPU build and llama.cpp, beside what limits them.
 
     python benchmarks/engine.py MODEL_DIR [--quantize int8] [--vllm VENV] [--llamacpp FOLDER] [--json engine-NAME.json]
+    python benchmarks/engine.py MODEL_DIR --isa avx2 --torch [--json engine-NAME-avx2.json]
 
 MODEL_DIR is a Hugging Face directory (scripts/make_random_model.py makes one of a real shape with random weights).
 --vllm VENV and --llamacpp FOLDER (scripts/bench-peers makes both) measure these in the same run: the engines take
 turns, so that a noisy machine disturbs all alike. vLLM computes in bf16; llama.cpp has bf16 weights, or q8_0 beside
-int8 and q4_0 beside int4. Quantised weights are measured beside our own bf16, too. Reported: medians, spreads, ratios
-of medians, and for each rate the share of its ceiling and what limits it. The ceilings are measured in this run, with
-as many threads:
+int8 and q4_0 beside int4. Quantised weights are measured beside our own bf16, too. --torch: torch's own kernels, kept
+to the instructions of --isa (with AVX2 alone, oneDNN has no fast product in bf16: it would be faster in fp32).
+Reported: medians, spreads, ratios of medians, and for each rate the share of its ceiling and what limits it. The
+ceilings are measured in this run, with as many threads:
 
     step = max(bytes of weights / read bandwidth, operations / multiply-add peak) + attention of all layers
 
@@ -36,6 +38,11 @@ PREFILLS = (2048, 8000)
 BATCHES = (1, 8, 32)
 CONTEXT, STEPS = 512, 48
 GGUF_TYPES = {"none": "bf16", "int8": "q8_0", "int4": "q4_0"}  # by --quantize
+TORCH_ON = {  # what keeps torch to the instructions of a set
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "avx512_bf16": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+}
 SLOT_TOKENS = 256  # llama.cpp divides its context into equal parts, each a multiple of this
 
 
@@ -45,7 +52,7 @@ class Engine(Protocol):
     name: str
 
     def ask(self, **command: Any) -> float:
-        """Tokens per second for one command; see peers/vllm_child.py."""
+        """Tokens per second for one command, which peers/vllm_child.py describes."""
         ...
 
     def close(self) -> None:
@@ -64,7 +71,7 @@ class Child:
         self._read()
 
     def ask(self, **command: Any) -> float:
-        """See Engine."""
+        """Tokens per second for one command of the child."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
@@ -79,7 +86,7 @@ class Child:
         raise RuntimeError(f"{self.name} ended with code {self._process.wait()}")
 
     def close(self) -> None:
-        """See Engine."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(30)
@@ -98,7 +105,7 @@ class LlamaCpp:
                 raise FileNotFoundError(f"{path} is missing: scripts/bench-peers {folder.parent} {model} makes it")
 
     def ask(self, **command: Any) -> float:
-        """See Engine."""
+        """Tokens per second for one command, in a process of its own."""
         is_prefill = command["do"] == "prefill"
         prompt, batch = (command["tokens"], 1) if is_prefill else (command["context"], command["batch"])
         steps = 1 if is_prefill else command["steps"]
@@ -115,7 +122,7 @@ class LlamaCpp:
         return float(json.loads(line)["speed_pp" if is_prefill else "speed_tg"])
 
     def close(self) -> None:
-        """See Engine: nothing is left."""
+        """Nothing is left to end."""
 
 
 def vllm_environment(venv: Path) -> dict[str, str]:
@@ -162,7 +169,8 @@ def measure(engines: Sequence[Engine], repetitions: int) -> list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Of one step: tokens that it yields, bytes of weights, operations of linear layers, seconds of attention."""
+    """The work of a step: tokens that it yields, bytes of weights, operations of linear layers, seconds in attention
+    of all layers."""
 
     tokens: int
     weight_bytes: int
@@ -229,6 +237,7 @@ def main() -> None:
     parser.add_argument("--llamacpp", type=Path)
     parser.add_argument("--quantize", choices=sorted(GGUF_TYPES), default="none", help="weights, as for diptych serve")
     parser.add_argument("--isa", default="auto", help="instruction set of the native kernels")
+    parser.add_argument("--torch", action="store_true", help="beside torch's kernels, on the instructions of --isa")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=read_processor().num_threads)
     parser.add_argument("--json")
@@ -238,6 +247,8 @@ def main() -> None:
     engines: list[Engine] = [Child("diptych", ours)]
     if options.quantize != "none":
         engines.append(Child("diptych bf16", [*ours[:-1], "none"]))
+    if options.torch:
+        engines.append(Child("torch", [*ours[:-2], "torch", "none"], TORCH_ON.get(options.isa)))
     if options.vllm:
         theirs = [str(options.vllm / "bin/python"), str(HERE / "peers" / "vllm_child.py"), str(options.model)]
         engines.append(Child("vllm", theirs, vllm_environment(options.vllm)))

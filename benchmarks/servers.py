@@ -110,7 +110,7 @@ def vllm_server(
 
 
 def vllm_version(venv: Path) -> str:
-    """Of that environment."""
+    """The version of vLLM in that environment."""
     code = "from importlib.metadata import version; print(version('vllm'))"
     return subprocess.run([str(venv / "bin/python"), "-c", code], capture_output=True, text=True).stdout.strip()
 
@@ -180,7 +180,7 @@ class Peers:
         return self.llamacpp is not None or not case.startswith("llama.cpp")
 
     def versions(self) -> dict[str, str]:
-        """Of those that are measured."""
+        """The versions of the peers that are measured."""
         found = {}
         if self.vllm is not None:
             found["vllm"] = vllm_version(self.vllm)

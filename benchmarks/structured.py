@@ -1,116 +1,28 @@
-"""Answers that follow a schema: are they valid, what does it cost, and who pays for a hostile schema?
+"""What answers that follow a schema cost. (Whether they obey it: compatibility.py schemas; hostile ones: hostile.py.)
 
-    .venv/bin/python benchmarks/structured.py valid [--schemas 500] [--model PATH]   every answer checked by jsonschema
-    .venv/bin/python benchmarks/structured.py forced [--model PATH]     tokens/s with and without forced tokens, batch 1
-    .venv/bin/python benchmarks/structured.py step --model PATH [--rows 32]   a step with constrained rows, and without
-    .venv/bin/python benchmarks/structured.py hostile [--model PATH]    gaps of a stream beside schemas made to hurt
+    python benchmarks/structured.py forced [--model PATH]     tokens/s with and without forced tokens, batch 1
+    python benchmarks/structured.py step --model PATH [--rows 32]   a step with constrained rows, and without
 
 Figures on the page; --json FILE keeps them.
 """
 
 import argparse
-import asyncio
-import json
-import random
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 from common import report
 
 from diptych import LLM, SamplingParams
-from diptych.control.errors import InvalidRequestError, WorkerError
-from diptych.runtime.device.thread_limits import switch_often
-from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
 from diptych.serving.answers.grammar.grammar_text import GrammarWriter, with_schemas
-from diptych.serving.async_llm import AsyncLLM
-from diptych.serving.link.engine_options import BUNDLED_MODEL, DeviceOptions, EngineOptions, MemoryOptions
 
 WRITER = GrammarWriter({})
 WORDS = ("name", "age", "city", "tags", "when", "items", "path", "line", "kind", "note")
 
 
-def random_schema(rnd: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A bounded schema, so that an answer of random weights ends."""
-    kind = rnd.randrange(9 if depth < 3 else 6)
-    if kind == 0:
-        return {"type": "integer", "minimum": rnd.randrange(-50, 50), "maximum": rnd.randrange(50, 500)}
-    if kind == 1:
-        return {"type": "string", "minLength": rnd.randrange(3), "maxLength": rnd.randrange(3, 20)}
-    if kind == 2:
-        return {
-            "enum": rnd.sample([1, None, True, "red", "green", 2.5, {"a": [1]}, "line\nbreak"], rnd.randrange(1, 5))
-        }
-    if kind == 3:
-        return {"type": "string", "pattern": rnd.choice(("^[a-z]{2,5}$", "^\\d{4}-\\d{2}$", "^(ab|cd)+x?$"))} | {
-            "maxLength": 12
-        }
-    if kind == 4:
-        return {"type": rnd.choice(("boolean", "null"))}
-    if kind == 5:
-        return {"const": rnd.choice(("x", 7, None, [1, 2]))}
-    if kind == 6:
-        return {"type": "array", "items": random_schema(rnd, depth + 1), "minItems": 1, "maxItems": rnd.randrange(1, 4)}
-    if kind == 7:
-        return {"anyOf": [random_schema(rnd, depth + 1) for _ in range(rnd.randrange(1, 4))]}
-    names = rnd.sample(WORDS, rnd.randrange(1, 6))
-    required = [name for name in names if rnd.random() < 0.7]
-    properties = {name: random_schema(rnd, depth + 1) for name in names}
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
 def grammar(schema: dict[str, Any]) -> str:
     return with_schemas(WRITER.schema(schema, "schema").text)[0]
-
-
-async def compile_times(
-    llm_tokenizer: Any, eos: list[int], vocab_size: int, schemas: list[dict[str, Any]]
-) -> list[float]:
-    """Milliseconds that each takes to be tried, in the process that the front end has for it."""
-    checker = GrammarChecker(llm_tokenizer.fast.to_str(), eos, max(vocab_size, llm_tokenizer.vocab_size))
-    await checker.check(WRITER.choice(["begin"], "x"))
-    times = []
-    for schema in schemas:
-        start = time.perf_counter()
-        await checker.check(WRITER.schema(schema, "schema"))
-        times.append((time.perf_counter() - start) * 1000)
-    await checker.close()
-    return times
-
-
-def valid(options: argparse.Namespace) -> dict[str, Any]:
-    llm = LLM(options.model, threads=options.threads)
-    rnd = random.Random(1)
-    schemas = [random_schema(rnd) for _ in range(options.schemas)]
-    times = asyncio.run(compile_times(llm.tokenizer, list(llm.ready.eos_token_ids), llm.ready.vocab_size, schemas))
-    params = [
-        SamplingParams(max_tokens=2000, temperature=1.0, seed=number, grammar=grammar(schema))
-        for number, schema in enumerate(schemas)
-    ]
-    outputs = llm.generate(["Data:"] * len(schemas), params, progress=False)
-    wrong, cut = 0, 0
-    for schema, output in zip(schemas, outputs, strict=True):
-        answer = output.outputs[0]
-        if answer.finish_reason != "stop":
-            cut += 1
-            continue
-        try:
-            jsonschema.validate(json.loads(answer.text), schema)
-        except (ValueError, jsonschema.ValidationError) as error:
-            wrong += 1
-            print(json.dumps(schema), answer.text, str(error)[:200])
-    times.sort()
-    return {
-        "schemas": len(schemas),
-        "valid": len(schemas) - wrong - cut,
-        "wrong": wrong,
-        "cut by max_tokens": cut,
-        "compile ms p50": round(statistics.median(times), 2),
-        "compile ms p99": round(times[int(len(times) * 0.99)], 2),
-        "compile ms worst": round(times[-1], 2),
-    }
 
 
 def forced(options: argparse.Namespace) -> dict[str, Any]:
@@ -163,104 +75,16 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-HOSTILE: list[dict[str, Any]] = [
-    {"type": "object", "properties": {f"k{n}": {"type": "string", "maxLength": 1000} for n in range(3000)}},
-    {"type": "object", "properties": {f"k{n}": {"type": "string", "pattern": f"^(a|b{n})*c"} for n in range(800)}},
-    {"enum": [f"value {n}" for n in range(60_000)]},
-    {"enum": [f"value {n}" for n in range(15_000)]},
-    {"type": "string", "pattern": "^(.*a.{0,200}b){20}$"},
-    {"type": "string", "pattern": "^([ab]{0,100}){0,100}$"},
-    {"anyOf": [{"type": "object", "properties": {f"k{n}": {"type": "integer"}}} for n in range(1500)]},
-]
-
-
-HARMLESS: list[dict[str, Any]] = [{"type": "array", "items": {"type": "integer"}, "minItems": 20}]
-
-
-async def gaps_beside(llm: AsyncLLM, work: Any) -> list[float]:
-    """Milliseconds between the tokens of four streams while ``work`` runs."""
-    found: list[float] = []
-
-    async def stream(number: int) -> None:
-        params = SamplingParams(max_tokens=1500, temperature=1.0, seed=number, ignore_eos=True)
-        last = None
-        async for _ in llm.generate([5, 6, 7, number + 8], params):
-            now = time.perf_counter()
-            if last is not None:
-                found.append((now - last) * 1000)
-            last = now
-
-    worker = asyncio.create_task(work())
-    await asyncio.gather(*(stream(number) for number in range(4)))
-    worker.cancel()
-    await asyncio.gather(worker, return_exceptions=True)
-    return sorted(found)
-
-
-async def hostile_gaps(options: argparse.Namespace) -> dict[str, Any]:
-    device, memory = DeviceOptions(threads=options.threads), MemoryOptions(kv_cache_bytes=256 << 20)
-    settings = EngineOptions(model=str(options.model or BUNDLED_MODEL), device=device, memory=memory)
-    refused = served = failed = 0
-
-    async def quiet() -> None:
-        await asyncio.sleep(3600)
-
-    switch_often()  # as the server does
-    async with AsyncLLM(settings) as llm:
-
-        async def attack(schemas: list[dict[str, Any]]) -> None:
-            nonlocal refused, served, failed
-            refused = served = failed = number = 0
-            while True:
-                schema = {**schemas[number % len(schemas)], "$comment": str(number)}
-                number += 1
-                try:
-                    written = await asyncio.to_thread(WRITER.schema, schema, "schema")  # as the server does
-                    text = (await llm.try_grammar(written)).text
-                    params = SamplingParams(max_tokens=30, grammar=text)
-                    async for _ in llm.generate([5, 6], params):
-                        pass
-                    served += 1
-                except InvalidRequestError:
-                    refused += 1
-                except WorkerError:  # a mask beyond the limits, in the middle of an answer
-                    failed += 1
-                await asyncio.sleep(0.05)
-
-        await llm.try_grammar(WRITER.choice(["begin"], "x"))
-        await gaps_beside(llm, quiet)
-        gaps: dict[str, list[float]] = {"calm": [], "beside harmless schemas": [], "beside hostile schemas": []}
-        for _ in range(options.repeats):
-            gaps["calm"] += await gaps_beside(llm, quiet)
-            gaps["beside harmless schemas"] += await gaps_beside(llm, lambda: attack(HARMLESS))
-            gaps["beside hostile schemas"] += await gaps_beside(llm, lambda: attack(HOSTILE))
-    p99 = {name: sorted(found)[int(len(found) * 0.99)] for name, found in gaps.items()}
-    return {
-        **{f"gap ms p99 {name}": round(value, 2) for name, value in p99.items()},
-        "hostile / harmless": round(p99["beside hostile schemas"] / p99["beside harmless schemas"], 2),
-        "hostile / calm": round(p99["beside hostile schemas"] / p99["calm"], 2),
-        **{f"worst gap ms {name}": round(max(found), 1) for name, found in gaps.items()},
-        "hostile schemas served": served,
-        "refused": refused,
-        "ended by a limit of masks": failed,
-    }
-
-
-def hostile(options: argparse.Namespace) -> dict[str, Any]:
-    return asyncio.run(hostile_gaps(options))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("valid", "forced", "step", "hostile"))
+    parser.add_argument("part", choices=("forced", "step"))
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--schemas", type=int, default=500)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json")
     options = parser.parse_args()
-    parts = {"valid": valid, "forced": forced, "step": step, "hostile": hostile}
+    parts = {"forced": forced, "step": step}
     found = parts[options.part](options)
     rows = [{"figure": name, "value": str(value)} for name, value in found.items()]
     report(f"structured output: {options.part}", rows, options.json)

@@ -1,19 +1,31 @@
 """The benchmarks are run by hand; what they import and call them by must still exist."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py"))
+PARTS = sorted(BENCHMARKS.glob("*_parts/*.py"))
+MODULES = [
+    *(path.stem for path in sorted(BENCHMARKS.glob("*.py"))),
+    *(f"{path.parent.name}.{path.stem}" for path in PARTS),
+]
 IMPORTS = """
-import importlib, sys
+import argparse, importlib, sys
 paths = list(sys.path)
+ours = {name.split(".")[0] for name in sys.argv[1:]} | {"diptych", "tests"}
 for name in sys.argv[1:]:
     try:
-        importlib.import_module(name)
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        assert error.name.split(".")[0] not in ("diptych", "tests", *sys.argv[1:]), f"{name}: {error}"
+        assert error.name.split(".")[0] not in ours, f"{name}: {error}"
+    else:
+        if "_parts." in name and hasattr(module, "main"):
+            parser = argparse.ArgumentParser(description=module.__doc__)
+            module.add_options(parser)
+            parser.add_argument("--json")
+            parser.format_help()
     sys.path[:] = paths
     for other in ("servers", "common"):  # each script's own
         sys.modules.pop(other, None)
@@ -96,8 +108,8 @@ assert np.allclose(slope_interval(times, 50 + times / 3600 * 2), 2)
 """
 
 
-def run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True)
+def run(code: str, *arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=BENCHMARKS, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -114,11 +126,37 @@ def test_the_interval_of_a_slope_knows_that_neighbours_are_alike() -> None:
 
 
 def test_the_largest_part_of_a_step_is_what_limits_it() -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITS], cwd=BENCHMARKS, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run(LIMITS)
 
 
-def test_every_benchmark_can_be_imported() -> None:
-    names = [path.removesuffix(".py") for path in SCRIPTS]
-    done = subprocess.run([sys.executable, "-c", IMPORTS, *names], cwd=BENCHMARKS, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_every_benchmark_can_be_imported_and_every_part_has_options() -> None:
+    run(IMPORTS, *MODULES)
+
+
+def test_a_command_lists_its_parts_and_refuses_others() -> None:
+    for command in sorted({path.parent.name.removesuffix("_parts") for path in PARTS}):
+        listed = subprocess.run(
+            [sys.executable, f"{command}.py", "--help"], cwd=BENCHMARKS, capture_output=True, text=True
+        )
+        assert listed.returncode == 0, listed.stderr
+        wrong = subprocess.run(
+            [sys.executable, f"{command}.py", "no-part"], cwd=BENCHMARKS, capture_output=True, text=True
+        )
+        assert wrong.returncode == 1 and f"{command} has no part 'no-part'" in wrong.stderr
+        for path in PARTS:
+            if path.parent.name == f"{command}_parts" and "\ndef main(" in path.read_text():
+                assert f"  {path.stem} " in listed.stdout, (command, path.stem)
+
+
+def test_the_readme_of_the_benchmarks_names_commands_that_exist_and_all_of_them() -> None:
+    text = (BENCHMARKS / "README.md").read_text()
+    commands = {
+        path.name for path in BENCHMARKS.glob("*.py") if re.search(r"parse_args\(|\brun_part\(\"", path.read_text())
+    }
+    named = set(re.findall(r"(?<![\w/.-])(\w+\.py)\b", text))
+    elsewhere = {path.name for path in (BENCHMARKS.parent / "scripts").glob("*.py")}
+    assert commands <= named, sorted(commands - named)
+    assert named <= {path.name for path in BENCHMARKS.rglob("*.py")} | elsewhere, sorted(named)
+    for command, part in re.findall(r"(\w+)\.py ([a-z_]+)\b", text):
+        if (BENCHMARKS / f"{command}_parts").is_dir():
+            assert (BENCHMARKS / f"{command}_parts" / f"{part}.py").is_file(), f"{command}.py {part}"

@@ -1,7 +1,7 @@
 """A joined prefill worker and a joined decode worker under load, whose ways are cut at named points of the protocol.
 
 Real agents, worker processes, model and TLS; KV over TCP. Every token that a client sees is compared with that of an
-undisturbed run as it comes. Used by test_partitions.py and benchmarks/partitions.py.
+undisturbed run as it comes. Used by test_partitions.py and benchmarks/transfer.py partitions.
 """
 
 import asyncio

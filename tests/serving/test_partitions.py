@@ -1,6 +1,6 @@
 """A way between two hosts is cut at a named point of the protocol: no token is lost or doubled, nothing stays behind.
 
-The times of recovery are measured by benchmarks/partitions.py, which repeats each point.
+The times of recovery are measured by benchmarks/transfer.py partitions, which repeats each point.
 """
 
 import pytest
