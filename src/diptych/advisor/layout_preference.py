@@ -43,13 +43,13 @@ def preferred(offers: Sequence[LayoutOffer], target: float) -> int:
 
 
 def _nearest(numbers: list[int], offers: Sequence[LayoutOffer]) -> list[int]:
-    """Those within TIE of the most requests that meet their objectives."""
+    """The numbers within TIE of the most requests that meet their objectives."""
     most = max(offers[number].attainment for number in numbers)
     return [number for number in numbers if offers[number].attainment >= most - TIE]
 
 
 def _near(numbers: list[int], offers: Sequence[LayoutOffer]) -> list[int]:
-    """Those within TIE of what is worth most."""
+    """The numbers within TIE of what is worth most."""
     most = max(offers[number].worth for number in numbers)
     return [number for number in numbers if offers[number].worth >= most * (1 - TIE)]
 
