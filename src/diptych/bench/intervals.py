@@ -10,8 +10,9 @@ BINS = 60
 
 
 def block_bootstrap(counts: Sequence[int], seconds_per_bin: float, confidence: float = CONFIDENCE) -> Interval | None:
-    """Of a rate per second, from counts in equal neighbouring bins of time: the circular block bootstrap of Politis and
-    Romano (1992), which keeps what neighbours have in common, with blocks of about n**(1/3) bins. None below 8 bins."""
+    """Confidence interval of a rate per second, from counts in equal neighbouring bins of time: the circular block
+    bootstrap of Politis and Romano (1992), which keeps the correlation of neighbouring bins, with blocks of about
+    n**(1/3) bins. None below 8 bins."""
     number = len(counts)
     if number < 8 or seconds_per_bin <= 0:
         return None
