@@ -40,7 +40,7 @@ from diptych.control.request import FinishReason, PeerRun
 
 
 class AttemptState(StrEnum):
-    """See the module's picture."""
+    """A state in the module's diagram."""
 
     SERVING = "serving"
     RESERVING = "reserving"
@@ -243,7 +243,7 @@ class AttemptTable:
         return attempt.begin()
 
     def computed(self, attempt: Attempt) -> None:
-        """Its prompt is computed."""
+        """Note that the attempt's prompt is computed."""
         self._stop_awaiting(attempt)
         attempt.on_first_token()
 
@@ -254,7 +254,7 @@ class AttemptTable:
         return attempt.on_delivered()
 
     def forgotten(self, attempt: Attempt, worker: int) -> list[Command]:
-        """That worker holds nothing of the attempt any more."""
+        """Note that a worker holds nothing of the attempt any more."""
         commands = attempt.on_forgotten(worker)
         self._bury(attempt)
         return commands

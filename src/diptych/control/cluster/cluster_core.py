@@ -132,7 +132,7 @@ class ClusterCore:
         return frozenset(self._takers)
 
     def on_event(self, event: ClusterEvent, now: int) -> list[Command]:
-        """Something happened: what is to be done."""
+        """Take in an event. Returns the commands to carry out."""
         try:
             commands = self._handlers[type(event)](event, now)
             self._audit.after_event()

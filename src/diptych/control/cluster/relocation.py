@@ -29,7 +29,7 @@ class Relocation:
         self._core = core
 
     def on_role_changed(self, event: RoleChanged, now: int) -> list[Command]:
-        """See RoleChanged."""
+        """Take in RoleChanged: move what the new role must not do to other workers."""
         core, worker = self._core, event.worker
         core.members.change_role(worker, event.role)
         if worker not in core.members.up:
@@ -40,7 +40,7 @@ class Relocation:
         return moved + core.dispatch(now)
 
     def on_drain_started(self, event: DrainStarted, now: int) -> list[Command]:
-        """See DrainStarted."""
+        """Take in DrainStarted: move the worker's requests to others."""
         core, worker = self._core, event.worker
         if worker in core.members.draining:
             return []
@@ -52,7 +52,7 @@ class Relocation:
         return self._move_all(worker, event.progress, now)
 
     def on_drain_ended(self, event: DrainEnded, now: int) -> list[Command]:
-        """See DrainEnded."""
+        """Take in DrainEnded: the worker may be used again."""
         core, worker = self._core, event.worker
         if core.members.draining.pop(worker, None) is None or worker not in core.members.up:
             return []
@@ -69,7 +69,7 @@ class Relocation:
         return [GiveWay(worker, submission.request_id)] if self._missing_blocks(entry, worker) > 0 else []
 
     def on_way_given(self, event: WayGiven, now: int) -> list[Command]:
-        """See WayGiven. The longest streams go first, so that few have to."""
+        """Take in WayGiven: move streams off the worker, the longest first, so that few have to."""
         core, worker = self._core, event.worker
         entry = core.requests.get(event.request_id)
         if entry is None or entry.attempt is None or entry.attempt.decode != worker:
@@ -94,7 +94,7 @@ class Relocation:
         return commands
 
     def _missing_blocks(self, entry: OpenRequest, worker: int) -> int:
-        """By how many blocks it exceeds what is free there."""
+        """Blocks by which a request exceeds what is free on a worker."""
         return self._num_blocks(entry, entry.num_tokens, worker) - self._free_blocks(worker, entry)
 
     def _free_blocks(self, worker: int, newcomer: OpenRequest) -> int:
@@ -108,7 +108,7 @@ class Relocation:
         return core.members.infos[worker].num_blocks - max(used, load.used_blocks if load else 0)
 
     def _num_blocks(self, entry: OpenRequest, num_output_tokens: int, worker: int) -> int:
-        """Of the prompt and the answer that is expected, when it has so many tokens by now."""
+        """Blocks that the prompt and the expected answer need, once ``num_output_tokens`` are computed."""
         core, submission = self._core, entry.submission
         answer = min(num_output_tokens, submission.max_tokens - 1)
         answer += core.lengths.mean(entry.length_group, answer, submission.max_tokens)
