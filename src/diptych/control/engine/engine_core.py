@@ -230,7 +230,7 @@ class EngineCore:
     ) -> list[Event]:
         """Take in the result of the step that was begun: the only place where computed-token counts grow.
 
-        num_steps: the plan was taken so many times in a row (at most its max_repeats), the last time from
+        num_steps: how many times in a row the plan was taken (at most its max_repeats), the last time from
         ``last_start_ns`` on; ``result`` is that of the last. 0: it was broken off, after the end of all its requests or
         because they give way (``gives_way_to``): then it computed nothing, and will be planned again.
         """

@@ -247,7 +247,7 @@ class WorkerCore:
     # -- what the KV connector reports --------------------------------------------------------------------------------
 
     def on_transfer(self, event: TransferEvent, now: int) -> bool:
-        """Something happened to a transfer. Returns whether an attempt was taken over with it."""
+        """Take in an event of a transfer. Returns whether an attempt was taken over with it."""
         match event:
             case ChunkArrived():
                 self.engine.renew((event.attempt_id,), now)

@@ -126,7 +126,8 @@ class BlockPool:
                     free.append(block_id)
 
     def evict_first(self, blocks: Iterable[int]) -> None:
-        """Those of these blocks that nobody holds, and whose content can be found, are evicted before all others."""
+        """Let those of these blocks that no request holds, and whose content can be found, be evicted before all
+        others."""
         self.version += 1
         for block_id in blocks:
             if block_id in self._cached:
@@ -157,7 +158,8 @@ class BlockPool:
         return changes
 
     def drain_evictors(self) -> tuple[tuple[str, int], ...]:
-        """For which requests the evicted ones of the next ``drain_changes`` made room; empty unless that is noted."""
+        """The requests for which the evicted blocks of the next ``drain_changes`` made room; empty unless that is
+        noted."""
         if not self._evicted_for:
             return ()
         evicted_for = tuple(self._evicted_for)

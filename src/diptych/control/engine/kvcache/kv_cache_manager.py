@@ -95,13 +95,13 @@ class KVCacheManager:
             self._forget_in_progress(block_hash)
 
     def resume_progress(self, request: Request) -> None:
-        """It is not set aside any more."""
+        """Set the request aside no longer."""
         for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.borrowed_block_ids else ():
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
 
     def fits_now(self, request: Request, cached: list[int], *, alone: bool, given_up: int = 0) -> bool:
-        """Whether there are blocks for the whole prompt (``alone``: nothing else is admitted, all may be used), if
-        others give up so many."""
+        """Whether there are blocks for the whole prompt if other requests release ``given_up`` blocks (``alone``:
+        nothing else is admitted, all blocks may be used)."""
         if request.borrowed_block_ids:
             return True
         new_blocks = self.num_blocks_for(request.num_tokens) - len(cached)

@@ -85,7 +85,7 @@ class Tiers:
 
     @property
     def num_watched_blocks(self) -> int:
-        """With fewer free blocks on the device, each that is given out may cause a copy."""
+        """The number of free device blocks below which each that is given out may cause a copy."""
         return self.config.clean_blocks if self.host.num_blocks else 0
 
     @property
@@ -183,7 +183,7 @@ class Tiers:
                 self._num_wanted += 1
 
     def _allowed(self, predicted_ns: int, step_id: int) -> int:
-        """Copies that this step may do: where one takes more than its share of a step, one in every so many steps."""
+        """Copies that this step may do: where one copy takes more than its share of a step, one every N steps."""
         share = LEAST_SHARE + 1000 * self.host_hit_tokens // (HIT_SHARE * max(1, self._admitted_tokens))
         price, share_ns = self.config.copy_block_ns, max(1, predicted_ns * min(share, MOST_SHARE) // 1000)
         if not price:
@@ -262,7 +262,7 @@ class Tiers:
     # -- what the driver reports --------------------------------------------------------------------------------------
 
     def on_event(self, event: TierEvent, now: int) -> list[Request]:
-        """Something happened to the disk. Returns the requests that need not wait for it any more."""
+        """Take in an event of the disk. Returns the requests that need not wait for it any more."""
         if isinstance(event, RunLoaded):
             return self.loads.end(event, self.actions, now)
         if isinstance(event, RunStored):

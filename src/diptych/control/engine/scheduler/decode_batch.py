@@ -1,10 +1,10 @@
 """The requests that decode: a token each per decode step, with bookkeeping that a steady step does not touch.
 
 Time here is counted in ticks: the number of decode steps handed out so far. A member's counts follow from the tick at
-which it joined, and whatever will happen to it (it needs a block, it reaches its length limit) is written in a
-calendar under the tick at which it happens. A step therefore costs what changes in it, not what runs in it.
+which it joined, and whatever will happen to it (it needs a block, it reaches its length limit) is written in a calendar
+under the tick at which it happens. A step therefore costs what changes in it, not what runs in it.
 
-A member that got more than one token in a step is as one that joined with so many more: a new stay replaces the old.
+After a step that gave it n > 1 tokens, a member joins again with its new length.
 """
 
 from collections.abc import Callable, Iterator
@@ -107,8 +107,8 @@ class DecodeBatch:
         self._begin_again(self._stays[request.request_id], 0)
 
     def got_more(self, request: Request, num_tokens: int) -> bool:
-        """The decode step that was just completed gave the member so many tokens more than one. Returns whether they
-        end its answer."""
+        """Count ``num_tokens`` tokens beyond the one that the completed decode step gives each member. Returns whether
+        they end its answer."""
         stay = self._stays[request.request_id]
         self.context += num_tokens
         self._outputs_before += num_tokens

@@ -108,7 +108,7 @@ class Scheduler:
         self.add_computed(request)
 
     def add_computed(self, request: Request) -> None:
-        """It waits for admission; what is only on disk is computed."""
+        """Let a request wait for admission; what is only on disk is computed."""
         if request.is_lent:
             self._await_blocks(request)
             return
@@ -184,7 +184,7 @@ class Scheduler:
         self.batch.skip(num_steps, self._kv.grow)
 
     def _repeats(self, plan: StepPlan) -> int:
-        """For how many steps in a row nothing is to be decided unless a message arrives."""
+        """Steps in a row for which nothing is to be decided unless a message arrives."""
         others = (
             plan.resumed
             or plan.prefills
@@ -220,7 +220,7 @@ class Scheduler:
         self.giving_way.go_on(plan, self.prefilling, num_seats, only_due=only_due)
 
     def _stop_giving_way(self, request: Request) -> None:
-        """From now on it goes before those that still do."""
+        """Let a request go before those that still give way."""
         for queue in (self.waiting, self.ahead.parked):
             if request.request_id in queue:
                 queue.remove(request)
@@ -249,7 +249,8 @@ class Scheduler:
             self._plan_decodes(plan)
 
     def _settle(self, plan: StepPlan) -> None:
-        """Those whose prompts are computed, here or elsewhere, join the decode batch, or wait to be handed off."""
+        """Let the requests whose prompts are computed, here or elsewhere, join the decode batch, or wait to be handed
+        off."""
         for request in self.incoming.take_delivered():
             request.handoff_end_ns = plan.now
             self.batch.join(request, request.num_prompt_tokens, 1)
@@ -475,7 +476,7 @@ class Scheduler:
         return fits() if request.gives_way else self._clear_room(plan, fits)
 
     def _clear_room(self, plan: StepPlan, fits: Callable[[], bool]) -> bool:
-        """Those set aside lose their blocks, until it fits. Returns whether it does."""
+        """Take the blocks of requests that are set aside, until it fits. Returns whether it does."""
         while not fits():
             victim = self.giving_way.victim()
             if victim is None:

@@ -44,7 +44,7 @@ class _Statistics:
         self._sums = [FORGET * old + new for old, new in zip(self._sums, products, strict=True)]
 
     def rescale(self, ratio: float) -> None:
-        """As if every step had taken ``ratio`` times as long, and with little weight."""
+        """Rescale as if every step had taken ``ratio`` times as long, and with little weight."""
         num_products = len(self._sums) - NUM_TERMS
         self._sums = [
             KEPT * value / (ratio * ratio if at < num_products else ratio) for at, value in enumerate(self._sums)
