@@ -59,7 +59,7 @@ class Demand:
         return len(self._open)
 
     def on_demanded(self, event: Demanded, now: int) -> None:
-        """See Demanded."""
+        """Take in Demanded: a request arrived."""
         cached = int(self._hit_share * event.num_prompt_tokens)
         recorded = _Recorded(now, event.num_prompt_tokens, cached, max(1, event.num_output_tokens), event.slo)
         self._recorded.append(recorded)
@@ -72,19 +72,19 @@ class Demand:
         self._open_counts.append(len(self._open))
 
     def on_prompt_begun(self, event: PromptBegun) -> None:
-        """See PromptBegun."""
+        """Take in PromptBegun: a request waits no longer."""
         if (recorded := self._open.get(event.request_id)) is not None:
             recorded.num_cached_tokens = min(event.num_cached_tokens, recorded.num_prompt_tokens - 1)
             share = recorded.num_cached_tokens / max(1, recorded.num_prompt_tokens)
             self._hit_share += HIT_WEIGHT * (share - self._hit_share)
 
     def on_answer_begun(self, event: AnswerBegun, now: int) -> None:
-        """See AnswerBegun."""
+        """Take in AnswerBegun: a first token came."""
         if (recorded := self._open.get(event.request_id)) is not None and recorded.is_waiting:
             recorded.is_waiting, recorded.begun_ns = False, now
 
     def on_answer_ended(self, event: AnswerEnded) -> None:
-        """See AnswerEnded."""
+        """Take in AnswerEnded: an answer is complete, or was given up."""
         recorded = self._open.pop(event.request_id, None)
         if recorded is not None and event.num_output_tokens is not None:
             recorded.num_output_tokens = max(1, event.num_output_tokens)

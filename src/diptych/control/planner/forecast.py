@@ -34,6 +34,6 @@ class RateForecast:
         self.num_observed += 1
 
     def ahead(self, num_ticks: float) -> float:
-        """The rate expected so many ticks from now, within MOST_CHANGE of the level."""
+        """The rate expected in ``num_ticks`` ticks, within MOST_CHANGE of the level."""
         expected = self.level + self.trend * DAMPING * (1 - math.pow(DAMPING, num_ticks)) / (1 - DAMPING)
         return min(max(expected, self.level / MOST_CHANGE), self.level * MOST_CHANGE)

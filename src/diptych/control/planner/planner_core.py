@@ -99,7 +99,7 @@ class PlannerCore:
         }
 
     def on_event(self, event: PlannerEvent, now: int) -> list[PlannerCommand]:
-        """Something happened: what is to be done."""
+        """Take in an event. Returns the commands to carry out."""
         count = self._counters.get(type(event))
         if count is not None:
             count(event, now)
@@ -381,8 +381,8 @@ class PlannerCore:
 
 
 def changes(present: Layout, chosen: Layout) -> list[FleetChange]:
-    """From one configuration to another: new workers first, and workers that go last, so that no phase is ever without
-    one for longer than a change takes. The cores are divided for the new roles."""
+    """The changes from one configuration to another: new workers first, and workers that go last, so that no phase is
+    ever without one for longer than a change takes. The cores are divided for the new roles."""
     wanted = {setting.worker: setting for setting in chosen.settings if setting.worker != NEW_WORKER}
     commands: list[FleetChange] = [
         AddWorker(setting.role, setting.shape) for setting in chosen.settings if setting.worker == NEW_WORKER
@@ -411,7 +411,7 @@ def _score(prediction: Prediction) -> float:
 
 
 def _progress(prediction: Prediction) -> float:
-    """Of an overloaded fleet: what is in time now, and how fast the overload is worked off."""
+    """Progress of an overloaded fleet: what is in time now, and how fast the overload is worked off."""
     return prediction.goodput_rps + prediction.throughput_rps
 
 
