@@ -129,7 +129,7 @@ class _Roles:
 
 
 class LoadRouter:
-    """See the module; the methods are those of Router."""
+    """A Router that picks by load alone: the baselines."""
 
     def __init__(self, config: RoutingConfig) -> None:
         self.alarm = ""
@@ -144,7 +144,6 @@ class LoadRouter:
         self._sent: dict[str, _Counted] = {}
 
     def set_up(self, info: WorkerInfo) -> None:
-        """See Router."""
         self._infos[info.number] = info
         limits = [known.max_sequence_tokens for known in self._infos.values()]
         self._shortest, self._longest = min(limits), max(limits)
@@ -154,17 +153,15 @@ class LoadRouter:
         self._decodes.set_up(info.number)
 
     def set_down(self, worker: int) -> None:
-        """See Router."""
         self._prefills.set_down(worker)
         self._decodes.set_down(worker)
 
     def set_role(self, worker: int, role: Role) -> None:
-        """See Router."""
         self._role_of[worker] = role
         self._roles = _Roles(self._workers_of("prefill"), self._workers_of("decode"))
 
     def on_load(self, worker: int, report: LoadReport) -> None:
-        """See Router."""
+        """Ignore load reports: what was routed is counted here."""
 
     def on_kv_events(
         self,
@@ -174,30 +171,27 @@ class LoadRouter:
         evicted: Sequence[bytes] = (),
         tier: Tier = "device",
     ) -> bool:
-        """See Router."""
         return True
 
     def on_kv_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes], tier: Tier = "device") -> None:
-        """See Router."""
+        """Ignore caches."""
 
     def on_queued(self, request_id: str, worker: int) -> None:
-        """See Router."""
+        """Ignore it: the request was counted when it was routed."""
 
     def on_admitted(self, request_id: str, worker: int, num_cached_tokens: int, num_tier_tokens: int = 0) -> None:
-        """See Router."""
+        """Ignore it: the request was counted when it was routed."""
 
     def on_first_token(self, request_id: str) -> None:
-        """See Router."""
         sent = self._sent.get(request_id)
         if sent is not None and sent.prefill is not None and sent.decode is not None and sent.prefill != sent.decode:
             self._prefills.ended(sent.prefill)
             sent.prefill = None
 
     def on_transfer(self, prefill: int, decode: int, num_bytes: int, wire_ns: int, now: int) -> None:
-        """See Router."""
+        """Ignore transfers."""
 
     def on_ended(self, request_id: str) -> None:
-        """See Router."""
         sent = self._sent.pop(request_id, None)
         if sent is None:
             return
@@ -207,7 +201,6 @@ class LoadRouter:
             self._decodes.ended(sent.decode)
 
     def route(self, request: RoutingRequest, now: int) -> Route | None:
-        """See Router."""
         if request.leaves is not None:
             return self._move(request, request.leaves)
         self.on_ended(request.request_id)

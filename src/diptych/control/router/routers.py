@@ -6,5 +6,5 @@ from diptych.control.router.routing import Router, RoutingConfig
 
 
 def make_router(config: RoutingConfig) -> Router:
-    """By cost, or by load alone."""
+    """The router of this configuration: by cost, or by load alone."""
     return CostRouter(config) if config.routing == "kv_aware" else LoadRouter(config)
