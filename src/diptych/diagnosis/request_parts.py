@@ -131,7 +131,7 @@ class PartsReader:
 
     @property
     def chunks_per_prompt(self) -> float:
-        """In how many steps a prompt was computed: the mean over prompt tokens (1 without any)."""
+        """Steps in which a prompt was computed: the mean over prompt tokens (1 without any)."""
         tokens = [(len(life.chunks), sum(count for _, _, count in life.chunks)) for life in self._lives.values()]
         total = sum(count for _, count in tokens)
         return sum(steps * count for steps, count in tokens) / total if total else 1.0
