@@ -35,7 +35,7 @@ DROPPED = bytes(16)  # in place of the hashes of an extent that was found damage
 
 @dataclass(slots=True)
 class StoreCounts:
-    """Of one process. damaged: blocks that did not match their checksum, on reading or right after writing."""
+    """Counts of one process. damaged: blocks that did not match their checksum, on reading or right after writing."""
 
     stored_blocks: int = 0
     loaded_blocks: int = 0

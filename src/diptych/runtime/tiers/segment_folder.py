@@ -51,7 +51,7 @@ class SegmentFolder:
         make_private_folder(directory)
 
     def segments(self, format_hex: str = "") -> list[SegmentFile]:
-        """Those of one format, or all, in order of their names."""
+        """The segments of one format, or all, in order of their names."""
         found: list[SegmentFile] = []
         for entry in os.scandir(self.directory):
             if entry.name.endswith(SEGMENT) and entry.name.startswith(format_hex):
@@ -104,7 +104,7 @@ class SegmentFolder:
             return path, fd, lock
 
     def delete(self, path: Path) -> bool:
-        """Delete a segment, if nobody uses it. Its bytes are free afterwards."""
+        """Delete a segment, if no process uses it. Its bytes are free afterwards."""
         with self.unused(path) as fd:
             if fd is None:
                 return False
@@ -151,8 +151,8 @@ class SegmentFolder:
 
     @contextlib.contextmanager
     def unused(self, path: Path) -> Iterator[int | None]:
-        """The descriptor of a segment that nobody appends to or reads, and nobody will meanwhile; None if somebody
-        does. The caller holds the lock of the folder."""
+        """The descriptor of a segment that no process appends to or reads, and none will meanwhile; None if one does.
+        The caller holds the lock of the folder."""
         with contextlib.ExitStack() as stack:
             try:
                 lock = open_private(path.with_suffix(LOCK), os.O_RDWR | os.O_CREAT)
