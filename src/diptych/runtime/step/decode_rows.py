@@ -95,8 +95,8 @@ class DecodeRows:
         self.num_blocks[slot] += 1
 
     def tokens_of(self, slot: int, num_ahead: int = 0) -> npt.NDArray[np.int32]:
-        """All tokens of a member up to the input of the next step, and so many behind it (a view, valid until the batch
-        changes)."""
+        """All tokens of a member up to the input of the next step, and ``num_ahead`` behind it (a view, valid until the
+        batch changes)."""
         return self.token_ids[slot, : self.positions[slot] + 1 + num_ahead]
 
     def slot_mapping(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -112,7 +112,8 @@ class DecodeRows:
         return slot
 
     def accept(self, slot: int, num_tokens: int) -> None:
-        """So many tokens behind the input were right, and are computed. ``advance`` brings the one after them."""
+        """Keep ``num_tokens`` tokens behind the input: they were right, and are computed. ``advance`` brings the one
+        after them."""
         self.positions[slot] += num_tokens
 
     def advance(self, first: int, last: int, token_ids: npt.NDArray[np.int64]) -> None:

@@ -187,7 +187,7 @@ class ModelRunner:
         return len(self._requests)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """See LanguageModel.forward; the result is valid until the next call. The caller is in torch.inference_mode."""
+        """Run LanguageModel.forward; the result is valid until the next call. The caller is in torch.inference_mode."""
         if self._graphs is not None:
             return self._graphs.forward(batch)
         on_layer = self.on_layer if self.attention.device.type == "cpu" else None

@@ -104,7 +104,7 @@ def _prefill(runner: ModelRunner, shape: _Shape, clock: Callable[[], int]) -> in
 
 
 def _first_blocks(runner: ModelRunner, num_tokens: int) -> tuple[int, ...]:
-    """Blocks of this worker's own that hold so many tokens."""
+    """Blocks of this worker's own that hold ``num_tokens`` tokens."""
     count = -(-num_tokens // runner.block_size)
     return tuple(range(runner.first_block, runner.first_block + count))
 
