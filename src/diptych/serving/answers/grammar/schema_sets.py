@@ -339,7 +339,7 @@ class SchemaSets:
             yield found
 
     def overlapping(self, parts: Sequence[Node]) -> list[list[int]]:
-        """For each part, the numbers of those that may hold for the same value."""
+        """The numbers, for each part, of those parts that may hold for the same value."""
         found: list[list[int]] = [[] for _ in parts]
         known = [self.terms(holds(part)) for part in parts]
         by_name = object_terms.told_apart(self, known)
@@ -425,7 +425,7 @@ def has_number(term: Numbers) -> bool:
 
 
 def matching(term: Texts) -> list[str] | None:
-    """Those of the values of a term that match its patterns; None where that is left to the compiler."""
+    """The values of a term that match its patterns; None where that is left to the compiler."""
     assert term.values is not None
     try:
         return [
