@@ -49,7 +49,7 @@ class FrontService:
 
     @property
     def model_name(self) -> str:
-        """For clients."""
+        """The model's name for clients."""
         return self.listed()[0]
 
     def listed(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class FrontService:
         return tuple(self.given_names) or (next(iter(self.front.engine_models), OWN_NAME),)
 
     def names(self) -> tuple[str, ...]:
-        """By which clients may call the model."""
+        """The names by which clients may call the model."""
         return (*(self.given_names or (OWN_NAME,)), *self.front.engine_models)
 
     async def relay(self, path: RelayPath, request: Request) -> Response:

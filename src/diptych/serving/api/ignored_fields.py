@@ -1,6 +1,6 @@
 """Fields of a body that this server does not know: named in a header of the reply, or refused.
 
-A misspelt ``max_tokens`` is answered with the default and nobody notices; here somebody can.
+A misspelt ``max_tokens`` is answered with the default, which is easily overlooked; here a client can notice.
 """
 
 from collections.abc import Sequence

@@ -295,8 +295,8 @@ class ErrorReply(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the prompt tokens. prefix_misses: one for each prompt of the request (null: it ended before it was computed);
-    only with return_prefix_misses."""
+    """Details of the prompt tokens. prefix_misses: one for each prompt of the request (null: it ended before it was
+    computed); only with return_prefix_misses."""
 
     cached_tokens: int
     prefix_misses: list[PrefixMissReply | None] | None = None
