@@ -58,7 +58,7 @@ class StoredFile:
     expires_s: int | None = None
 
     def json(self) -> dict[str, Any]:
-        """As clients see it."""
+        """The file as clients see it."""
         return {
             "id": self.id,
             "object": "file",
@@ -82,7 +82,7 @@ class LineFault:
     param: str | None = None
 
     def json(self) -> dict[str, Any]:
-        """As clients see it."""
+        """The fault as clients see it."""
         return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
 
 
@@ -139,7 +139,7 @@ class Batch:
         return self.status in OPEN
 
     def json(self) -> dict[str, Any]:
-        """As clients see it."""
+        """The batch as clients see it."""
         has_files = not self.is_open
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         return {

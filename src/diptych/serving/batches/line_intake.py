@@ -14,7 +14,7 @@ PART_BYTES = 4 * 2**20
 
 
 class LineIntake:
-    """Of one batch, from the beginning: what an earlier attempt has noted is forgotten."""
+    """The lines of one batch, from the beginning: what an earlier attempt has noted is forgotten."""
 
     def __init__(self, store: BatchStore, batch: Batch, models: Collection[str]) -> None:
         self._store = store

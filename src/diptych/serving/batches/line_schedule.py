@@ -66,7 +66,7 @@ class LineSchedule:
 
     @property
     def num_beside(self) -> int:
-        """Of these, lines that run beside other requests."""
+        """Lines that run beside other requests."""
         return sum(not line.gives_way_s for running in self.batches.values() for line in running.held.values())
 
     def add(self, batch: Batch) -> None:
@@ -86,8 +86,8 @@ class LineSchedule:
             running.buffer.append(WaitingLine(place, text))
 
     def take(self, running: RunningBatch, now: float) -> WaitingLine | None:
-        """Its next line, which is held from now on; None when none is here, or none of them may run yet. While many are
-        to be tried again, no new ones begin."""
+        """The batch's next line, which is held from now on; None when none is here, or none of them may run yet. While
+        many are to be tried again, no new ones begin."""
         if running.end is not None:
             return None
         if running.later and running.later[0][0] <= now:

@@ -11,7 +11,7 @@ class _TokenDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """By the names of completions and embeddings, or by those of responses."""
+    """Token usage by the names of completions and embeddings, or by those of responses."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -47,7 +47,7 @@ class LineUsage(msgspec.Struct, frozen=True):
         )
 
     def json(self) -> dict[str, Any]:
-        """As clients see it."""
+        """The usage as clients see it."""
         return {
             "input_tokens": self.input,
             "input_tokens_details": {"cached_tokens": self.cached},

@@ -40,7 +40,7 @@ class Pace:
         self._last: float | None = None
 
     def on_done(self, count: int, now: float) -> None:
-        """So many lines are done."""
+        """Count ``count`` lines as done."""
         if self._last is not None and now - self._last <= LONGEST_GAP_S:
             self._gaps.append((max(0.0, now - self._last), count))
         self._last = now
@@ -52,7 +52,7 @@ class Pace:
         return sum(entry[0] for entry in self._gaps) / count if count else None
 
     def slack_s(self, num_left: int, created: float, expires: float, now: float) -> float:
-        """For how long a batch with so many lines left can wait for a quiet time; less than 0: no longer."""
+        """Seconds for which a batch with ``num_left`` lines left can wait for a quiet time; negative: no longer."""
         line_s, time_left = self.line_s, expires - now
         if line_s is None:
             return time_left - (expires - created) / SPARE
