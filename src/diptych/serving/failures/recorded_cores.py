@@ -41,17 +41,17 @@ def written_to(recent: RecentRows, recorder: Recorder | None) -> tuple[Write, Wr
 
 
 def recent_of_cluster() -> RecentRows:
-    """For a RecordingClusterCore."""
+    """The recent rows of a RecordingClusterCore."""
     return RecentRows(weigh_cluster_row, time_of_event)
 
 
 def recent_of_engine() -> RecentRows:
-    """For a RecordingEngineCore."""
+    """The recent rows of a RecordingEngineCore."""
     return RecentRows(weigh_engine_row, time_of_input)
 
 
 def recent_of_planner() -> RecentRows:
-    """For a RecordingPlannerCore."""
+    """The recent rows of a RecordingPlannerCore."""
     return RecentRows(weigh_planner_row, time_of_event)
 
 
