@@ -16,7 +16,7 @@ class DueTimer:
         self._due_ns: int | None = None
 
     def set(self, due_ns: int | None) -> None:
-        """When it is due (None: never), in place of what was set before."""
+        """Set when it is due (None: never), in place of what was set before."""
         if due_ns == self._due_ns:
             return
         self.cancel()
@@ -26,7 +26,7 @@ class DueTimer:
             self._handle = asyncio.get_running_loop().call_later(delay_s, self._fire)
 
     def cancel(self) -> None:
-        """It is not due any more."""
+        """Cancel what was set."""
         if self._handle is not None:
             self._handle.cancel()
         self._handle = self._due_ns = None

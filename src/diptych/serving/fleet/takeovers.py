@@ -14,7 +14,7 @@ FirstTokens = Mapping[str, tuple[int, TokenLogprobs | None]]  # of attempts that
 
 
 class Takeovers:
-    """Of one fleet."""
+    """The migrations of one fleet's streams from worker to worker."""
 
     def __init__(self, streams: OutputStreams, metrics: ServingMetrics, timeline: Timeline) -> None:
         self._streams = streams
