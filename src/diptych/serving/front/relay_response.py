@@ -13,7 +13,7 @@ from diptych.serving.served_fleet import ServedFleet
 
 
 class RelayResponse(GenerationResponse):
-    """See GenerationResponse. A stream's events are written without records in between."""
+    """A GenerationResponse whose events are written without records in between."""
 
     def __init__(
         self, front: ServedFleet, generation: RelayGeneration, *, stream: bool, more_headers: MoreHeaders
@@ -22,7 +22,7 @@ class RelayResponse(GenerationResponse):
         self._relay = generation
 
     async def content(self, deltas: Sequence[Delta]) -> bytes:
-        """See WholeResponse. It is there already."""
+        """The whole reply, which is there already."""
         return self._writer.body(deltas)
 
     def _pause_due_s(self) -> float:

@@ -17,7 +17,8 @@ LEAST_SHARE = 0.01  # of a price assumed, that is believed
 
 @dataclass(slots=True)
 class ReplySums:
-    """Of recent replies: how many, and the sums of squares and products of prompt tokens, answer tokens and time."""
+    """Sums over recent replies: how many, and the sums of squares and products of prompt tokens, answer tokens and
+    time."""
 
     count: float = 0.0
     prompt2: float = 0.0
@@ -46,7 +47,7 @@ class ReplyTimes:
         self._own, self._all = ReplySums(), all_sums
 
     def observe(self, num_prompt: int, num_answer: int, duration_ns: int) -> None:
-        """A reply took so long, while so many prompt tokens were computed."""
+        """Learn from a reply that took ``duration_ns`` and computed ``num_prompt`` prompt tokens."""
         own, every = self._own, self._all
         own.add(num_prompt, num_answer, duration_ns)
         every.add(num_prompt, num_answer, duration_ns)
