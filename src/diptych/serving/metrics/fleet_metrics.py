@@ -88,7 +88,7 @@ class FleetMetrics:
         return dict(sorted(total.items()))
 
     def on_transfer(self, num_bytes: int, transfer_ns: int) -> None:
-        """A decode worker took over a request; so many bytes had to travel."""
+        """Count a request that a decode worker took over, with ``num_bytes`` that had to travel."""
         self.num_transfers += 1
         self.transferred_bytes += num_bytes
         self.transfer_seconds.observe(transfer_ns / NS_PER_S)
