@@ -87,8 +87,8 @@ def expert_shape(model: ModelSpec, parallelism: Parallelism) -> ExpertShape | No
 
 
 def touched_share(moe: MoESpec, num_tokens: int) -> float:
-    """Expected share of the experts that at least one of so many tokens visits, each choosing at random:
-    1 - (1 - k/E)^n."""
+    """Expected share of the experts that at least one of ``num_tokens`` tokens visits, each choosing at random: 1 - (1
+    - k/E)^n."""
     return 1.0 - _power(1.0 - moe.experts_per_token / moe.experts, num_tokens)
 
 
