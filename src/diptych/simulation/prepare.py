@@ -64,7 +64,7 @@ class PreparedPool:
 
     @property
     def num_devices(self) -> int:
-        """Of all its replicas."""
+        """Devices of all its replicas."""
         return self.replicas * self.parallelism.devices
 
     @property
