@@ -126,7 +126,7 @@ class LengthGroup:
         return max(1, min(most, int(tokens / left - num_generated + 0.5)))
 
     def high(self, num_generated: int, max_tokens: int) -> int:
-        """As ``mean``, but the tokens that are enough for QUANTILE of such requests."""
+        """Like ``mean``, but the tokens that are enough for QUANTILE of such requests."""
         first, last = self._bands(num_generated, max_tokens)
         most = max_tokens - num_generated
         enough = 1.0 - (1.0 - QUANTILE) * (1.0 - self._gone[first - 1])
@@ -208,7 +208,7 @@ class LengthPredictor:
         return group.mean(num_generated, max_tokens)
 
     def high(self, group: LengthGroup, num_generated: int, max_tokens: int) -> int:
-        """As ``mean``, but the tokens that are enough for QUANTILE of such requests."""
+        """Like ``mean``, but the tokens that are enough for QUANTILE of such requests."""
         group.update(self._epoch)
         return group.high(num_generated, max_tokens)
 

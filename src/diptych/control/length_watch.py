@@ -25,7 +25,7 @@ class LengthWatch:
         return {"learned": self._learned / actual, "static": self._static / actual}
 
     def observe(self, expected: int, max_tokens: int, actual: int) -> None:
-        """An answer, of which so many tokens were expected when it was asked for, ended."""
+        """Compare an answer that ended with the length that was expected on its arrival, all in tokens."""
         static = min(DEFAULT_TOKENS, max_tokens)
         self._add(abs(expected - actual), abs(static - actual), actual, 1)
         self._recent.append((abs(expected - actual), abs(static - actual), actual))
