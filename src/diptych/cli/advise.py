@@ -67,7 +67,7 @@ def advise(
 
 
 def _advise_observed(source: str, slo: "Slo | None", key: str | None, as_json: bool) -> None:
-    """Of a server or a recording."""
+    """Advise on a running server or a recording."""
     from diptych.diagnosis.diagnosis import diagnose
     from diptych.diagnosis.shape_choice import choose_shape
     from diptych.diagnosis.traffic import ExportedTraffic, traffic_of
@@ -188,8 +188,8 @@ def _as_json(traffic: "Traffic | ExportedTraffic", found: "Diagnosis", choice: "
 
 
 def _advise_trace(trace: str, slo: "Slo | None", fleet: dict[str, Any], as_json: bool) -> None:
-    """Of a trace: what it is like; with a model and a device, which phase hurts there, and the answer of ``diptych
-    plan``."""
+    """Advise on a trace: what it is like; with a model and a device, which phase hurts there, and the answer of
+    ``diptych plan``."""
     import dataclasses
 
     from diptych.diagnosis.traffic import burstiness, traffic_of
@@ -252,6 +252,6 @@ def _plan(trace: str, slo: "Slo", fleet: dict[str, Any], as_json: bool) -> None:
 
 
 def _objectives(slo: "Slo") -> dict[str, Any]:
-    """As options."""
+    """Objectives as options."""
     limits = {"ttft_slo_ms": slo.ttft_ns, "tpot_slo_ms": slo.tpot_ns}
     return {name: limit_ns and limit_ns / NS_PER_MS for name, limit_ns in limits.items()}

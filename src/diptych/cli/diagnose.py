@@ -123,8 +123,8 @@ class _Watched:
 
 
 def _diagnosed(watched: Sequence[_Watched], slo: "Slo | None", *, with_advice: bool, goes_on: bool) -> list[_Diagnosed]:
-    """Of all sources that can be read; of the others it is said why they cannot. Raises ConfigError when none can be
-    read, unless they are read again."""
+    """Diagnose all sources that can be read; print why the others cannot. Raises ConfigError when none can be read,
+    unless they are read again."""
     found, why = [], None
     for source in watched:
         try:
