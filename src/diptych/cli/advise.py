@@ -39,16 +39,28 @@ URL_HELP = f"A running server. Default: {LOCAL_URL}, without --trace and --recor
 
 def advise(
     url: Annotated[Text, typer.Argument(metavar="[URL]", help=URL_HELP)] = None,
-    trace: Annotated[Text, typer.Option(help="Traffic: azure-conv, mooncake-conversation, or a file.")] = None,
-    record: Annotated[Path | None, typer.Option(help="A file of diptych serve --record.")] = None,
+    trace: Annotated[
+        Text, typer.Option(help="Trace of the traffic: azure-conv, mooncake-conversation, or a file. Default: none.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Recording of a server (diptych serve --record). Default: none.")
+    ] = None,
     slo: Annotated[Text, typer.Option(help=SLO_HELP)] = None,
-    ttft_slo_ms: Annotated[Number, typer.Option(help="The same as --slo ttft=...ms.")] = None,
-    tpot_slo_ms: Annotated[Number, typer.Option(help="The same as --slo tpot=...ms.")] = None,
-    model: Annotated[Text, typer.Option(help="With --trace: a model of the catalogue.")] = None,
-    hardware: Annotated[Text, typer.Option(help="With --trace: a device of the catalogue.")] = None,
-    devices: Annotated[Whole, typer.Option(help="With --trace: devices of the fleet at most.")] = None,
-    api_key: Annotated[Text, typer.Option(help="Key of the server.", envvar="DIPTYCH_API_KEY")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    ttft_slo_ms: Annotated[Number, typer.Option(help="The same as --slo ttft=...ms. Default: that of --slo.")] = None,
+    tpot_slo_ms: Annotated[Number, typer.Option(help="The same as --slo tpot=...ms. Default: that of --slo.")] = None,
+    model: Annotated[
+        Text, typer.Option(help="Model of the catalogue to simulate, with --trace. Default: none.")
+    ] = None,
+    hardware: Annotated[
+        Text, typer.Option(help="Device of the catalogue to simulate, with --trace. Default: none.")
+    ] = None,
+    devices: Annotated[
+        Whole, typer.Option(help="Most devices of the fleet, with --trace. Default: what the load needs.")
+    ] = None,
+    api_key: Annotated[
+        Text, typer.Option(help="API key of the server. Default: none.", envvar="DIPTYCH_API_KEY")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document to standard output.")] = False,
 ) -> None:
     """Say which phase hurts for a traffic, and which shape serves it: unified, chunked or split."""
     with errors_in_words():
