@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from diptych.advisor.device_layout import LayoutName
 
 TIE = 0.05
-ROOM = 1.25  # a fleet that carries so many times the asked rate holds it at ease
+ROOM = 1.25  # a fleet that carries this factor times the asked rate holds it at ease
 SIMPLER: tuple[LayoutName, ...] = ("chunked", "unified", "split", "mixed")
 
 

@@ -149,7 +149,7 @@ def traffic_of(requests: Sequence[RequestSpec], *, found_share: float | None = N
 
 
 def _reusable(requests: Sequence[RequestSpec]) -> float:
-    """The share of the prompt tokens that lie in leading blocks of an earlier request (each id stands for its prefix)."""
+    """The share of prompt tokens that lie in leading blocks of an earlier request (each id stands for its prefix)."""
     seen: set[int] = set()
     repeated = total = 0
     for spec in requests:

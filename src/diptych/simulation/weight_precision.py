@@ -14,7 +14,7 @@ from diptych.simulation.hardware import Hardware
 
 WeightBits = Literal[4, 8, 16]  # on a GPU
 
-SCALE_BITS, GROUP_SCALE_BITS, GROUP_SIZE = 32, 16, 32  # of an output channel; of a group of so many columns
+SCALE_BITS, GROUP_SCALE_BITS, GROUP_SIZE = 32, 16, 32  # of an output channel; of a group of GROUP_SIZE columns
 
 
 @dataclass(frozen=True, slots=True)

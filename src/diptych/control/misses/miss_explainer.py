@@ -19,7 +19,7 @@ from diptych.control.misses.prefix_history import Match, Origin, PrefixHistory, 
 from diptych.control.misses.prefix_miss import NEW, REPEATED, ROUNDING, MissReason, PrefixMiss
 
 HISTORY_TOKENS = 2**20  # that are remembered at least
-CACHES_REMEMBERED = 4  # and so many times what the caches hold
+CACHES_REMEMBERED = 4  # and this factor times what the caches hold
 CHUNKS_PER_BLOCK = 2  # of text, that are remembered
 RESYNC_TOKENS = 512  # before a change, from where text is cut into chunks again
 

@@ -11,7 +11,7 @@ import math
 LEVEL_WEIGHT = 0.4
 TREND_WEIGHT = 0.15
 DAMPING = 0.8
-MOST_CHANGE = 2.0  # a forecast is at most so many times the level, and at least its inverse
+MOST_CHANGE = 2.0  # a forecast over the level is at most this, and at least its inverse
 
 
 class RateForecast:

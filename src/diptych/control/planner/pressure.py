@@ -50,7 +50,7 @@ class StepPrices:
     answer_speed: float
 
 
-Part = tuple[Role, PresetName, StepPrices, int]  # so many equal workers
+Part = tuple[Role, PresetName, StepPrices, int]  # and the number of equal workers
 
 
 def work_of(demand: DemandSummary, arrivals: Sequence[ReplayedArrival], num_reserving: int) -> OfferedWork:

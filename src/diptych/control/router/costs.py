@@ -21,7 +21,7 @@ from diptych.control.slo import NS_PER_S
 
 UNBOUNDED = 2**62
 OTHERS_SHARE = 8  # this part of a prompt's work is charged again, for the requests that come after it
-MAX_STRETCH = 4  # prefill next to running streams is expected to be at most so many times slower than alone
+MAX_STRETCH = 4  # prefill next to running streams is expected to be at most this factor slower than alone
 WINDOW_NS = 10 * NS_PER_S  # how far back the share of time that a worker spends on prompts is looked at
 MAX_BUSY = 0.9
 # What a role implies before any report: a prefill worker will compute prompts for at least

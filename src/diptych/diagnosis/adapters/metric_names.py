@@ -13,9 +13,9 @@ from diptych.diagnosis.adapters.step_counts import GapModel, StepMeans, StepName
 from diptych.diagnosis.observation import Distribution, Estimate, Missing, Observation
 
 FLOOR, USUAL = 0.05, 0.5  # quantiles of the gaps between tokens: a fast step, a usual one
-STALL_FACTOR = 2.5  # a gap of so many usual ones is a stall
+STALL_FACTOR = 2.5  # a gap from this factor times the usual one on is a stall
 FEWEST_SEEN = 8  # first tokens in the window; with fewer, the whole life of the engine counts
-ENOUGH = 0.5  # of the first tokens: so many ends there must be for the times that are counted at the end
+ENOUGH = 0.5  # ends that there must be per first token for the times that are counted at the end
 PLATEAU, FEWEST_ON_IT = 0.6, 3  # share and number of samples with waiting requests that show the same highest batch
 WORTH_PLACES = 1.3  # times the requests a second with twice the places: below, it is not they that limit
 STEP_WAITS = 2.0  # a request waits for the step that runs when it comes, and for one more where its prompt is split

@@ -29,7 +29,7 @@ class GreenContext(Protocol):
         ...
 
 
-Create = Callable[[int], GreenContext]  # of so many multiprocessors
+Create = Callable[[int], GreenContext]  # with this number of multiprocessors
 
 
 class Multiprocessors:

@@ -200,7 +200,7 @@ def _add_information(app: FastAPI, service: FrontService) -> None:
 
     @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics(request: Request) -> Response:
-        """What Prometheus reads."""
+        """Prometheus metrics."""
         text = front.metrics.text() + key_metrics(request, front.metrics.model_name)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from diptych.control.errors import ConfigError
 
-PACE_LINES = 256  # the pace is that of the last so many lines
+PACE_LINES = 256  # lines over which the pace is taken
 SPARE = 2.0  # a batch is urgent when it needs this share less of the time that is left
 LONGEST_GAP_S = 60.0  # between two lines: longer ones were pauses
 

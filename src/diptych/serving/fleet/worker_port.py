@@ -102,7 +102,7 @@ class Launcher(Protocol):
     join by themselves have ports and no launcher."""
 
     async def open(self, door_port: int) -> None:
-        """Prepare for the first launch. door_port: where workers of other hosts join (0: none may). Raises ConfigError."""
+        """Prepare the first launch. door_port: where workers of other hosts join (0: none may). Raises ConfigError."""
         ...
 
     async def close(self) -> None:

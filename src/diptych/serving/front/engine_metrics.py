@@ -1,4 +1,4 @@
-"""What Prometheus reads of the engines behind a front, one by one, besides what it reads of any worker."""
+"""Prometheus metrics of each engine behind a front, besides those of any worker."""
 
 from collections.abc import Iterator, Sequence
 

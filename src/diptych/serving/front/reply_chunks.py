@@ -64,7 +64,7 @@ class TokenDetails(msgspec.Struct):
 
 
 class EngineUsage(msgspec.Struct):
-    """Token usage of a reply. total_tokens: some servers report nothing else for requests without an answer (rerank)."""
+    """Token usage of a reply. total_tokens: some servers report only this for requests without an answer (rerank)."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = None

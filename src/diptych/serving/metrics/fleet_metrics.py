@@ -1,4 +1,4 @@
-"""What Prometheus reads about the workers, one by one, and about what passes between them.
+"""Prometheus metrics of each worker, and of what passes between workers.
 
 Owns the latest statistics of each worker and the counts of transfers. Costs a few additions per handoff: families are
 made when Prometheus asks for them.

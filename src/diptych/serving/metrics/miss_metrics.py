@@ -1,4 +1,4 @@
-"""What Prometheus reads about prefix misses: prompts by the reason why they were computed, tokens by what for."""
+"""Prometheus metrics of prefix-cache misses: prompts by the reason why they were computed, tokens by what for."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads about the tiers below the KV cache, worker by worker."""
+"""Prometheus metrics of the tiers below the KV cache, worker by worker."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -26,9 +26,9 @@ from diptych.simulation.front_end import FrontEnd
 FORMAT, VERSION = "diptych calibration", 1
 BELIEF, LIVE_BELIEF = 0.01, 8.0  # how many measured steps a belief counts for, in tables of single and live steps
 OUTLIER = 6
-FIRM = 8  # the mean of so many recorded steps is worth judging by
+FIRM = 8  # recorded steps whose mean is worth judging by
 MOST_REPEATS = 64  # a point that is the mean of more steps weighs no more
-HELD_OUT = 4  # one point in so many is kept out of the fit that is judged
+HELD_OUT = 4  # one point in HELD_OUT is kept out of the fit that is judged
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class FrontEndOfWorkers(Protocol):
         ...
 
     def on_down(self, worker: int, tokens: dict[str, int], *, crashed: bool) -> None:
-        """Take in a worker's death, or that it was not heard for too long (then it did not crash, as far as is known)."""
+        """Take in a worker's death, or that it was silent for too long (then it did not crash, as far as is known)."""
         ...
 
     def on_cut(self, worker: int) -> None:

@@ -3,8 +3,8 @@
 Owns what a block from there costs, as measured, how many are being read, and whether loads keep up with computing.
 """
 
-LEARN_SHARE = 4  # a measured load changes the price of a block by one part in so many of the difference
-SLOW_LOADS = 4  # so many in a row that were slower than computing: the source is left alone for SLOW_REST_NS
+LEARN_SHARE = 4  # a measured load changes the price of a block by 1 / LEARN_SHARE of the difference
+SLOW_LOADS = 4  # loads in a row slower than computing, after which the source is left alone for SLOW_REST_NS
 SLOW_REST_NS = 30_000_000_000
 
 

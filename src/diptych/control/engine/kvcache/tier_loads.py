@@ -27,7 +27,7 @@ from diptych.control.engine.kvcache.tier_records import (
 from diptych.control.errors import BrokenInvariantError
 from diptych.control.request import Request, Standing
 
-MARGIN = 2  # a load is to take at most one part in so many of the time of computing
+MARGIN = 2  # computing must take at least this factor longer than a load
 
 WorkNs = Callable[[int, int], int]  # (start, num_tokens) -> predicted nanoseconds of computing them
 

@@ -36,7 +36,7 @@ from diptych.control.request import Request
 EXTENT_BLOCKS = 64  # of one chain, written and read together
 MAX_WANTED_BLOCKS = 8192  # that wait to be copied for the disk; what comes beyond is not stored
 LEAST_SHARE, MOST_SHARE = 10, 200  # of a step that computes, what copying down may take, in thousandths: the least
-HIT_SHARE = 4  # while nothing is found below, and more by one part in so many of the share of tokens that are
+HIT_SHARE = 4  # while nothing is found below; more by 1 / HIT_SHARE of the share of tokens that are
 IDLE_COPY_NS = 2_000_000  # where nothing is computed, it may take so long at a time
 UNPRICED_COPIES = 64  # in a step, where a copy costs no time
 

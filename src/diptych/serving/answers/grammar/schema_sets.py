@@ -45,7 +45,7 @@ from diptych.serving.answers.grammar.value_terms import (
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )  # that are enforced
-REACH = 12  # of the items of an array that may be as long as it likes, so many can be the one that it has to contain
+REACH = 12  # items of an array of any length, among which the one that it has to contain may be
 MAX_TERMS = 512  # of one part
 MAX_WORK = 60_000  # pairs of terms that are compared
 MAX_LISTED = 400  # arrays of which no item comes twice
