@@ -160,6 +160,7 @@ class Attempt:
             return []
         self.state, self.reason = AttemptState.CLOSING, reason
         commands: list[Command] = [Drop(self.prefill, self.attempt_id, reason)] if self.is_at_prefill else []
+        # Borrowed blocks are given back when their writer has let go, and not before: it may be computing into them.
         if not (self.is_borrowed and self.is_at_prefill):
             commands += self._drop_decode()
         return commands
@@ -271,6 +272,7 @@ class AttemptTable:
         """The renewals that keep the leases of handoffs under way."""
         if not self._leased or now < self._renew_at:
             return []
+        # A third of a lease: one renewal may be lost before it runs out.
         self._renew_at = now + self._lease_ns // 3
         by_worker: dict[int, list[str]] = {}
         for attempt in self._leased.values():

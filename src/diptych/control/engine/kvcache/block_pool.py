@@ -67,6 +67,8 @@ class BlockPool:
         free = self._free
         taken = min(count, len(free))
         blocks = free[len(free) - taken :]
+        # The order in which ``take_one`` would give them: the ids of blocks are part of the decisions that are
+        # replayed.
         blocks.reverse()
         del free[len(free) - taken :]
         for _ in range(count - taken):
@@ -110,9 +112,11 @@ class BlockPool:
                 if references[block_id] != 1:
                     raise BrokenInvariantError(f"block {block_id} released more often than held")
                 references[block_id] = 0
+            # As the loop below leaves them, so that both ways give the same ids later.
             free.extend(reversed(blocks))
             self._num_held -= len(blocks)
             return
+        # Tails go first: what is evicted next is the end of a prefix, never a block that others still build on.
         for block_id in reversed(blocks):
             count = references[block_id] - 1
             if count < 0:

@@ -100,6 +100,7 @@ class Tiers:
         left to compute."""
         if not len(self.host.prefix_cache) or not request.reads_prefix_cache or not self._reads:
             return []
+        # The last token is computed in any case: its logits give the first token of the answer.
         limit = (request.num_tokens - 1) // self._block_size
         return self.host.prefix_cache.longest_prefix(request.block_hashes[first:limit])
 
@@ -114,6 +115,7 @@ class Tiers:
     def attach(self, request: Request, blocks: Sequence[int]) -> None:
         """The request was admitted and will have these copied up; what it held while it waited is given back."""
         self._admitted_tokens += request.num_tokens
+        # Before ``release``: these may be the same blocks, which must not become free in between.
         self.host.share(blocks)
         if request.host_block_ids:
             self.host.release(request.host_block_ids)

@@ -100,6 +100,7 @@ class DecodeBatch:
         due = self._block_due.pop(self.ticks_scheduled, None)
         if not due:
             return []
+        # Stays that were replaced or ended are still in the calendar: they are passed over here, never searched for.
         return [stay.request for stay in due if self._is_current(stay)]
 
     def block_came_early(self, request: Request) -> None:
@@ -188,14 +189,17 @@ class DecodeBatch:
         stay = _Stay(old.request, old.joined_tick, old.tokens_at_join + num_more, old.outputs_at_join + num_more)
         self._stays[stay.request.request_id] = stay
         last_tick = stay.joined_tick + stay.request.max_tokens - stay.outputs_at_join - 1
+        # Else this was its last step: the caller ends the request, and nothing may become due for it.
         if last_tick >= self.ticks_completed:
             self._note(self._end_due, self._end_ticks, last_tick, stay)
             self._schedule_block(stay)
 
     def _schedule_block(self, stay: _Stay) -> None:
         room = len(stay.request.block_ids) * self._block_size - stay.tokens_at_join
+        # A tick that has passed is possible where a stay begins again behind several tokens: then the block is due now.
         due = stay.joined_tick + room
         last_tick = stay.joined_tick + stay.request.max_tokens - stay.outputs_at_join - 1
+        # No block for a token that the answer cannot have.
         if due <= last_tick:
             self._note(self._block_due, self._block_ticks, max(due, self.ticks_scheduled), stay)
 
