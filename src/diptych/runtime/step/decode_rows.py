@@ -42,6 +42,7 @@ class DecodeRows:
         if num_slots <= len(self.inputs):
             return
         capacity = max(num_slots, 2 * len(self.inputs))
+        # All arrays grow together: a slot is an index into each of them.
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray):
                 grown = np.zeros((capacity, *array.shape[1:]), dtype=array.dtype)
@@ -69,6 +70,7 @@ class DecodeRows:
         slot = self._slot_of.pop(request_id, None)
         if slot is None:
             return
+        # A copy: the row is given to another member below.
         if keep_tokens:
             self.states[slot].token_ids = self.tokens_of(slot).copy()
         last = len(self.states) - 1

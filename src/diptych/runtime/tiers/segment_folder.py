@@ -90,6 +90,8 @@ class SegmentFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
                 try:
+                    # All of it at once, under the folder's lock: the cap holds whatever other processes write
+                    # meanwhile.
                     os.posix_fallocate(fd, 0, num_bytes)
                     # what is written is read once, to verify it: reading ahead would fetch, and zero, what is not
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -203,6 +205,7 @@ def reading(path: Path) -> Iterator[int | None]:
         yield None
         return
     try:
+        # The link count after the lock: the file may have been deleted between open and lock.
         is_there = try_lock(fd, fcntl.LOCK_SH) and os.fstat(fd).st_nlink > 0
         yield fd if is_there else None
     finally:

@@ -63,6 +63,7 @@ class SharedHost:
         size = os.fstat(fd).st_size
         if not size:
             os.ftruncate(fd, layout.num_bytes)
+            # A file that shrank would end every process that reads it with a bus error.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         elif size != layout.num_bytes:
             raise ConfigError(
@@ -90,6 +91,8 @@ class SharedHost:
     def writing(self, blocks: Sequence[int]) -> Iterator[None]:
         """Let these blocks (each once) be written within the context; they have no names afterwards."""
         index = np.asarray(blocks, np.intp)
+        # Odd, then nameless, then fenced, all before the first byte: a reader that knew the name sees the generation
+        # change.
         self._generations[index] |= np.uint64(1)
         self._names[index] = UNNAMED
         _fence(self._lock)
@@ -147,6 +150,7 @@ class PeerHost:
 
     def copy(self, block: int, name: bytes, target: Buffer) -> bool:
         """Copy a block; whether all of it is what is called ``name``."""
+        # Generation, name, bytes, generation: a write that begins anywhere in between changes the last one.
         before = int(self._generations[block])
         if before & 1:
             return False

@@ -225,6 +225,7 @@ class StreamConnection(ABC):
         """Write until nothing is queued or the kernel takes no more. Raises ConnectionLost."""
         while self._out:
             out = self._out[0]
+            # Held while the kernel reads the blocks: code that has closed the fence may write to them at once.
             with out.fence.lock if out.fence is not None else contextlib.nullcontext():
                 try:
                     count = self.sock.sendmsg(out.pieces[out.at : out.at + MAX_PIECES])
@@ -284,6 +285,7 @@ class StreamConnection(ABC):
 
     def _receive(self) -> int | None:
         with self._fence.lock if self._fence is not None else contextlib.nullcontext():
+            # The transfer was forgotten in the middle of a body: the rest must be read, and must not reach its blocks.
             if self._fence is not None and self._fence.is_closed:
                 self._fence = None
                 tail = self._targets[-1:]  # the next header
