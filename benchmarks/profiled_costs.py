@@ -69,7 +69,7 @@ class StepLaw(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FittedLaw:
-    """DistServe's law (Zhong et al., OSDI 2024): a prefill step of prompts of n_i tokens takes a + b*sum(n_i) +
+    """A StepLaw by DistServe (Zhong et al., OSDI 2024): a prefill step of prompts of n_i tokens takes a + b*sum(n_i) +
     c*sum(n_i**2), a decode step of ``batch`` sequences a + b*sum(context) + c*batch, with other coefficients from
     ``threshold`` sequences on. All in 2**-FRACTION_BITS nanoseconds.
 
@@ -83,12 +83,10 @@ class FittedLaw:
     threshold: int
 
     def decode_line(self, num_seqs: int) -> tuple[int, int]:
-        """See StepLaw."""
         base, per_context, per_seq = self.decode_small if num_seqs < self.threshold else self.decode_large
         return base + per_seq * num_seqs, per_context
 
     def with_prefill(self, features: StepFeatures) -> int:
-        """See StepLaw."""
         base, per_token, per_square = self.prefill
         tokens, seqs = features.prefill_tokens, features.decode_seqs
         squares = 2 * features.prefill_attention - tokens  # sum of (start + n)**2 - start**2, from the pairs
@@ -101,10 +99,11 @@ class FittedLaw:
 
 @dataclass(frozen=True, slots=True)
 class TabledLaw:
-    """Splitwise's measurements (Patel et al., ISCA 2024): curves in nanoseconds, linear between measured points.
+    """A StepLaw by Splitwise's measurements (Patel et al., ISCA 2024): curves in nanoseconds, linear between measured
+    points.
 
-    prefill: by prompt tokens of the step. decode: by ``decode_axis`` sequences; the context does not count. A step
-    with both phases takes ``mixed_factor`` times the prefill of all its tokens (each decode is one), as the authors'
+    prefill: by prompt tokens of the step. decode: by ``decode_axis`` sequences; the context does not count. A step with
+    both phases takes ``mixed_factor`` times the prefill of all its tokens (each decode is one), as the authors'
     simulator has it, and never less than its decodes alone.
     """
 
@@ -113,11 +112,9 @@ class TabledLaw:
     mixed_factor: float
 
     def decode_line(self, num_seqs: int) -> tuple[int, int]:
-        """See StepLaw."""
         return round(self.decode(num_seqs) * ONE), 0
 
     def with_prefill(self, features: StepFeatures) -> int:
-        """See StepLaw."""
         seqs = features.decode_seqs
         if not seqs:
             return round(self.prefill(features.prefill_tokens) * ONE)
@@ -148,11 +145,10 @@ class ProfiledCost:
         self._line = cache(self._make_line)
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
-        """See CostModel; one line holds for every context."""
+        """The fitted line, which holds for every context."""
         return self._line(num_seqs)
 
     def step_ns(self, output: SchedulerOutput) -> int:
-        """See CostModel."""
         features = output.features
         if not features.prefill_tokens:
             return self.decode_line(features.decode_seqs, 0).step_ns(features.decode_context)

@@ -36,12 +36,12 @@ class WorkerKind:
 
     @property
     def num_devices(self) -> int:
-        """Of one worker."""
+        """Devices of one worker."""
         return self.parallelism.devices
 
     @property
     def usd_per_hour(self) -> float:
-        """Of one worker; 0 without a price."""
+        """Price of one worker in US dollars per hour; 0 if its device has no price."""
         return (self.device.usd_per_hour or 0.0) * self.num_devices
 
     @property
@@ -71,12 +71,12 @@ class FleetLayout:
 
     @property
     def num_devices(self) -> int:
-        """Of the whole fleet."""
+        """Devices of the whole fleet."""
         return sum(group.count * group.kind.num_devices for group in self.groups)
 
     @property
     def usd_per_hour(self) -> float:
-        """Of the whole fleet; devices without a price count as 0."""
+        """Price of the whole fleet in US dollars per hour; devices without a price count as 0."""
         return sum(group.count * group.kind.usd_per_hour for group in self.groups)
 
     @property
@@ -85,7 +85,8 @@ class FleetLayout:
         return sum(group.count * group.kind.kilowatts for group in self.groups)
 
     def __str__(self) -> str:
-        """Such as ``split: 1 prefill tp2, 2 decode tp1``; the devices where there are several kinds of them."""
+        """The layout in words, such as ``split: 1 prefill tp2, 2 decode tp1``; with the devices where there are several
+        kinds of them."""
         is_mixed = len({group.kind.device.name for group in self.groups}) > 1
         kinds = [group.kind if is_mixed else group.kind.parallelism for group in self.groups]
         words = [f"{group.count} {group.role} {kind}" for group, kind in zip(self.groups, kinds, strict=True)]
@@ -106,7 +107,7 @@ class FleetLayout:
         ]
 
     def with_counts(self, counts: tuple[int, ...]) -> "FleetLayout":
-        """The same kinds of workers, so many of each group."""
+        """The same kinds of workers, with ``counts`` workers in each group."""
         groups = (LayoutGroup(group.role, count, group.kind) for group, count in zip(self.groups, counts, strict=True))
         return FleetLayout(self.shape, tuple(groups))
 

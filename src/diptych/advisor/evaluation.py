@@ -63,12 +63,12 @@ class EvaluatedFleet(Generic[Fleet]):
 
     @property
     def highest(self) -> float | None:
-        """See the class."""
+        """The highest pace at which enough requests met their objectives; None if there is none."""
         return None if self.found is None else self.found.estimate or self.found.rate
 
     @property
     def headroom(self) -> float:
-        """See the class; 0 where there is none."""
+        """The highest kept pace divided by the asked one; 0 if no pace was kept."""
         return (self.highest or 0.0) / self.pace
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from diptych.advisor.device_layout import LayoutName
 
 TIE = 0.05
-ROOM = 1.25  # a fleet that carries so many times the asked rate holds it at ease
+ROOM = 1.25  # a fleet that carries this factor times the asked rate holds it at ease
 SIMPLER: tuple[LayoutName, ...] = ("chunked", "unified", "split", "mixed")
 
 
@@ -43,13 +43,13 @@ def preferred(offers: Sequence[LayoutOffer], target: float) -> int:
 
 
 def _nearest(numbers: list[int], offers: Sequence[LayoutOffer]) -> list[int]:
-    """Those within TIE of the most requests that meet their objectives."""
+    """The numbers within TIE of the most requests that meet their objectives."""
     most = max(offers[number].attainment for number in numbers)
     return [number for number in numbers if offers[number].attainment >= most - TIE]
 
 
 def _near(numbers: list[int], offers: Sequence[LayoutOffer]) -> list[int]:
-    """Those within TIE of what is worth most."""
+    """The numbers within TIE of what is worth most."""
     most = max(offers[number].worth for number in numbers)
     return [number for number in numbers if offers[number].worth >= most * (1 - TIE)]
 

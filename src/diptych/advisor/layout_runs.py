@@ -49,7 +49,7 @@ class LayoutRuns:
 
     @property
     def layouts(self) -> set[FleetLayout]:
-        """Those that were tried."""
+        """The layouts that were tried."""
         return {layout for layout, _ in self._points} | self.refused.keys()
 
     def point(self, layout: FleetLayout, rate: float) -> Point:
@@ -66,7 +66,7 @@ class LayoutRuns:
         return bool(self.point(layout, rate)["attainment"] >= self.search.attainment)
 
     def highest_kept(self) -> dict[FleetLayout, float | None]:
-        """Of every layout that was simulated: the highest rate so far that kept the objectives (None: none did)."""
+        """The highest rate so far that kept the objectives, for every layout that was simulated (None: none did)."""
         highest: dict[FleetLayout, float | None] = dict.fromkeys((layout for layout, _ in self._points), None)
         highest |= self.sized
         for layout, rate in self._points:
@@ -99,7 +99,7 @@ class LayoutRuns:
         }
 
     def scores(self, asked: Sequence[tuple[FleetLayout, float]]) -> dict[tuple[FleetLayout, float], Score]:
-        """See advisor.evaluation.FleetLoad: a pace is a rate in requests per second."""
+        """Score each layout at its rate; the pace of advisor.evaluation.FleetLoad is a rate in requests per second."""
         self.run(asked, "highest rates")
         return {key: _score(self._points[key]) for key in asked if key in self._points}
 
@@ -115,8 +115,8 @@ class LayoutRuns:
         return carried_out(steps, self)
 
     def smallest(self, layouts: Sequence[FleetLayout], rate: float) -> list[FleetLayout | None]:
-        """For each layout the smallest fleet of its kinds of workers, of at most two groups, that keeps the objectives
-        at a rate; None: there is none, or it is refused."""
+        """The smallest fleet that keeps the objectives at a rate, for each layout: of its kinds of workers, in at most
+        two groups; None: there is none, or it is refused."""
         options = self._options
         question = {"asked": "devices", "search": asdict(options.search), "probe_s": options.probe_s}
         points = [self._settings(layout, rate) for layout in layouts]

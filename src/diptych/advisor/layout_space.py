@@ -76,7 +76,7 @@ class LayoutSpace:
 
     @staticmethod
     def layout(shape: LayoutName, kinds: tuple[WorkerKind, ...], counts: tuple[int, ...]) -> FleetLayout:
-        """So many workers of each kind, in the roles that the shape has."""
+        """The layout with ``counts`` workers of each kind, in the roles of ``shape``."""
         groups = zip(ROLES_OF[shape], counts, kinds, strict=True)
         return FleetLayout(shape, tuple(LayoutGroup(role, count, kind) for role, count, kind in groups))
 
@@ -90,8 +90,8 @@ class LayoutSpace:
             yield from ((first, second, second) for first, second in product(self.prefill_kinds, self.decode_kinds))
 
     def neighbours(self, layout: FleetLayout) -> list[FleetLayout]:
-        """Of the fillings of the budget with the same kinds of workers, those next to this one: one worker more or one
-        fewer in some group but the last, and the others as near as the budget allows."""
+        """The layouts next to this one among those that fill the budget with the same kinds of workers: one worker more
+        or one fewer in some group but the last, and the others as near as the budget allows."""
         kinds = tuple(group.kind for group in layout.groups)
         own = tuple(group.count for group in layout.groups)
         others = [counts for counts in self.fillings(self.budget, kinds) if counts != own]
@@ -106,7 +106,7 @@ class LayoutSpace:
 
 
 def spread(fillings: Sequence[tuple[int, ...]], most: int) -> list[tuple[int, ...]]:
-    """At most so many of them, evenly spread, with the first and the last."""
+    """At most ``most`` of the fillings, evenly spread, with the first and the last."""
     if len(fillings) <= most:
         return list(fillings)
     return [fillings[round(index * (len(fillings) - 1) / (most - 1))] for index in range(most)]

@@ -70,7 +70,7 @@ def phase_rates(question: PlanQuestion, on_stage: OnStage | None = None) -> Phas
 
 
 def _rates(role: Role, question: PlanQuestion, on_stage: OnStage | None) -> dict[WorkerKind, float]:
-    """Of one worker of each kind in this role, beside workers of the largest of the other phase's kinds."""
+    """The rate of one worker of each kind in this role, beside workers of the largest of the other phase's kinds."""
     space = question.space
     kinds, others = space.prefill_kinds, space.decode_kinds
     if role == "decode":

@@ -70,7 +70,7 @@ class MeasuredLayout:
 
     @property
     def attainment(self) -> float:
-        """Of the point."""
+        """Attainment at the measured point."""
         return float(self.point["attainment"])
 
     @property
@@ -133,7 +133,7 @@ class PlanSearch:
         return self._plan(finalists, lambda fleet: fleet.rate_per_cost)
 
     def smallest(self) -> CapacityPlan:
-        """Without a budget: for each shape the cheapest fleet that keeps the objectives at the asked rate. Raises
+        """The cheapest fleet that keeps the objectives at the asked rate, for each shape, without a budget. Raises
         ConfigError, also where there is none."""
         if self._asked is None:
             raise ConfigError("rate is not given; without a budget (--devices) it must be", param="rate")
@@ -156,7 +156,7 @@ class PlanSearch:
         return self._plan([layout], lambda fleet: fleet.rate_per_cost)
 
     def _most_enduring(self, layouts: Sequence[FleetLayout]) -> list[FleetLayout]:
-        """At most FINALISTS of them: those that keep the objectives at the highest rates."""
+        """At most FINALISTS of the layouts: those that keep the objectives at the highest rates."""
         rate = self._first_rate
         alive = list(layouts)
         for _ in range(MOST_STEPS):
@@ -188,7 +188,7 @@ class PlanSearch:
         return best
 
     def _measured(self, layouts: Sequence[FleetLayout]) -> list[MeasuredLayout]:
-        """Those that can be simulated, with the run at the asked rate and their highest rates."""
+        """The layouts that can be simulated, with the run at the asked rate and their highest rates."""
         runs, asked = self._runs, self._asked
         if asked is None:
             found = runs.highest_rates(layouts, self._first_rate)

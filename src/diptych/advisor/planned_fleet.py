@@ -77,7 +77,7 @@ class PlannedFleet:
         self.cluster.watcher = self._on_cluster_event
 
     def run(self) -> None:
-        """To the end of the workload."""
+        """Run to the end of the workload."""
         for spare in self._spares:
             self.cluster.environment.at(0, MESSAGE, partial(self._drain, spare, True))
         if self._split is not None:
@@ -171,7 +171,7 @@ class PlannedFleet:
 
 
 def _members(scenario: Scenario) -> list[PoolMember]:
-    """Of which pool each worker is, where the scenario names pools."""
+    """The pool of each worker, where the scenario names pools."""
     if scenario.pools is None or not scenario.pools.named:
         return []
     return [

@@ -31,7 +31,7 @@ def settings_for(scheduler: SchedulerConfig, slo: Slo, role: Role, shape: Preset
 
 
 class Twin:
-    """Of one fleet."""
+    """The planner's simulator of one fleet."""
 
     def __init__(self, settings: TwinSettings) -> None:
         self._settings = settings

@@ -32,8 +32,8 @@ def serve(lines: BinaryIO, answers: BinaryIO) -> None:
 
 
 def answer(twin: Twin, question: TwinQuestion) -> TwinAnswered | TwinFailed:
-    """With the processor time that it took. What fails in a simulation is a reply, too, which says whether it is a
-    defect: anything but a refusal and a lack of memory."""
+    """Answer a question, with the processor time that it took. What fails in a simulation is a reply, too, which says
+    whether it is a defect: anything but a refusal and a lack of memory."""
     begun_ns = time.process_time_ns()
     try:
         predictions = twin.answer(question)

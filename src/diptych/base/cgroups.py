@@ -56,7 +56,7 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 
 def _quota(folder: Path) -> float | None:
-    """Of one group: microseconds granted, by the microseconds in which they are."""
+    """CPU quota of one control group, in cores: microseconds granted divided by those of the period."""
     words = text_of(folder / "cpu.max").split()
     words = words or [text_of(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
     limit, period = map(_number, words) if len(words) == 2 else (0, 0)

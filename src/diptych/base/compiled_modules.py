@@ -57,7 +57,7 @@ class SourceFinder:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """See importlib.abc.MetaPathFinder."""
+        """The spec of a module in MODULES, for importlib; None for any other."""
         return spec_from_file_location(name, source(PACKAGE, name)) if name in MODULES else None
 
 
@@ -94,5 +94,5 @@ def runs_sources() -> bool:
 
 
 def what_runs() -> str:
-    """For people: how the control code and the simulator run in this process."""
+    """How the control code and the simulator run in this process, for people."""
     return "Python" if runs_sources() else "compiled"

@@ -62,7 +62,8 @@ class LimitedLog:
 
 
 class LimitedErrors(logging.Filter):
-    """For the logger of a library: its errors at most once a minute, by their words and the place of the exception."""
+    """A filter for the logger of a library: it passes errors at most once a minute, by their words and the place of the
+    exception."""
 
     def __init__(self, interval_s: float = INTERVAL_S, clock: Clock = time.monotonic) -> None:
         super().__init__()

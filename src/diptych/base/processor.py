@@ -139,7 +139,7 @@ def _caches(root: Path, cpu: int) -> dict[int, tuple[int, int]]:
 
 
 def _name(root: Path) -> str:
-    """As the processor calls itself; hypervisors cut the number off, so family and model stand for it."""
+    """The processor's name for itself; hypervisors cut the number off, so family and model stand for it."""
     first, _, _ = text_of(root / "proc/cpuinfo").partition("\n\n")
     lines = (line.partition(":") for line in first.splitlines())
     info = {key.strip(): value.strip() for key, _, value in lines}

@@ -62,7 +62,7 @@ class Conversations:
 
     @property
     def counts(self) -> TurnCounts | None:
-        """Of the later turns so far; None where nothing is a conversation."""
+        """Counts of the later turns so far; None if nothing is a conversation."""
         if not self._are_kept:
             return None
         return TurnCounts(kind=self.kind, real=self._num_real, made_up=self._num_made_up)
@@ -75,7 +75,7 @@ class Conversations:
         return spec.session not in self._num_delayed and (last is None or last.has_ended)
 
     def delay(self, spec: RequestSpec) -> None:
-        """Its body is made when it is due, and those of later turns after it."""
+        """Make the request's body when it is due, and those of later turns after it."""
         self._num_delayed[spec.session] = self._num_delayed.get(spec.session, 0) + 1
 
     def delayed_body(self, number: int, spec: RequestSpec, slo: LatencyObjectives) -> bytes:

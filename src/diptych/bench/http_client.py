@@ -50,7 +50,7 @@ class Address:
 
     @property
     def netloc(self) -> str:
-        """For the Host header."""
+        """Host and port, for the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -126,7 +126,7 @@ class HttpClient:
             self._addresses = [connection.address]
 
     def on_idle(self, connection: HttpConnection) -> None:
-        """It may have the next request."""
+        """Give the connection its next request, if there is one."""
         self._idle.append(connection)
 
     def on_closed(self, connection: HttpConnection) -> None:

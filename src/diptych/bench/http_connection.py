@@ -27,7 +27,7 @@ class ConnectionOwner(Protocol):
     """Is called when the state of a connection changes."""
 
     def on_open(self, connection: "HttpConnection") -> None:
-        """It is connected."""
+        """Take in that the connection is open."""
         ...
 
     def on_idle(self, connection: "HttpConnection") -> None:
@@ -35,7 +35,7 @@ class ConnectionOwner(Protocol):
         ...
 
     def on_closed(self, connection: "HttpConnection") -> None:
-        """It is closed, by either side."""
+        """Take in that the connection was closed, by either side."""
         ...
 
     def on_unanswered(self, request: bytes, stream: TokenStream) -> None:

@@ -217,7 +217,7 @@ class _Scene:
             return
 
     async def _wait(self, *streams: TokenStream) -> None:
-        """Until all are over, or the measurement is stopped."""
+        """Wait until all streams are over, or the measurement is stopped."""
         stop: asyncio.Future[Any] = asyncio.ensure_future(self._session.stop.wait())
         over: asyncio.Future[Any] = asyncio.gather(*(stream.done for stream in streams))
         await asyncio.wait({stop, over}, timeout=self._target.config.timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -160,7 +160,7 @@ class Load:
             await self._send(number, spec, body, due, counted=True).done
 
     async def _get_ready(self, prepared: PreparedRequests) -> None:
-        """Before the start: make bodies and open connections for the first requests."""
+        """Make bodies and open connections for the first requests, before the start."""
         while prepared.prepare(0) or self._target.client.connect_ahead(prepared.num_due(CONNECT_NS)):
             await asyncio.sleep(0)
         self._start_ns = now_ns() + LEAD_NS

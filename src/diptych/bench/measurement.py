@@ -47,7 +47,7 @@ def context(session: Session, command: str) -> dict[str, Any]:
 
 
 def single_run(result: LoadResult) -> dict[str, Any]:
-    """Of a single run of a workload."""
+    """The measurement of a single run of a workload."""
     return {
         "summary": summarize(result),
         "classes": classes(result.records),
@@ -56,7 +56,7 @@ def single_run(result: LoadResult) -> dict[str, Any]:
 
 
 def points(probes: Sequence[Probe]) -> list[dict[str, Any]]:
-    """Of each run of a series or a search, in the order in which they were measured."""
+    """The measurement of each run of a series or a search, in the order in which they were measured."""
     return [
         {
             "rate": probe.rate,
@@ -71,7 +71,7 @@ def points(probes: Sequence[Probe]) -> list[dict[str, Any]]:
 
 
 def search(found: GoodputResult, config: SearchConfig, probes: Sequence[Probe]) -> dict[str, Any]:
-    """Of a search for goodput."""
+    """The measurement of a search for goodput."""
     return {"goodput": {**asdict(found), "config": asdict(config)}, "points": points(probes)}
 
 

@@ -52,7 +52,7 @@ class LatencyObjectives:
         )
 
     def for_request(self, own: Slo | None) -> "LatencyObjectives":
-        """Those of a request that may have objectives of its own; these come first."""
+        """The objectives of a request that may have some of its own; these come first."""
         return LatencyObjectives(own.ttft_ns, own.tpot_ns).or_else(self) if own is not None else self
 
     def missed(self, measured: Mapping[str, float | None]) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ class ClientRecord:
         return percentile(sorted(self.gaps_ns()), 99) if len(self.stamps) > 1 else None
 
     def gaps_ns(self) -> Iterator[int]:
-        """Between neighbouring events: what a reader of the stream waits for."""
+        """Gaps between neighbouring events: what a reader of the stream waits for."""
         return (later - earlier for earlier, later in pairwise(self.stamps))
 
 

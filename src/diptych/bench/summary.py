@@ -70,8 +70,8 @@ def client(health: Health) -> dict[str, Any]:
 
 
 def latencies(done: Sequence[ClientRecord]) -> dict[str, dict[str, float | None]]:
-    """Of completed requests. itl: gaps between events with tokens; normalized: end-to-end time per token of the answer
-    (Orca, OSDI 2022)."""
+    """Latencies of the completed requests. itl: gaps between events with tokens; normalized: end-to-end time per token
+    of the answer (Orca, OSDI 2022)."""
     return {
         "ttft_ms": distribution_ms(ttft for record in done if (ttft := record.ttft_ns) is not None),
         "tpot_ms": distribution_ms(tpot for record in done if (tpot := record.tpot_ns) is not None),
@@ -111,7 +111,7 @@ def _rate(times_ns: Iterable[int]) -> float | None:
 
 
 def _rate_interval(records: Sequence[ClientRecord], num_all: int, duration_ns: int) -> Interval | None:
-    """By time of arrival, in bins in which some requests of all arrived."""
+    """Confidence interval of a rate by time of arrival, in bins in which some requests of all arrived."""
     bins = min(60, num_all // 2)
     if bins < 8:
         return None
@@ -124,8 +124,9 @@ BINS = 60
 
 
 def block_bootstrap(counts: Sequence[int], seconds_per_bin: float, confidence: float = CONFIDENCE) -> Interval | None:
-    """Of a rate per second, from counts in equal neighbouring bins of time: the circular block bootstrap of Politis and
-    Romano (1992), which keeps what neighbours have in common, with blocks of about n**(1/3) bins. None below 8 bins."""
+    """Confidence interval of a rate per second, from counts in equal neighbouring bins of time: the circular block
+    bootstrap of Politis and Romano (1992), which keeps the correlation of neighbouring bins, with blocks of about
+    n**(1/3) bins. None below 8 bins."""
     number = len(counts)
     if number < 8 or seconds_per_bin <= 0:
         return None

@@ -141,7 +141,7 @@ def error_table(errors: Mapping[str, int]) -> Table:
 
 
 def probe_tables(points: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Of a series or search: its runs, and the objectives that were missed, if any."""
+    """Tables of a series or a search: its runs, and the objectives that were missed, if any."""
     names = list(dict.fromkeys(name for point in points for name in point["summary"]["missed"]))
     if not names:
         return [runs_table(points)]

@@ -141,7 +141,7 @@ class TokenStream:
 
     @property
     def output_tokens(self) -> int:
-        """By the final usage; without it, by the events."""
+        """Tokens of the answer by the final usage; without it, by the events."""
         if self.usage is not None and self.usage.completion_tokens:
             return self.usage.completion_tokens
         return sum(self.sizes) if self.sizes else len(self.stamps)
@@ -234,7 +234,8 @@ def _message_of(error: Any) -> str:
 
 
 def _hidden_error(data: bytes) -> Any:
-    """Of an event with neither choices nor usage nor ``error``: some servers send the error as the event itself."""
+    """The error in an event with neither choices nor usage nor ``error``: some servers send the error as the event
+    itself."""
     decoded = _decode_any(data)
     is_error = decoded.get("object") == "error" or ("message" in decoded and "choices" not in decoded)
     return decoded if is_error else None

@@ -60,7 +60,7 @@ def measure(options: EngineOptions, report: Report, *, steps_s: float = 45.0, li
     steps = measure_steps(options, steps_s, lambda share: report("single steps", share))
     with tempfile.TemporaryDirectory(prefix="diptych-") as directory:
         path = Path(directory) / "live.jsonl"
-        # without guesses, whose rows would pass for streams: a batch of so many streams is what is measured
+        # without guesses, whose rows would pass for streams: a batch of a known number of streams is what is measured
         recorded = msgspec.structs.replace(options, record=str(path), speculation="off")
         with subprocess.Popen(SERVER_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             try:

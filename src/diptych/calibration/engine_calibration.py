@@ -63,7 +63,7 @@ class ReportedSteps:
             await reading
 
     def write(self, path: Path) -> None:
-        """As a file for ``read_steps_file``. Raises ConfigError."""
+        """Write the steps as a file for ``read_steps_file``. Raises ConfigError."""
         lines = [*([self.about] if self.about else []), *self.steps]
         try:
             path.write_bytes(b"".join(encode_line(line) + b"\n" for line in lines))
@@ -87,7 +87,7 @@ def read_steps_file(path: Path) -> ReportedSteps:
 
 
 async def listen(address: str, seconds: float, report: Report) -> ReportedSteps:
-    """The steps that are published within so many seconds, whoever's requests they compute. Raises WorkerError."""
+    """All steps that are published within ``seconds``, regardless of client. Raises WorkerError."""
     found = ReportedSteps()
     reading = asyncio.create_task(found.follow(address))
     try:
@@ -116,7 +116,7 @@ def durations(steps: Sequence[EngineStep]) -> list[int]:
 
 
 def worker_ns(steps: Iterable[EngineStep], request_ids: Iterable[str]) -> dict[str, int]:
-    """Of these requests, how long the engine computed at their prompts."""
+    """Time for which the engine computed the prompts of each of these requests, in nanoseconds."""
     found = dict.fromkeys(request_ids, 0)
     for step in steps:
         for name, _, _ in step.prefills:
@@ -155,7 +155,7 @@ def engine_calibration(
 
 
 def cache_of(about: EngineAbout) -> CacheConfig:
-    """Its KV cache: prompts are let in as soon as they fit. Raises ConfigError."""
+    """The engine's KV cache: prompts are let in as soon as they fit. Raises ConfigError."""
     if not (about.block_size and about.num_blocks):
         raise ConfigError(
             f"the engine does not say how large its KV cache is ({', '.join(about.lacks)})", param="engine"

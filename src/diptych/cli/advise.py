@@ -39,16 +39,28 @@ URL_HELP = f"A running server. Default: {LOCAL_URL}, without --trace and --recor
 
 def advise(
     url: Annotated[Text, typer.Argument(metavar="[URL]", help=URL_HELP)] = None,
-    trace: Annotated[Text, typer.Option(help="Traffic: azure-conv, mooncake-conversation, or a file.")] = None,
-    record: Annotated[Path | None, typer.Option(help="A file of diptych serve --record.")] = None,
+    trace: Annotated[
+        Text, typer.Option(help="Trace of the traffic: azure-conv, mooncake-conversation, or a file. Default: none.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Recording of a server (diptych serve --record). Default: none.")
+    ] = None,
     slo: Annotated[Text, typer.Option(help=SLO_HELP)] = None,
-    ttft_slo_ms: Annotated[Number, typer.Option(help="The same as --slo ttft=...ms.")] = None,
-    tpot_slo_ms: Annotated[Number, typer.Option(help="The same as --slo tpot=...ms.")] = None,
-    model: Annotated[Text, typer.Option(help="With --trace: a model of the catalogue.")] = None,
-    hardware: Annotated[Text, typer.Option(help="With --trace: a device of the catalogue.")] = None,
-    devices: Annotated[Whole, typer.Option(help="With --trace: devices of the fleet at most.")] = None,
-    api_key: Annotated[Text, typer.Option(help="Key of the server.", envvar="DIPTYCH_API_KEY")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    ttft_slo_ms: Annotated[Number, typer.Option(help="The same as --slo ttft=...ms. Default: that of --slo.")] = None,
+    tpot_slo_ms: Annotated[Number, typer.Option(help="The same as --slo tpot=...ms. Default: that of --slo.")] = None,
+    model: Annotated[
+        Text, typer.Option(help="Model of the catalogue to simulate, with --trace. Default: none.")
+    ] = None,
+    hardware: Annotated[
+        Text, typer.Option(help="Device of the catalogue to simulate, with --trace. Default: none.")
+    ] = None,
+    devices: Annotated[
+        Whole, typer.Option(help="Most devices of the fleet, with --trace. Default: what the load needs.")
+    ] = None,
+    api_key: Annotated[
+        Text, typer.Option(help="API key of the server. Default: none.", envvar="DIPTYCH_API_KEY")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document to standard output.")] = False,
 ) -> None:
     """Say which phase hurts for a traffic, and which shape serves it: unified, chunked or split."""
     with errors_in_words():
@@ -67,7 +79,7 @@ def advise(
 
 
 def _advise_observed(source: str, slo: "Slo | None", key: str | None, as_json: bool) -> None:
-    """Of a server or a recording."""
+    """Advise on a running server or a recording."""
     from diptych.diagnosis.diagnosis import diagnose
     from diptych.diagnosis.shape_choice import choose_shape
     from diptych.diagnosis.traffic import ExportedTraffic, traffic_of
@@ -188,8 +200,8 @@ def _as_json(traffic: "Traffic | ExportedTraffic", found: "Diagnosis", choice: "
 
 
 def _advise_trace(trace: str, slo: "Slo | None", fleet: dict[str, Any], as_json: bool) -> None:
-    """Of a trace: what it is like; with a model and a device, which phase hurts there, and the answer of ``diptych
-    plan``."""
+    """Advise on a trace: what it is like; with a model and a device, which phase hurts there, and the answer of
+    ``diptych plan``."""
     import dataclasses
 
     from diptych.diagnosis.traffic import burstiness, traffic_of
@@ -252,6 +264,6 @@ def _plan(trace: str, slo: "Slo", fleet: dict[str, Any], as_json: bool) -> None:
 
 
 def _objectives(slo: "Slo") -> dict[str, Any]:
-    """As options."""
+    """Objectives as options."""
     limits = {"ttft_slo_ms": slo.ttft_ns, "tpot_slo_ms": slo.tpot_ns}
     return {name: limit_ns and limit_ns / NS_PER_MS for name, limit_ns in limits.items()}

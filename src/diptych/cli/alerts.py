@@ -13,7 +13,7 @@ RULES, DASHBOARD = "diptych-rules.yml", "diptych-dashboard.json"
 
 
 def alerts(
-    folder: Annotated[Path, typer.Argument(help="Where the files go.")] = Path("."),
+    folder: Annotated[Path, typer.Argument(help="Folder for the files.")] = Path("."),
 ) -> None:
     """Write Prometheus rules and a Grafana dashboard for Diptych and vLLM servers."""
     with errors_in_words():

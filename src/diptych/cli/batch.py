@@ -28,9 +28,9 @@ from diptych.serving.batches.batch_records import OPEN
 
 SERVER, ENGINE = "Server", "Without a server"
 URL_HELP = f"Server that runs the lines. Default: {LOCAL_URL}."
-KEY_HELP = "Its API key."
-MODEL_HELP = "Start a server for this model, for this batch alone; the work goes on where it was when it was stopped."
-SERVE_HELP = "An option for that server, such as --serve=--quantize=int8. Repeatable."
+KEY_HELP = "API key of the server. Default: none."
+MODEL_HELP = "Start a server of this model for this batch alone; a stopped batch resumes. Default: the server of --url."
+SERVE_HELP = "Option for the server of --model, such as --serve=--quantize=int8. Repeatable. Default: none."
 POLL_S = 0.5
 OFFLINE_WINDOW = "30d"
 STOP_TIMEOUT_S = 60.0
@@ -53,7 +53,7 @@ def run(
     ] = None,
     url: Url = None,
     api_key: Key = None,
-    window: Annotated[str, option("Time limit; lines not done by then expire.", SERVER)] = "24h",
+    window: Annotated[str, option("Time limit of the batch; lines not done by then expire.", SERVER)] = "24h",
     model: Annotated[Text, option(MODEL_HELP, ENGINE)] = None,
     serve: Annotated[Strings, option(SERVE_HELP, ENGINE)] = None,
 ) -> None:
@@ -87,7 +87,7 @@ def run(
 def list_batches(
     url: Url = None,
     api_key: Key = None,
-    limit: Annotated[int, typer.Option(min=1, max=100, help="How many, the newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=100, help="Most batches to list, the newest first.")] = 20,
 ) -> None:
     """List the batches of a server."""
     with errors_in_words():
@@ -98,7 +98,7 @@ def list_batches(
 
 @batch.command(cls=Command, epilog=examples("batch cancel"))
 def cancel(
-    batch_id: Annotated[str, typer.Argument(help="Its id, as in diptych batch ls.")],
+    batch_id: Annotated[str, typer.Argument(help="Id of the batch, as in diptych batch ls.")],
     url: Url = None,
     api_key: Key = None,
 ) -> None:

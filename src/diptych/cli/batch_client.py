@@ -155,7 +155,7 @@ class BatchClient:
             raise self._unreachable(error) from None
 
     def _send(self, method: str, path: str, body: Iterator[bytes] | bytes, headers: dict[str, str]) -> dict[str, Any]:
-        """With a body that is streamed. A server that refuses it in the middle is still listened to."""
+        """Send a request with a body that is streamed. A server that refuses it in the middle is still listened to."""
         parts = urlsplit(self.site.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.netloc, timeout=TIMEOUT_S)

@@ -13,10 +13,10 @@ from diptych.serving.link.engine_options import parse_bytes
 
 DIR_HELP = "Take files and batches (/v1/files, /v1/batches) and keep them in this folder. Default: not taken."
 LINES_HELP = "Lines of batches that run at once while no other request does. Default: 32."
-BESIDE_HELP = "Of these, beside other requests when there is time. Default: 0."
-MAX_LINES_HELP = "Lines of one batch at most. Default: 100000."
+BESIDE_HELP = "How many of --batch-lines may run while other requests are active. Default: 0."
+MAX_LINES_HELP = "Most lines of one batch. Default: 100000."
 MAX_FILE_HELP = "Largest uploaded file; more gets 413. Default: 256MiB."
-GB_HELP = "What all files may take together, in GB; then no more are taken. Default: 10."
+GB_HELP = "Disk quota for all files, in GB; uploads beyond it are refused. Default: 10."
 BATCHES = "Batches"
 NAMES = ("batch_lines", "batch_lines_beside", "batch_max_lines", "batch_max_file", "batch_gb")
 

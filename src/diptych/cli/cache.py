@@ -27,7 +27,7 @@ from diptych.serving.link.engine_options import (
 
 NS_PER_HOUR = 3600 * 10**9
 
-Folder = Annotated[Path, typer.Argument(help="The folder given to --kv-disk.")]
+Folder = Annotated[Path, typer.Argument(help="Folder that --kv-disk names.")]
 cache = typer.Typer(help="Look at, check, clear or fill the disk tier of the KV cache.", no_args_is_help=True)
 
 
@@ -73,7 +73,9 @@ def verify(folder: Folder) -> None:
 @cache.command(cls=Command, epilog=examples("cache clear"))
 def clear(
     folder: Folder,
-    only: Annotated[str, typer.Option("--format", help="Only this format, by the beginning of its name in ls.")] = "",
+    only: Annotated[
+        str, typer.Option("--format", help="Clear only this format, by the beginning of its name in ls. Default: all.")
+    ] = "",
 ) -> None:
     """Delete what a disk tier holds. What a running server writes to or reads stays."""
     with errors_in_words():
@@ -83,16 +85,27 @@ def clear(
 
 @cache.command(cls=Command, epilog=examples("cache warm"))
 def warm(
-    file: Annotated[Path, typer.Argument(help='JSON lines: a text, or {"prompt": ...}, or {"messages": [...]}.')],
-    kv_disk: Annotated[Path, typer.Option(help="The folder to fill.")],
-    kv_disk_gb: Annotated[float | None, typer.Option(help="What its files may take together, in GB.")] = None,
-    kv_disk_codec: Annotated[DiskCodecName, typer.Option(help="How blocks lie there, as for serve.")] = "none",
-    model: Annotated[Path | None, typer.Option(help="Model directory, or GGUF file. Default: bundled.")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens per KV block, as for serve.")] = 32,
-    dtype: Annotated[DTypeName, typer.Option(help="Arithmetic, as for serve.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="Compute threads, as for serve.")] = None,
-    instruction_set: Annotated[InstructionSetName, typer.Option("--isa", help="CPU kernels, as for serve.")] = "auto",
-    quantize: Annotated[QuantizeName, typer.Option(help="Weights of 8 or 4 bits, as for serve.")] = "none",
+    file: Annotated[
+        Path, typer.Argument(help='File of JSON lines: a text, or {"prompt": ...}, or {"messages": [...]}.')
+    ],
+    kv_disk: Annotated[Path, typer.Option(help="Folder to fill.")],
+    kv_disk_gb: Annotated[float | None, typer.Option(help="Most that the folder may hold, in GB. Default: 10.")] = None,
+    kv_disk_codec: Annotated[
+        DiskCodecName, typer.Option(help="How KV lies on disk; int8: half the bytes, rounded.")
+    ] = "none",
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory, or GGUF file. Default: the bundled model.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 32,
+    dtype: Annotated[DTypeName, typer.Option(help="Arithmetic of the model; auto: the checkpoint's own.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="Compute threads. Default: one per physical core.")] = None,
+    instruction_set: Annotated[
+        InstructionSetName,
+        typer.Option("--isa", help="Instructions of the CPU kernels; auto: the fastest set of this machine."),
+    ] = "auto",
+    quantize: Annotated[
+        QuantizeName, typer.Option(help="Quantise the checkpoint's weights to 8 or 4 bits at load, as serve does.")
+    ] = "none",
 ) -> None:
     """Compute prompts ahead of time, so that a server that starts on this folder finds them.
 

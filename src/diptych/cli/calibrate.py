@@ -85,24 +85,33 @@ def _reported(where: str, seconds: float) -> "tuple[ReportedSteps, Samples]":
 MODEL_HELP = "Model, as for serve. Default: the bundled model."
 ENGINE_HELP = (
     "Calibrate a vLLM with Diptych's plugin instead: vllm=URL,step_events=ADDRESS puts a load on it; ADDRESS only "
-    "listens; FILE reads what --steps-output wrote."
+    "listens; FILE reads what --steps-output wrote. Default: this machine."
 )
-STEPS_HELP = "Write the steps that the engine reported, one JSON line each."
+STEPS_HELP = "Write the steps that the engine reported to this file, one JSON line each. Default: not written."
 BUSY = 0.5  # load average from which a measurement is doubtful
 
 
 def calibrate(
     place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
-    model: Annotated[Text, typer.Option(help="The same as MODEL.")] = None,
-    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.json"),
-    seconds: Annotated[float, typer.Option(help="Half for single steps, half for a live server.")] = 90.0,
+    model: Annotated[Text, typer.Option(help="The same as MODEL. Default: MODEL.")] = None,
+    output: Annotated[Path, typer.Option(help="File for the calibration.")] = Path("calibration.json"),
+    seconds: Annotated[
+        float, typer.Option(help="Seconds to measure: half for single steps, half for a live server.")
+    ] = 90.0,
     max_model_len: Annotated[int | None, typer.Option(help="Context length. Default: the model's own.")] = None,
-    kv_cache_memory: Annotated[str | None, typer.Option(help="KV cache, such as 2GiB, as for serve.")] = None,
+    kv_cache_memory: Annotated[str | None, typer.Option(help="KV cache, such as 2GiB. Default: as for serve.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 32,
-    threads: Annotated[int | None, typer.Option(help="Compute threads, as for serve.")] = None,
-    cores: Annotated[str | None, typer.Option(help="Cores to compute on, as for serve.")] = None,
-    instruction_set: Annotated[InstructionSetName, typer.Option("--isa", help="CPU kernels, as for serve.")] = "auto",
-    quantize: Annotated[QuantizeName, typer.Option(help="Weights of 8 or 4 bits, as for serve.")] = "none",
+    threads: Annotated[int | None, typer.Option(help="Compute threads. Default: one per physical core.")] = None,
+    cores: Annotated[
+        str | None, typer.Option(help="CPUs to compute on, such as 0-3. Default: all that are allowed.")
+    ] = None,
+    instruction_set: Annotated[
+        InstructionSetName,
+        typer.Option("--isa", help="Instructions of the CPU kernels; auto: the fastest set of this machine."),
+    ] = "auto",
+    quantize: Annotated[
+        QuantizeName, typer.Option(help="Quantise the checkpoint's weights to 8 or 4 bits at load, as serve does.")
+    ] = "none",
     engine: Annotated[Text, typer.Option(help=ENGINE_HELP)] = None,
     steps_output: Annotated[Path | None, typer.Option(help=STEPS_HELP)] = None,
 ) -> None:

@@ -32,7 +32,7 @@ GGUF_MAGIC = b"GGUF"
 
 def models(
     place: Annotated[Text, typer.Argument(metavar="[PATH]", help=PLACE_HELP)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON on standard output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document to standard output.")] = False,
 ) -> None:
     """Say what a checkpoint is, what a server of it can do, and why it is refused; reads no weights."""
     with errors_in_words():

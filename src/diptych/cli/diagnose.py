@@ -36,15 +36,22 @@ SLO_HELP = "Objectives: ttft=300ms,tpot=50ms, or a preset (mlperf-llama3.1-8b ..
 def diagnose(
     sources: Annotated[Strings, typer.Argument(metavar="[URL|FILE...]", help=SOURCES_HELP)] = None,
     slo: Annotated[Text, typer.Option(help=SLO_HELP)] = None,
-    ttft_slo_ms: Annotated[Number, typer.Option(help="The same as --slo ttft=...ms.")] = None,
-    tpot_slo_ms: Annotated[Number, typer.Option(help="The same as --slo tpot=...ms.")] = None,
-    window: Annotated[float, typer.Option(help="Seconds that an engine's metrics are read.")] = WINDOW_S,
-    range_s: Annotated[Number, typer.Option("--range", help="Seconds of a Prometheus server's history.")] = None,
-    watch: Annotated[bool, typer.Option(help="Again every 10 seconds, until interrupted.")] = False,
-    advice: Annotated[bool, typer.Option(help="Simulate what settings would gain.")] = True,
-    api_key: Annotated[Text, typer.Option(help="Key of the servers.", envvar="DIPTYCH_API_KEY")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the diagnosis of the first source as a page.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    ttft_slo_ms: Annotated[Number, typer.Option(help="The same as --slo ttft=...ms. Default: that of --slo.")] = None,
+    tpot_slo_ms: Annotated[Number, typer.Option(help="The same as --slo tpot=...ms. Default: that of --slo.")] = None,
+    window: Annotated[float, typer.Option(help="Seconds over which an engine's metrics are read.")] = WINDOW_S,
+    range_s: Annotated[
+        Number, typer.Option("--range", help="Seconds of a Prometheus server's history. Default: 1800.")
+    ] = None,
+    watch: Annotated[bool, typer.Option(help="Diagnose again every 10 seconds, until interrupted.")] = False,
+    advice: Annotated[bool, typer.Option(help="Simulate what other settings would gain.")] = True,
+    api_key: Annotated[
+        Text, typer.Option(help="API key of the servers. Default: none.", envvar="DIPTYCH_API_KEY")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write the diagnosis of the first source as a page to this file. Default: not written."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document to standard output.")] = False,
 ) -> None:
     """Say what limits a server: causes in seconds per request, and the setting that changes most.
 
@@ -123,8 +130,8 @@ class _Watched:
 
 
 def _diagnosed(watched: Sequence[_Watched], slo: "Slo | None", *, with_advice: bool, goes_on: bool) -> list[_Diagnosed]:
-    """Of all sources that can be read; of the others it is said why they cannot. Raises ConfigError when none can be
-    read, unless they are read again."""
+    """Diagnose all sources that can be read; print why the others cannot. Raises ConfigError when none can be read,
+    unless they are read again."""
     found, why = [], None
     for source in watched:
         try:

@@ -6,7 +6,8 @@ import threading
 
 
 def end_with_stdin() -> None:
-    """As if the program were asked to stop (SIGTERM). What is written to the standard input is thrown away."""
+    """End the program when its standard input ends, as if it were asked to stop (SIGTERM). What is written to the
+    standard input is thrown away."""
 
     def watch() -> None:
         while os.read(0, 4096):

@@ -15,15 +15,17 @@ from diptych.serving.front.engine_spec import EVENT_BLOCK, TEXT_BLOCK, FrontOpti
 from diptych.serving.link.engine_options import parse_bytes
 
 ENGINES, ROUTING, OBJECTIVES = "Engines", "Routing and queue", "Objectives"
-ENGINE_HELP = "KIND=URL[,NAME=VALUE ...]; kinds: vllm, sglang, llamacpp, openai. Repeatable."
-FILE_HELP = 'TOML file of engines: a table "engine" for each, with kind, url and the same names.'
+ENGINE_HELP = (
+    "Engine, KIND=URL[,NAME=VALUE ...]; kinds: vllm, sglang, llamacpp, openai. Repeatable. Default: those of --engines."
+)
+FILE_HELP = 'TOML file of engines: a table "engine" for each, with kind, url and the same names. Default: none.'
 BLOCK_HELP = "Tokens per block of the prefix index. Default: 16 with KV events, else 128."
 BYTES_HELP = "Bytes of prompt per token, where prompts are not tokenised."
 ASSUMED_HELP = "Seconds for which an engine is believed to hold a prompt where no KV events say it."
-SILENCE_HELP = "Seconds without a byte from a busy engine, after which it is asked for a sign of life."
+SILENCE_HELP = "Seconds without a byte from a busy engine, after which it is probed."
 RECOVERY_HELP = "Continue a stream at another engine when its own is lost."
 NAME_HELP = "Name for clients; repeat it for more. Default: the engines' own."
-UNTOUCHED_HELP = "Requests per engine without a first token; more wait in the queue (0: none wait)."
+UNTOUCHED_HELP = "Requests per engine whose prefill is not done; more wait in the queue (0: none wait)."
 FRONT_UNTOUCHED = 256
 CLUSTER_OPTIONS = ("routing", "on_failure", "max_untouched_per_worker", "max_queued", "max_queued_per_key")
 
@@ -34,9 +36,11 @@ class FrontEngines:
     engine: Annotated[Strings, option(ENGINE_HELP, ENGINES)] = None
     engines: Annotated[Path | None, option(FILE_HELP, ENGINES)] = None
     served_model_name: Annotated[Strings, option(NAME_HELP, ENGINES)] = None
-    probe_interval: Annotated[float, option("Seconds between two looks at an engine's gauges.", ENGINES)] = 0.5
+    probe_interval: Annotated[float, option("Seconds between two reads of an engine's metrics.", ENGINES)] = 0.5
     silence: Annotated[float, option(SILENCE_HELP, ENGINES)] = 5.0
-    first_byte_timeout: Annotated[float, option("Seconds that an engine may take for a prompt.", ENGINES)] = 600.0
+    first_byte_timeout: Annotated[float, option("Seconds that an engine may take until the first token.", ENGINES)] = (
+        600.0
+    )
     idle_timeout: Annotated[float, option("Seconds between two tokens of a stream.", ENGINES)] = 60.0
     recovery: Annotated[bool, option(RECOVERY_HELP, ENGINES)] = True
 
@@ -44,17 +48,27 @@ class FrontEngines:
 class RoutingOptions:
     """How requests find their engine."""
 
-    routing: Annotated[RoutingName | None, option("How engines are chosen.", ROUTING)] = None
+    routing: Annotated[RoutingName | None, option("How the router chooses engines. Default: kv_aware.", ROUTING)] = None
     block_size: Annotated[Whole, option(BLOCK_HELP, ROUTING)] = None
     bytes_per_token: Annotated[float, option(BYTES_HELP, ROUTING)] = 4.0
     assumed: Annotated[float, option(ASSUMED_HELP, ROUTING)] = 600.0
-    on_failure: Annotated[OnFailure | None, option("What becomes of the requests of a lost engine.", ROUTING)] = None
+    on_failure: Annotated[
+        OnFailure | None, option("What becomes of the requests of a lost engine. Default: retry.", ROUTING)
+    ] = None
     max_untouched_per_worker: Annotated[int, option(UNTOUCHED_HELP, ROUTING)] = FRONT_UNTOUCHED
-    max_queued: Annotated[Whole, option("Requests that may wait in the queue; more get 429.", ROUTING)] = None
-    max_queued_per_key: Annotated[Whole, option("Of these, requests of one API key (0: no limit).", ROUTING)] = None
+    max_queued: Annotated[
+        Whole, option("Requests that may wait in the queue; more get 429. Default: 4096.", ROUTING)
+    ] = None
+    max_queued_per_key: Annotated[
+        Whole, option("Requests of one API key that may wait in the queue (0: no limit). Default: 0.", ROUTING)
+    ] = None
     slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
-    ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None
-    tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None
+    ttft_slo_ms: Annotated[
+        Number, option("TTFT objective in milliseconds, for requests that name none. Default: none.", OBJECTIVES)
+    ] = None
+    tpot_slo_ms: Annotated[
+        Number, option("TPOT objective in milliseconds, for requests that name none. Default: none.", OBJECTIVES)
+    ] = None
 
 
 @takes(FrontEngines, HttpOptions, BatchTaking, RoutingOptions)

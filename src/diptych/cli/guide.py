@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def guide(
     host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: reachable from everywhere.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 picks a free one.")] = 8765,
-    opens: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    opens: Annotated[bool, typer.Option("--open", help="Open the guide in the browser.")] = False,
 ) -> None:
     """Prefill and decode, explained: an interactive guide and a comparison of runs. Needs no model."""
     from diptych.serving.api.connection import Connection

@@ -12,13 +12,26 @@ from diptych.serving.keys.key_file import read_secret
 from diptych.serving.keys.keyring import Keyring
 
 SERVER = "Server"
-API_KEY_HELP = "Accept this key (Authorization: Bearer KEY). Repeatable; each key is a tenant, tenants share fairly."
-KEYS_HELP = "TOML file of named keys with tenants, limits and quotas; read again when it changes (diptych keys new)."
-ADMIN_FILE_HELP = "File with that key, instead of the key in the arguments, which every user of the machine can read."
+API_KEY_HELP = (
+    "Accept this key (Authorization: Bearer KEY); each key is a tenant, tenants share fairly. Repeatable. "
+    "Default: no key is asked for."
+)
+KEYS_HELP = (
+    "TOML file of named keys with tenants, limits and quotas; read again when it changes (diptych keys new). "
+    "Default: none."
+)
+ADMIN_FILE_HELP = (
+    "File with the key of --admin-key, which every user of the machine can read in the arguments. Default: none."
+)
 ADMIN_KEY_HELP = "Ask for this key at /admin. Default: only programs on this machine are answered there."
-CORS_HELP = "Origin whose web pages may use the API, such as https://example.org (*: all). Repeatable."
-HOST_HELP = "Name by which the server may be called, besides addresses and localhost. Repeatable."
-LOG_HELP = "Append a JSON line per request to this file (-: standard error), without prompts and answers."
+CORS_HELP = "Origin whose web pages may use the API, such as https://example.org (*: all). Repeatable. Default: none."
+HOST_HELP = (
+    "Accept this Host header besides IP addresses and localhost. Repeatable. Default: any; on 127.0.0.1 without "
+    "keys, none."
+)
+LOG_HELP = (
+    "Append a JSON line per request to this file (-: standard error), without prompts and answers. Default: none."
+)
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -35,9 +48,11 @@ class HttpOptions:
     cors_origin: Annotated[Strings, option(CORS_HELP, SERVER)] = None
     allowed_host: Annotated[Strings, option(HOST_HELP, SERVER)] = None
     access_log: Annotated[Text, option(LOG_HELP, SERVER)] = None
-    drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", SERVER)] = 30.0
-    log_level: Annotated[LogLevel, option("How much the server logs.", SERVER)] = "warning"
-    record: Annotated[Path | None, option("Record all decisions to this file, for diptych replay.", SERVER)] = None
+    drain_timeout: Annotated[float, option("Seconds that running requests get after SIGTERM.", SERVER)] = 30.0
+    log_level: Annotated[LogLevel, option("Least severe messages that the server logs.", SERVER)] = "warning"
+    record: Annotated[
+        Path | None, option("Record all decisions to this file, for diptych replay. Default: not recorded.", SERVER)
+    ] = None
 
 
 def manners(given: Mapping[str, Any]) -> Manners:

@@ -24,13 +24,19 @@ keys = typer.Typer(help="Make, check and watch the API keys of a server.", no_ar
 
 @keys.command(cls=Command, epilog=examples("keys new"))
 def new(
-    name: Annotated[str, typer.Argument(help="Whose key it is: shown in metrics and logs.")],
-    tenant: Annotated[Text, typer.Option(help="Whose responses and batches it sees. Default: the name.")] = None,
-    admin: Annotated[bool, typer.Option("--admin", help="It opens /admin, too.")] = False,
-    max_requests: Annotated[Whole, typer.Option(help="Requests at once.")] = None,
-    requests_per_minute: Annotated[Whole, typer.Option(help="In any minute.")] = None,
-    tokens_per_minute: Annotated[Whole, typer.Option(help="Of prompts and answers, in any minute.")] = None,
-    tokens_per_day: Annotated[Whole, typer.Option(help="Of prompts and answers, in any 24 hours.")] = None,
+    name: Annotated[str, typer.Argument(help="Name of the key's owner, shown in metrics and logs.")],
+    tenant: Annotated[
+        Text, typer.Option(help="Tenant whose responses and batches the key sees. Default: the name.")
+    ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="Let the key open /admin, too.")] = False,
+    max_requests: Annotated[Whole, typer.Option(help="Most requests at once. Default: no limit.")] = None,
+    requests_per_minute: Annotated[Whole, typer.Option(help="Most requests in any minute. Default: no limit.")] = None,
+    tokens_per_minute: Annotated[
+        Whole, typer.Option(help="Most tokens of prompts and answers in any minute. Default: no limit.")
+    ] = None,
+    tokens_per_day: Annotated[
+        Whole, typer.Option(help="Most tokens of prompts and answers in any 24 hours. Default: no limit.")
+    ] = None,
 ) -> None:
     """Draw a new key. It is shown once; the server's file gets its hash alone."""
     with errors_in_words():
@@ -63,8 +69,10 @@ def check(file: Annotated[Path, typer.Argument(help="The file of --api-keys.")])
 
 @keys.command(cls=Command, epilog=examples("keys usage"))
 def usage(
-    url: Annotated[str, typer.Option(help="The server.")] = LOCAL_URL,
-    admin_key: Annotated[Text, typer.Option(help="An admin key of it.", envvar="DIPTYCH_ADMIN_KEY")] = None,
+    url: Annotated[str, typer.Option(help="Address of the server.")] = LOCAL_URL,
+    admin_key: Annotated[
+        Text, typer.Option(help="An admin key of the server. Default: none.", envvar="DIPTYCH_ADMIN_KEY")
+    ] = None,
 ) -> None:
     """Show what each name used since the start of a server, and what it has left."""
     with errors_in_words():

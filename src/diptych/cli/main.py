@@ -261,12 +261,12 @@ def busy_machine_hint(options: EngineOptions, num_workers: int, processor: Proce
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     model: Annotated[Text, option(MODEL_HELP, MODEL)] = None,
-    max_tokens: Annotated[int, option("Tokens at most.", MODEL)] = 128,
-    temperature: Annotated[float, option("0 takes the likeliest token each time.", MODEL)] = 0.7,
-    top_p: Annotated[float, option("Only the likeliest tokens of this total probability.", MODEL)] = 1.0,
-    seed: Annotated[int | None, option("Repeatable output.", MODEL)] = None,
+    max_tokens: Annotated[int, option("Most tokens of the answer.", MODEL)] = 128,
+    temperature: Annotated[float, option("Sampling temperature; 0 takes the likeliest token each time.", MODEL)] = 0.7,
+    top_p: Annotated[float, option("Sample from the likeliest tokens of this total probability.", MODEL)] = 1.0,
+    seed: Annotated[int | None, option("Seed that makes the output repeatable. Default: a random one.", MODEL)] = None,
     threads: Annotated[int | None, option("Compute threads. Default: one per physical core.", MACHINE)] = None,
-    dtype: Annotated[DTypeName, option("Arithmetic; auto: the checkpoint's own.", MODEL)] = "auto",
+    dtype: Annotated[DTypeName, option("Arithmetic of the model; auto: the checkpoint's own.", MODEL)] = "auto",
     instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, "--isa")] = "auto",
     quantize: Annotated[QuantizeName, option(QUANTIZE_HELP, MODEL)] = "none",
 ) -> None:

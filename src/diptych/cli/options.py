@@ -58,7 +58,7 @@ def picked(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: given[name] for name in names}
 
 
-SLO_HELP = "Both at once: ttft=300ms,tpot=50ms, or a preset such as mlperf-llama3.1-8b."
+SLO_HELP = "Latency objectives, such as ttft=300ms,tpot=50ms, or a preset such as mlperf-llama3.1-8b. Default: none."
 
 
 def with_objectives(given: Mapping[str, Any]) -> dict[str, Any]:

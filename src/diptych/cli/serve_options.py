@@ -27,36 +27,47 @@ SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memor
 MODEL_HELP = "Model directory, GGUF file, or a name of the Hub that is in its cache. Default: the bundled model."
 TRANSFERS = "|".join(("auto", *CONNECTORS))  # FleetOptions refuses other names
 ISA_HELP = "Instructions of the CPU kernels; auto: the fastest set of this machine."
-QUANTIZE_HELP = "Weights of 8 or 4 bits, made from the checkpoint's when it is loaded; on a CPU."
-SPECULATION_HELP = "Guess tokens from prompt and answer, and verify several at once; auto: where no token changes."
+QUANTIZE_HELP = "Quantise the checkpoint's weights to 8 or 4 bits at load; on a CPU."
+SPECULATION_HELP = (
+    "Draft tokens by n-gram lookup in prompt and answer, and verify several at once; auto: where no token changes."
+)
 UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second is the old name
-UNTOUCHED_HELP = "Requests per worker without a first token; more wait in the queue (0: none wait). Default: 64."
+UNTOUCHED_HELP = "Requests per worker whose prefill is not done; more wait in the queue (0: none wait). Default: 64."
 BOTH_HELP = "Workers that do both. Default: 1 if there is no other."
-CORE_SPLIT_HELP = "Cores by role, such as prefill=3,decode=1 (weights); divided again when a role changes."
-FLEET_HELP = "TOML file of unequal workers: tables pools.NAME, as for diptych simulate."
-SURVIVE_HELP = "Record streams in this directory: clients go on with Last-Event-ID, also after a restart."
-LISTEN_HELP = "Take workers of other hosts here (diptych worker --join)."
-KEY_HELP = "File with the key that workers must have to join: 32 to 4096 bytes."
-LAUNCHER_HELP = "What starts the workers: this host, or Ray on its hosts (they join: --listen-workers)."
-PLAIN_HELP = "With --listen-workers: KV unencrypted between workers, on a network that you trust."
-POOL_HELP = "NAME=POOL, such as large=1:max_model_len=131072,kv_cache_bytes=8GiB. Repeatable."
+CORE_SPLIT_HELP = (
+    "Cores by role, such as prefill=3,decode=1 (weights); divided again when a role changes. Default: alike."
+)
+FLEET_HELP = "TOML file of unequal workers: tables pools.NAME, as for diptych simulate. Default: equal workers."
+SURVIVE_HELP = (
+    "Record streams in this directory: clients go on with Last-Event-ID, also after a restart. Default: not recorded."
+)
+LISTEN_HELP = "Take workers of other hosts at this address (diptych worker --join). Default: none."
+KEY_HELP = "File with the key that workers must have to join: 32 to 4096 bytes. Default: none may join."
+LAUNCHER_HELP = "What starts the workers: this host, or Ray on its hosts (they join by --listen-workers)."
+PLAIN_HELP = "Send KV unencrypted between hosts (--listen-workers), on a network that you trust."
+POOL_HELP = (
+    "Pool of unequal workers, NAME=POOL: large=1:max_model_len=131072,kv_cache_bytes=8GiB. Repeatable. Default: "
+    "equal workers."
+)
 DEFLECTION_HELP = (
-    "Which prompts a decode worker with streams computes itself: short ones, or any that fit its streams' TPOT "
-    "objective."
+    "Prompts that a busy decode worker prefills itself: short ones, or any that keep its streams' TPOT "
+    "objective. Default: short."
 )
 MAX_QUEUED_HELP = "Requests that may wait in the queue; more get 429. Default: 4096."
-MISSES_HELP = "Say why prompts were not in the prefix cache. text: keep prompts in memory, to show what differs."
+MISSES_HELP = "Explain prefix-cache misses. text: keep prompts in memory, to show what differs."
 KV_CACHE_HELP = (
     "KV cache per worker, such as 2GiB. Default: a quarter of the free memory, divided among workers, at most 2 GiB "
     "each."
 )
 KV_HOST_HELP = "Host memory per worker for evicted KV and preempted requests, in GB."
 TOOL_FORMAT_HELP = (
-    "How calls of tools are written: auto (as the chat template says, else generic), generic (described in the first "
+    "Format of tool calls: auto (as the chat template says, else generic), generic (described in the first "
     "message), none (tools are refused), or a format of docs/structured.md."
 )
-RESPONSES_HELP = "Bytes of responses that are kept, such as 1GiB. Default: 256MiB in memory, 4GiB in a file."
-SHAPE_HELP = "unified: prompts first. chunked: between decodes. Default: chunked, and --plan may change it."
+RESPONSES_HELP = "Most bytes of kept responses, such as 1GiB. Default: 256MiB in memory, 4GiB in a file."
+SHAPE_HELP = (
+    "Scheduling preset. unified: prompts first; chunked: between decodes. Default: chunked, and --plan may change it."
+)
 PLAN_HELP = "Change roles, shapes and --core-split to fit the load (auto), or only say so (advise). Default: advise."
 
 
@@ -67,76 +78,124 @@ class ModelOptions:
     """What is served (see ``takes``)."""
 
     place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None
-    model: Annotated[Text, option("The same as MODEL.", MODEL)] = None
+    model: Annotated[Text, option("The same as MODEL. Default: MODEL.", MODEL)] = None
     served_model_name: Annotated[Strings, option(NAME_HELP, MODEL)] = None
     max_model_len: Annotated[Whole, option("Context length. Default: the model's own.", MODEL)] = None
-    dtype: Annotated[DTypeName, option("Arithmetic; auto: the checkpoint's own.", MODEL)] = "auto"
+    dtype: Annotated[DTypeName, option("Arithmetic of the model; auto: the checkpoint's own.", MODEL)] = "auto"
     tool_format: Annotated[str, option(TOOL_FORMAT_HELP, MODEL, metavar="auto|generic|none|NAME")] = "auto"
 
 
 class ServeOptions:
     """How it is served."""
 
-    max_waiting: Annotated[Whole, option("Requests that may wait on each worker; more get 429.", SERVER)] = None
+    max_waiting: Annotated[
+        Whole, option("Requests that may wait on each worker; more get 429. Default: 4096.", SERVER)
+    ] = None
     strict: Annotated[bool, option("Refuse fields of requests that this server does not know.", SERVER)] = False
     responses: Annotated[Path | None, option("Keep /v1/responses in this SQLite file. Default: memory.", SERVER)] = None
     max_responses: Annotated[Text, option(RESPONSES_HELP, SERVER)] = None
-    verbose: Annotated[bool, option("Say at the start what the engine computes with.", SERVER)] = False
-    prefill: Annotated[int, option("Workers that prefill.", WORKERS)] = 0
-    decode: Annotated[int, option("Workers that decode.", WORKERS)] = 0
+    verbose: Annotated[bool, option("Print the engine's configuration at start-up.", SERVER)] = False
+    prefill: Annotated[int, option("Workers that only prefill.", WORKERS)] = 0
+    decode: Annotated[int, option("Workers that only decode.", WORKERS)] = 0
     both: Annotated[Whole, option(BOTH_HELP, WORKERS, "--both", "--workers")] = None
     listen_workers: Annotated[Text, option(LISTEN_HELP, WORKERS, metavar="HOST:PORT")] = None
     key_file: Annotated[Path | None, option(KEY_HELP, WORKERS)] = None
     launcher: Annotated[Literal["local", "ray"], option(LAUNCHER_HELP, WORKERS)] = "local"
-    ray_address: Annotated[Text, option("The Ray cluster. Default: auto, the one of this host.", WORKERS)] = None
+    ray_address: Annotated[
+        Text, option("Address of the Ray cluster. Default: auto, the one of this host.", WORKERS)
+    ] = None
     ray_cpus: Annotated[float | None, option("CPUs that Ray keeps for each worker. Default: 1.", WORKERS)] = None
     ray_gpus: Annotated[float | None, option("GPUs that Ray keeps for each worker. Default: 0.", WORKERS)] = None
     ray_wait: Annotated[float | None, option("Seconds for Ray to find room. Default: 300.", WORKERS)] = None
     survive_restart: Annotated[Path | None, option(SURVIVE_HELP, SERVER)] = None
     transfer_plain: Annotated[bool, option(PLAIN_HELP, WORKERS)] = False
-    max_workers: Annotated[Whole, option("Workers that there may be, with those added later.", WORKERS)] = None
+    max_workers: Annotated[
+        Whole,
+        option(
+            "Upper bound on workers, including those added at run time. Default: "
+            "those of the start, more with --listen-workers.",
+            WORKERS,
+        ),
+    ] = None
     fleet: Annotated[Path | None, option(FLEET_HELP, WORKERS)] = None
     pool: Annotated[Strings, option(POOL_HELP, WORKERS)] = None
     plan: Annotated[PlanMode | None, option(PLAN_HELP, WORKERS)] = None
-    routing: Annotated[RoutingName | None, option("How workers are chosen.", WORKERS)] = None
-    disaggregate: Annotated[Disaggregate | None, option("Whether two workers share a request.", WORKERS)] = None
+    routing: Annotated[RoutingName | None, option("How the router chooses workers. Default: kv_aware.", WORKERS)] = None
+    disaggregate: Annotated[
+        Disaggregate | None,
+        option("Whether two workers share a request: one prefills, one decodes. Default: auto.", WORKERS),
+    ] = None
     deflection: Annotated[Deflection | None, option(DEFLECTION_HELP, WORKERS)] = None
     transfer: Annotated[
-        str, option("KV between workers; auto: shared memory on CPUs, else TCP.", WORKERS, metavar=f"<{TRANSFERS}>")
+        str,
+        option(
+            "How KV travels between workers; auto: shared memory on CPUs, else TCP.", WORKERS, metavar=f"<{TRANSFERS}>"
+        ),
     ] = "auto"
     kv_codec: Annotated[CodecName, option("Compress (and round) KV; auto: if it saves time.", WORKERS)] = "none"
-    on_failure: Annotated[OnFailure | None, option("What becomes of the requests of a lost worker.", WORKERS)] = None
+    on_failure: Annotated[
+        OnFailure | None, option("What becomes of the requests of a lost worker. Default: retry.", WORKERS)
+    ] = None
     heartbeat_timeout: Annotated[float, option("Seconds without heartbeat until a worker is killed.", WORKERS)] = 10.0
-    cores_per_worker: Annotated[Text, option("Cores per worker: a number, or lists of CPUs 0-3/4-7.", WORKERS)] = None
+    cores_per_worker: Annotated[
+        Text, option("Cores per worker: a number, or lists of CPUs 0-3/4-7. Default: an equal share.", WORKERS)
+    ] = None
     core_split: Annotated[Text, option(CORE_SPLIT_HELP, WORKERS)] = None
     max_untouched_per_worker: Annotated[Whole, option(UNTOUCHED_HELP, WORKERS, *UNTOUCHED_NAMES)] = None
     max_queued: Annotated[Whole, option(MAX_QUEUED_HELP, WORKERS)] = None
-    max_queued_per_key: Annotated[Whole, option("Of these, requests of one API key (0: no limit).", WORKERS)] = None
+    max_queued_per_key: Annotated[
+        Whole, option("Requests of one API key that may wait in the queue (0: no limit). Default: 0.", WORKERS)
+    ] = None
     slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
-    ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None
-    tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None
+    ttft_slo_ms: Annotated[
+        Number, option("TTFT objective in milliseconds, for requests that name none. Default: none.", OBJECTIVES)
+    ] = None
+    tpot_slo_ms: Annotated[
+        Number, option("TPOT objective in milliseconds, for requests that name none. Default: none.", OBJECTIVES)
+    ] = None
     shape: Annotated[PresetName | None, option(SHAPE_HELP, OBJECTIVES)] = None
     speculation: Annotated[SpeculationName, option(SPECULATION_HELP, OBJECTIVES)] = "auto"
-    order: Annotated[OrderName | None, option("Which waiting request goes first.", SCHEDULER)] = None
-    budget: Annotated[BudgetName | None, option("What limits a step: prompts, tokens or time.", SCHEDULER)] = None
-    max_batched_tokens: Annotated[Whole, option("Tokens of one step at most.", SCHEDULER)] = None
-    step_target_ms: Annotated[Number, option("Step time of --budget slo, without TPOT objectives.", SCHEDULER)] = None
-    max_num_seqs: Annotated[Whole, option("Requests running at once per worker.", SCHEDULER)] = None
-    max_partial_prefills: Annotated[Whole, option("Prompts partly computed at once (0: no limit).", SCHEDULER)] = None
-    max_long_partial_prefills: Annotated[Whole, option("Of these, long ones (0: no limit).", SCHEDULER)] = None
-    long_prefill_threshold: Annotated[Whole, option("A prompt with more uncached tokens is long.", SCHEDULER)] = None
-    preemption: Annotated[PreemptionName | None, option("When a decode loses its KV blocks.", SCHEDULER)] = None
+    order: Annotated[OrderName | None, option("Which waiting request goes first. Default: by --shape.", SCHEDULER)] = (
+        None
+    )
+    budget: Annotated[
+        BudgetName | None, option("What limits a step: prompts, tokens or time. Default: by --shape.", SCHEDULER)
+    ] = None
+    max_batched_tokens: Annotated[Whole, option("Most tokens of one step. Default: by --shape.", SCHEDULER)] = None
+    step_target_ms: Annotated[
+        Number, option("Step time of --budget slo in milliseconds, without TPOT objectives. Default: 100.", SCHEDULER)
+    ] = None
+    max_num_seqs: Annotated[Whole, option("Requests that run at once on each worker. Default: 256.", SCHEDULER)] = None
+    max_partial_prefills: Annotated[
+        Whole, option("Partly computed prompts at once (0: no limit). Default: by --shape.", SCHEDULER)
+    ] = None
+    max_long_partial_prefills: Annotated[
+        Whole, option("Partly computed long prompts at once (0: no limit). Default: by --shape.", SCHEDULER)
+    ] = None
+    long_prefill_threshold: Annotated[
+        Whole, option("Uncached tokens beyond which a prompt is long (0: none is). Default: by --shape.", SCHEDULER)
+    ] = None
+    preemption: Annotated[
+        PreemptionName | None,
+        option("How a decode that loses its KV blocks gets them back. Default: recompute.", SCHEDULER),
+    ] = None
     preempt_for_priority: Annotated[bool, option("Displace running requests of lower priority.", SCHEDULER)] = False
     block_size: Annotated[int, option("Tokens per KV block.", MEMORY)] = 32
     kv_cache_memory: Annotated[Text, option(KV_CACHE_HELP, MEMORY)] = None
     kv_host_gb: Annotated[float, option(KV_HOST_HELP, MEMORY)] = 0.0
-    kv_disk: Annotated[Path | None, option("Folder that keeps KV over restarts, such as ~/.cache/kv.", MEMORY)] = None
+    kv_disk: Annotated[
+        Path | None, option("Folder that keeps KV over restarts, such as ~/.cache/kv. Default: none.", MEMORY)
+    ] = None
     kv_disk_gb: Annotated[Number, option("Most that the folder may hold, in GB. Default: 10.", MEMORY)] = None
-    kv_disk_codec: Annotated[DiskCodecName, option("int8: half the bytes, rounded.", MEMORY)] = "none"
+    kv_disk_codec: Annotated[DiskCodecName, option("How KV lies on disk; int8: half the bytes, rounded.", MEMORY)] = (
+        "none"
+    )
     prefix_cache: Annotated[bool, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = True
     explain_misses: Annotated[ExplainMisses, option(MISSES_HELP, MEMORY)] = "off"
-    device: Annotated[DeviceName, option("Where to compute.", MACHINE)] = "auto"
+    device: Annotated[DeviceName, option("Device to compute on; auto: a GPU if there is one.", MACHINE)] = "auto"
     threads: Annotated[Whole, option("Compute threads per worker. Default: one per physical core.", MACHINE)] = None
-    cores: Annotated[Text, option("CPUs to compute on, such as 0-3: one thread each.", MACHINE)] = None
+    cores: Annotated[
+        Text, option("CPUs to compute on, such as 0-3: one thread each. Default: all that are allowed.", MACHINE)
+    ] = None
     instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, "--isa")] = "auto"
     quantize: Annotated[QuantizeName, option(QUANTIZE_HELP, MACHINE)] = "none"

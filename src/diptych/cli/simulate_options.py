@@ -41,80 +41,161 @@ PATHS = {
     "explain_misses": "explain_misses",
 }
 
-LIST_HELP = "Print what there is, and end: models, hardware, links, engines, traces or settings."
+LIST_HELP = "List models, hardware, links, engines, traces or settings, and end. Default: simulate."
 
 
 class SimulateOptions:
     """One attribute each; options.py makes a command of them."""
 
-    config: Annotated[Path | None, typer.Argument(help="TOML file of settings; options override it.")] = None
-    model: Annotated[Text, option("Model of the catalogue, or a config.json.", FLEET)] = None
-    hardware: Annotated[Text, option("Device of the catalogue, or FILE.toml with your own.", FLEET)] = None
-    tensor_parallel: Annotated[Whole, option("Devices that share every matrix.", FLEET)] = None
-    pipeline_parallel: Annotated[Whole, option("Stages that a worker's layers are dealt to.", FLEET)] = None
-    expert_parallel: Annotated[Whole, option("Groups of devices with experts of their own.", FLEET)] = None
-    data_parallel: Annotated[Whole, option("Groups of devices with sequences of their own.", FLEET)] = None
+    config: Annotated[
+        Path | None, typer.Argument(help="TOML file of settings; options override it. Default: none.")
+    ] = None
+    model: Annotated[
+        Text, option("Model of the catalogue, or a config.json. Default: that of CONFIG or --cost.", FLEET)
+    ] = None
+    hardware: Annotated[
+        Text, option("Device of the catalogue, or FILE.toml with your own. Default: that of CONFIG or --cost.", FLEET)
+    ] = None
+    tensor_parallel: Annotated[Whole, option("Devices that share every matrix. Default: 1.", FLEET)] = None
+    pipeline_parallel: Annotated[Whole, option("Stages that a worker's layers are dealt to. Default: 1.", FLEET)] = None
+    expert_parallel: Annotated[Whole, option("Groups of devices with experts of their own. Default: 1.", FLEET)] = None
+    data_parallel: Annotated[Whole, option("Groups of devices with sequences of their own. Default: 1.", FLEET)] = None
     weight_bits: Annotated[Whole, option("Bits of a weight on a GPU. Default: the checkpoint's.", FLEET)] = None
-    quantize: Annotated[Text, option("Weights on a CPU, as for serve: none, int8 or int4.", FLEET)] = None
-    kv_bits: Annotated[Whole, option("Bits of a cached number: 16 or 8.", FLEET)] = None
-    cost: Annotated[Text, option("Step durations: auto, tables, operators, roofline, or a file.", FLEET)] = None
-    engine: Annotated[Text, option("Whose host and front end: diptych, vllm-0.12, vllm-0.19, ...", FLEET)] = None
-    replicas: Annotated[Whole, option("Workers that prefill and decode (without --prefill, --decode).", FLEET)] = None
-    prefill: Annotated[Whole, option("Workers that only prefill (with --decode).", FLEET)] = None
-    decode: Annotated[Whole, option("Workers that decode prompts of the prefill workers.", FLEET)] = None
-    both: Annotated[Whole, option("Workers that do both, beside those.", FLEET)] = None
-    pool: Annotated[list[str] | None, option("NAME=POOL, such as decode=4xa100-80gb:tp2. Repeatable.", FLEET)] = None
-    link: Annotated[Text, option("Link between workers: ib400, eth100, nvlink4, shared_memory, ...", FLEET)] = None
-    nics: Annotated[Whole, option("Network cards of a replica, each with such a link.", FLEET)] = None
-    hosts: Annotated[Whole, option("Hosts whose workers share memory (0: each worker has its own).", FLEET)] = None
-    routing: Annotated[Text, option("kv_aware or round_robin.", FLEET)] = None
-    disaggregate: Annotated[Text, option("Separate prefill from decode: auto, always or never.", FLEET)] = None
-    deflection: Annotated[Text, option("Prompts of a busy decode worker: short, or objective.", FLEET)] = None
-    on_failure: Annotated[Text, option("Requests of a lost worker: retry, local or fail.", FLEET)] = None
+    quantize: Annotated[
+        Text, option("Weights on a CPU: none, int8 or int4. Default: none, or as calibrated.", FLEET)
+    ] = None
+    kv_bits: Annotated[Whole, option("Bits of a number in the KV cache: 16 or 8. Default: 16.", FLEET)] = None
+    cost: Annotated[
+        Text, option("Step durations: auto, tables, operators, roofline, or a file. Default: auto.", FLEET)
+    ] = None
+    engine: Annotated[
+        Text,
+        option("Engine whose host and front end are simulated: diptych, vllm-0.12, ... Default: by --cost.", FLEET),
+    ] = None
+    replicas: Annotated[
+        Whole, option("Workers that prefill and decode (without --prefill, --decode). Default: 1.", FLEET)
+    ] = None
+    prefill: Annotated[Whole, option("Workers that only prefill (with --decode). Default: 0.", FLEET)] = None
+    decode: Annotated[Whole, option("Workers that only decode (with --prefill). Default: 0.", FLEET)] = None
+    both: Annotated[Whole, option("Workers that do both, beside --prefill and --decode. Default: 0.", FLEET)] = None
+    pool: Annotated[
+        list[str] | None,
+        option("Pool of workers, NAME=POOL: decode=4xa100-80gb:tp2. Repeatable. Default: none.", FLEET),
+    ] = None
+    link: Annotated[
+        Text, option("Link between workers: ib400, eth100, nvlink4, shared_memory, ... Default: ib400.", FLEET)
+    ] = None
+    nics: Annotated[Whole, option("Network cards of a replica, each with a link of its own. Default: 1.", FLEET)] = None
+    hosts: Annotated[
+        Whole, option("Hosts whose workers share memory (0: each worker has its own). Default: 0.", FLEET)
+    ] = None
+    routing: Annotated[
+        Text, option("Router: kv_aware or round_robin. Default: kv_aware.", FLEET)
+    ] = None
+    disaggregate: Annotated[
+        Text, option("Separate prefill from decode: auto, always or never. Default: auto.", FLEET)
+    ] = None
+    deflection: Annotated[
+        Text, option("Prompts that a busy decode worker prefills itself: short, or objective. Default: short.", FLEET)
+    ] = None
+    on_failure: Annotated[
+        Text, option("What becomes of the requests of a lost worker: retry, local or fail. Default: retry.", FLEET)
+    ] = None
     max_model_len: Annotated[Whole, option("Context length. Default: the model's own.", FLEET)] = None
-    rate: Annotated[Number, option("Requests per second.", WORKLOAD)] = None
-    num_requests: Annotated[Whole, option("Requests in all.", WORKLOAD)] = None
-    arrivals: Annotated[Text, option("poisson, gamma, constant, on_off or closed.", WORKLOAD)] = None
-    prompt_tokens: Annotated[Number, option("Mean length of a prompt.", WORKLOAD)] = None
-    output_tokens: Annotated[Number, option("Mean length of an answer.", WORKLOAD)] = None
-    trace: Annotated[Text, option("azure-conv, mooncake-conversation, or a file.", WORKLOAD)] = None
-    seed: Annotated[Whole, option("Seed of everything random; equal seeds give equal runs.", WORKLOAD)] = None
+    rate: Annotated[Number, option("Requests per second. Default: 1, or the trace's.", WORKLOAD)] = None
+    num_requests: Annotated[Whole, option("Requests in all. Default: 1000, or the trace.", WORKLOAD)] = None
+    arrivals: Annotated[
+        Text, option("Arrival process: poisson, gamma, constant, on_off or closed. Default: poisson.", WORKLOAD)
+    ] = None
+    prompt_tokens: Annotated[Number, option("Mean length of a prompt in tokens. Default: 512.", WORKLOAD)] = None
+    output_tokens: Annotated[Number, option("Mean length of an answer in tokens. Default: 128.", WORKLOAD)] = None
+    trace: Annotated[
+        Text, option("Trace: azure-conv, mooncake-conversation, or a file. Default: random lengths.", WORKLOAD)
+    ] = None
+    seed: Annotated[Whole, option("Seed of everything random; equal seeds give equal runs. Default: 0.", WORKLOAD)] = (
+        None
+    )
     slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
-    ttft_slo_ms: Annotated[Number, option("Time to first token, for requests that name none.", OBJECTIVES)] = None
-    tpot_slo_ms: Annotated[Number, option("Time per later token, for requests that name none.", OBJECTIVES)] = None
-    find_goodput: Annotated[bool, option("Search the highest rate that meets them.", OBJECTIVES)] = False
-    fewest_devices: Annotated[bool, option("Search the smallest fleet that meets them.", OBJECTIVES)] = False
-    attainment: Annotated[Number, option("Share of requests that must meet them: 0.9 or 90.", OBJECTIVES)] = None
-    tolerance: Annotated[Number, option("The search ends at two rates this close. Default: 0.05.", OBJECTIVES)] = None
+    ttft_slo_ms: Annotated[
+        Number, option("TTFT objective in milliseconds, for requests that name none. Default: none.", OBJECTIVES)
+    ] = None
+    tpot_slo_ms: Annotated[
+        Number, option("TPOT objective in milliseconds, for requests that name none. Default: none.", OBJECTIVES)
+    ] = None
+    find_goodput: Annotated[bool, option("Search the highest rate that meets the objectives.", OBJECTIVES)] = False
+    fewest_devices: Annotated[bool, option("Search the smallest fleet that meets the objectives.", OBJECTIVES)] = False
+    attainment: Annotated[
+        Number, option("Share of requests that must meet the objectives: 0.9 or 90. Default: 0.9.", OBJECTIVES)
+    ] = None
+    tolerance: Annotated[
+        Number, option("Relative distance of two rates at which the search ends. Default: 0.05.", OBJECTIVES)
+    ] = None
     probe: Annotated[Text, option("Shortest run of a search. Default: 60s.", OBJECTIVES)] = None
-    shape: Annotated[Text, option("unified: prompts first. chunked: between decodes.", OBJECTIVES)] = None
-    guess_coverage: Annotated[Number, option("Share of tokens behind which tokens are guessed.", OBJECTIVES)] = None
-    guess_acceptance: Annotated[Number, option("Probability that a guessed token is right.", OBJECTIVES)] = None
-    order: Annotated[Text, option("fcfs, priority, shortest or deadline.", SCHEDULER)] = None
-    budget: Annotated[Text, option("What limits a step: whole, fixed or slo.", SCHEDULER)] = None
-    max_batched_tokens: Annotated[Whole, option("Tokens of one step at most.", SCHEDULER)] = None
-    step_target_ms: Annotated[Number, option("Time of one step with --budget slo.", SCHEDULER)] = None
-    max_num_seqs: Annotated[Whole, option("Requests running at once.", SCHEDULER)] = None
-    max_waiting: Annotated[Whole, option("Requests that may wait per worker.", SCHEDULER)] = None
-    max_partial_prefills: Annotated[Whole, option("Prompts partly computed at once (0: no limit).", SCHEDULER)] = None
-    max_long_partial_prefills: Annotated[Whole, option("Of these, long ones (0: no limit).", SCHEDULER)] = None
-    long_prefill_threshold: Annotated[Whole, option("A prompt with more uncached tokens is long.", SCHEDULER)] = None
-    preemption: Annotated[Text, option("When a decode loses its KV blocks: recompute or swap.", SCHEDULER)] = None
-    preempt_for_priority: Annotated[Switch, option("Displace running requests of lower priority.", SCHEDULER)] = None
-    block_size: Annotated[Whole, option("Tokens per KV block.", MEMORY)] = None
+    shape: Annotated[
+        Text,
+        option("Scheduling preset. unified: prompts first; chunked: between decodes. Default: chunked.", OBJECTIVES),
+    ] = None
+    guess_coverage: Annotated[
+        Number, option("Share of tokens that are followed by draft tokens. Default: 0.", OBJECTIVES)
+    ] = None
+    guess_acceptance: Annotated[
+        Number, option("Probability that a draft token is accepted. Default: none are drafted.", OBJECTIVES)
+    ] = None
+    order: Annotated[
+        Text, option("Order of the queue: fcfs, priority, shortest or deadline. Default: by --shape.", SCHEDULER)
+    ] = None
+    budget: Annotated[Text, option("What limits a step: whole, fixed or slo. Default: by --shape.", SCHEDULER)] = None
+    max_batched_tokens: Annotated[Whole, option("Most tokens of one step. Default: by --shape.", SCHEDULER)] = None
+    step_target_ms: Annotated[
+        Number, option("Step time of --budget slo in milliseconds, without TPOT objectives. Default: 100.", SCHEDULER)
+    ] = None
+    max_num_seqs: Annotated[Whole, option("Requests that run at once on each worker. Default: 256.", SCHEDULER)] = None
+    max_waiting: Annotated[Whole, option("Requests that may wait on each worker. Default: 4096.", SCHEDULER)] = None
+    max_partial_prefills: Annotated[
+        Whole, option("Partly computed prompts at once (0: no limit). Default: by --shape.", SCHEDULER)
+    ] = None
+    max_long_partial_prefills: Annotated[
+        Whole, option("Partly computed long prompts at once (0: no limit). Default: by --shape.", SCHEDULER)
+    ] = None
+    long_prefill_threshold: Annotated[
+        Whole, option("Uncached tokens beyond which a prompt is long (0: none is). Default: by --shape.", SCHEDULER)
+    ] = None
+    preemption: Annotated[
+        Text,
+        option(
+            "How a decode that loses its KV blocks gets them back: recompute or swap. Default: recompute.", SCHEDULER
+        ),
+    ] = None
+    preempt_for_priority: Annotated[
+        Switch, option("Displace running requests of lower priority. Default: off.", SCHEDULER)
+    ] = None
+    block_size: Annotated[Whole, option("Tokens per KV block. Default: 32.", MEMORY)] = None
     kv_cache_tokens: Annotated[Whole, option("KV cache in tokens. Default: what fits.", MEMORY)] = None
-    kv_cache_memory: Annotated[Text, option("KV cache of each GPU, such as 20GiB.", MEMORY)] = None
-    kv_host_gb: Annotated[Number, option("Host memory per worker for evicted and preempted KV, in GB.", MEMORY)] = None
-    kv_disk_gb: Annotated[Number, option("Disk per worker below it, in GB.", MEMORY)] = None
+    kv_cache_memory: Annotated[Text, option("KV cache of each GPU, such as 20GiB. Default: what fits.", MEMORY)] = None
+    kv_host_gb: Annotated[
+        Number, option("Host memory per worker for evicted and preempted KV, in GB. Default: 0.", MEMORY)
+    ] = None
+    kv_disk_gb: Annotated[Number, option("Disk per worker below host memory, in GB. Default: 0.", MEMORY)] = None
     disk: Annotated[Text, option("Which disk: nvme4, nvme3, sata or virtual. Default: nvme4.", MEMORY)] = None
-    prefix_cache: Annotated[Switch, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = None
-    explain_misses: Annotated[Switch, option("Say what prefills were spent on.", OUTPUT)] = None
-    assign: Annotated[list[str] | None, option("Any setting: PATH=VALUE. Repeatable.", OUTPUT, "--set")] = None
-    sweep: Annotated[list[str] | None, option("NAME=from:to:step or a,b,c. Twice: a grid.", OUTPUT)] = None
+    prefix_cache: Annotated[Switch, option("Reuse the KV of equal prompt beginnings. Default: on.", MEMORY)] = None
+    explain_misses: Annotated[Switch, option("Explain what prefills were spent on. Default: off.", OUTPUT)] = None
+    assign: Annotated[
+        list[str] | None, option("Any setting, PATH=VALUE. Repeatable. Default: none.", OUTPUT, "--set")
+    ] = None
+    sweep: Annotated[
+        list[str] | None,
+        option("Simulate a setting's values: NAME=from:to:step or a,b,c. Twice: a grid. Default: none.", OUTPUT),
+    ] = None
     processes: Annotated[Whole, option("Processes of a sweep. Default: one per core.", OUTPUT)] = None
     list_: Annotated[Text, option(LIST_HELP, OUTPUT, "--list")] = None
-    as_json: Annotated[bool, option("One JSON object on standard output.", OUTPUT, "--json")] = False
-    records: Annotated[Path | None, option("Write one JSON line per request.", OUTPUT)] = None
-    report: Annotated[Path | None, option("Write a page with charts (HTML).", OUTPUT)] = None
-    timeline: Annotated[Path | None, option("Write a trace for Perfetto (JSON).", OUTPUT)] = None
-    timeline_window: Annotated[Text, option("Part of it, in seconds: from:to.", OUTPUT)] = None
+    as_json: Annotated[bool, option("Print one JSON object to standard output.", OUTPUT, "--json")] = False
+    records: Annotated[
+        Path | None, option("Write one JSON line per request to this file. Default: not written.", OUTPUT)
+    ] = None
+    report: Annotated[
+        Path | None, option("Write a page with charts (HTML) to this file. Default: not written.", OUTPUT)
+    ] = None
+    timeline: Annotated[
+        Path | None, option("Write a trace for Perfetto (JSON) to this file. Default: not written.", OUTPUT)
+    ] = None
+    timeline_window: Annotated[Text, option("Part of --timeline, in seconds: from:to. Default: all.", OUTPUT)] = None

@@ -24,15 +24,17 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def chat(
-    url: Annotated[str, typer.Argument(metavar="[URL]", help="A running server.")] = LOCAL_URL,
+    url: Annotated[str, typer.Argument(metavar="[URL]", help="Address of a running server.")] = LOCAL_URL,
     model: Annotated[Text, typer.Option(help="Served model. Default: the server's first.")] = None,
-    system: Annotated[Text, typer.Option(help="What the model is told before the conversation.")] = None,
-    max_tokens: Annotated[
-        Whole, typer.Option(help="Tokens of an answer at most. Default: stop at about 1,024.")
-    ] = None,
-    temperature: Annotated[Number, typer.Option(help="0 takes the likeliest token each time.")] = 0.2,
+    system: Annotated[Text, typer.Option(help="System message before the conversation. Default: none.")] = None,
+    max_tokens: Annotated[Whole, typer.Option(help="Most tokens of an answer. Default: stop at about 1,024.")] = None,
+    temperature: Annotated[
+        Number, typer.Option(help="Sampling temperature; 0 takes the likeliest token each time.")
+    ] = 0.2,
     complete: Annotated[bool, typer.Option("--complete", help="Continue each text, without a conversation.")] = False,
-    api_key: Annotated[Text, typer.Option(help="Key of the server.", envvar="DIPTYCH_API_KEY")] = None,
+    api_key: Annotated[
+        Text, typer.Option(help="API key of the server. Default: none.", envvar="DIPTYCH_API_KEY")
+    ] = None,
 ) -> None:
     """Talk to a served model. Ctrl-C stops an answer, and a second one ends.
 

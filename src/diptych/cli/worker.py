@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from diptych.serving.join.worker_agent import AgentOptions
 
 FRONT, PLACE, MACHINE = "Front end", "Place", "Machine"
-JOIN_HELP = "Where the front end takes workers (its --listen-workers), HOST:PORT."
+JOIN_HELP = "Address where the front end takes workers (its --listen-workers), HOST:PORT."
 KEY_HELP = "File with the key that the front end has, too: 32 to 4096 bytes."
 GRACE_HELP = "Seconds to keep the model and its cache while there is no front end."
 KV_HELP = "ADDRESS:PORT for KV from other workers. Default: the address that reaches the front end, any port."
@@ -36,21 +36,25 @@ KV_HELP = "ADDRESS:PORT for KV from other workers. Default: the address that rea
 def worker(
     join: Annotated[str, option(JOIN_HELP, FRONT)],
     key_file: Annotated[Path, option(KEY_HELP, FRONT)],
-    model: Annotated[Text, option("The model of the front end, here. Default: bundled.", FRONT)] = None,
+    model: Annotated[Text, option("The front end's model, on this host. Default: the bundled model.", FRONT)] = None,
     grace: Annotated[float, option(GRACE_HELP, FRONT)] = 300.0,
-    drain_timeout: Annotated[float, option("Seconds for running requests after SIGTERM.", FRONT)] = 30.0,
-    log_level: Annotated[LogLevel, option("How much it logs.", FRONT)] = "warning",
-    role: Annotated[Role, option("What it is for; it can change while it serves.", PLACE)] = "both",
-    host_name: Annotated[Text, option("Name of this host. Default: its own.", PLACE)] = None,
-    rack: Annotated[str, option("Name of its rack, for the choice of workers.", PLACE)] = "",
+    drain_timeout: Annotated[float, option("Seconds that running requests get after SIGTERM.", FRONT)] = 30.0,
+    log_level: Annotated[LogLevel, option("Least severe messages that the worker logs.", FRONT)] = "warning",
+    role: Annotated[Role, option("Role of the worker; it can change while it serves.", PLACE)] = "both",
+    host_name: Annotated[Text, option("Name of this host. Default: the system's.", PLACE)] = None,
+    rack: Annotated[str, option("Name of the host's rack, for the choice of workers. Default: none.", PLACE)] = "",
     kv_listen: Annotated[Text, option(KV_HELP, PLACE)] = None,
-    device: Annotated[DeviceName, option("Where to compute.", MACHINE)] = "auto",
+    device: Annotated[DeviceName, option("Device to compute on; auto: a GPU if there is one.", MACHINE)] = "auto",
     threads: Annotated[Whole, option("Compute threads. Default: one per physical core.", MACHINE)] = None,
-    cores: Annotated[Text, option("CPUs to compute on, such as 0-3: one thread each.", MACHINE)] = None,
+    cores: Annotated[
+        Text, option("CPUs to compute on, such as 0-3: one thread each. Default: all that are allowed.", MACHINE)
+    ] = None,
     instruction_set: Annotated[
         InstructionSetName, option("Instructions of the CPU kernels; auto: the fastest set.", MACHINE, "--isa")
     ] = "auto",
-    agent: Annotated[Text, option("Identity of 32 hexadecimal digits, from what starts it.", FRONT)] = None,
+    agent: Annotated[
+        Text, option("Identity of 32 hexadecimal digits, from what starts the worker. Default: a random one.", FRONT)
+    ] = None,
     end_with_stdin: Annotated[bool, option("End at once when the standard input is closed.", FRONT)] = False,
     kv_cache_memory: Annotated[Text, option("KV cache, such as 2GiB. Default: the front end's.", MACHINE)] = None,
 ) -> None:

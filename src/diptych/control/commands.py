@@ -89,7 +89,7 @@ class Send:
 
 
 def standing_of(command: Serve | Reserve | Prefill) -> Standing:
-    """Of an attempt when it comes to its worker."""
+    """The wait class of an attempt when it comes to its worker."""
     if command.num_output_tokens:
         return Standing.STREAM
     return Standing.NEW if command.attempt_id == command.request_id else Standing.RETURNING

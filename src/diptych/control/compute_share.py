@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ComputeShare:
-    """On a processor the CPUs ``cpus`` and ``num_threads`` threads on them (0: the worker computes elsewhere). On a GPU
-    ``num_sms`` of its multiprocessors (0: not on a GPU, or on one that cannot be divided)."""
+    """What a worker computes on. On a processor: the CPUs ``cpus`` and ``num_threads`` threads on them (0: the worker
+    computes elsewhere). On a GPU: ``num_sms`` of its multiprocessors (0: not on a GPU, or on one that cannot be
+    divided)."""
 
     cpus: tuple[int, ...] = ()
     num_threads: int = 0
@@ -21,7 +22,7 @@ class ComputeShare:
         return self.num_threads or self.num_sms
 
     def __str__(self) -> str:
-        """For people: "CPUs 0-3, 4 threads" or "66 multiprocessors"."""
+        """The share in words: "CPUs 0-3, 4 threads" or "66 multiprocessors"."""
         if self.num_threads:
             return f"CPUs {cpu_ranges(self.cpus)}, {self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
         return f"{self.num_sms} multiprocessors" if self.num_sms else "an undivided device"

@@ -41,5 +41,5 @@ class TokenConstraint(Protocol):
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Undo ``accept`` of the last so many tokens: they were drafts, and the model chose others."""
+        """Undo ``accept`` of the last ``num_tokens`` tokens: they were drafts that the model rejected."""
         ...

@@ -75,8 +75,8 @@ class InvalidRequestError(RequestError):
 
 
 class GrammarLimitError(ConstraintError, InvalidRequestError):
-    """To follow a client's grammar takes more than a limit of the compiler, which the message names: the answer ends
-    where that shows, and others go on."""
+    """A client's grammar takes more than a limit of the compiler, which the message names: the answer ends where that
+    shows, and others go on."""
 
     code = "grammar_too_complex"
 

@@ -28,8 +28,8 @@ class RequestQueued:
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted:
     """The request got the blocks of its whole prompt; the step that begins now computes its first chunk, or copies up
-    what lies below. num_cached_tokens: that need not be computed; num_tier_tokens: of these, what was not in the prefix
-    cache but in a tier below it."""
+    what lies below. num_cached_tokens: tokens that need not be computed; num_tier_tokens: those of them found in a tier
+    below the prefix cache."""
 
     time_ns: int
     request_id: str
@@ -71,7 +71,7 @@ class HandoffReserved:
     """A decode worker holds the blocks of a prompt that another worker will compute.
 
     num_cached_tokens: leading tokens whose KV it has already; only the rest need travel. block_ids: all of its blocks,
-    those included. num_tier_tokens: of the cached ones, what was brought up from the tiers below the prefix cache.
+    those included. num_tier_tokens: the cached tokens found in the tiers below the prefix cache.
     """
 
     time_ns: int
@@ -177,10 +177,10 @@ class StepBegun:
 class StepFinished:
     """One step of the executor, with what it computed; the timeline and the step-time model read this.
 
-    num_steps > 1 (only under virtual time): so many decode steps in a row with the same batch and nothing between
-    them. step_id, decode_context and predicted_ns are those of the first, end_ns is that of the last. Never changed
-    (and not frozen only because one is made in every step). extra: of members of the batch that computed more than one
-    token; decode_context counts all of these.
+    num_steps > 1 (only under virtual time): that number of decode steps in a row with the same batch and nothing
+    between them. step_id, decode_context and predicted_ns are those of the first, end_ns is that of the last. Never
+    changed (and not frozen only because one is made in every step). extra: tokens of members of the batch that computed
+    more than one token; decode_context counts all of these.
     """
 
     step_id: int

@@ -129,7 +129,7 @@ class LengthGroup:
         return max(1, min(most, int(tokens / left - num_generated + 0.5)))
 
     def high(self, num_generated: int, max_tokens: int) -> int:
-        """As ``mean``, but the tokens that are enough for QUANTILE of such requests."""
+        """Like ``mean``, but the tokens that are enough for QUANTILE of such requests."""
         first, last = self._bands(num_generated, max_tokens)
         most = max_tokens - num_generated
         enough = 1.0 - (1.0 - QUANTILE) * (1.0 - self._gone[first - 1])
@@ -211,7 +211,7 @@ class LengthPredictor:
         return group.mean(num_generated, max_tokens)
 
     def high(self, group: LengthGroup, num_generated: int, max_tokens: int) -> int:
-        """As ``mean``, but the tokens that are enough for QUANTILE of such requests."""
+        """Like ``mean``, but the tokens that are enough for QUANTILE of such requests."""
         group.update(self._epoch)
         return group.high(num_generated, max_tokens)
 
@@ -253,7 +253,7 @@ class LengthWatch:
         return {"learned": self._learned / actual, "static": self._static / actual}
 
     def observe(self, expected: int, max_tokens: int, actual: int) -> None:
-        """An answer, of which so many tokens were expected when it was asked for, ended."""
+        """Compare an answer that ended with the length that was expected on its arrival, all in tokens."""
         static = min(DEFAULT_TOKENS, max_tokens)
         self._add(abs(expected - actual), abs(static - actual), actual, 1)
         self._recent.append((abs(expected - actual), abs(static - actual), actual))

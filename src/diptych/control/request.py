@@ -340,7 +340,7 @@ class Request:
 
     @property
     def standing(self) -> Standing:
-        """As of now."""
+        """The request's present wait class."""
         return Standing.STREAM if self.num_output_tokens else self.standing_at_arrival
 
     @property

@@ -148,7 +148,7 @@ class StepTokens:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody gets anything."""
+        """True if the step produced no tokens."""
         return not (self.request_ids or self.prompt_logprobs or self.embeddings)
 
     def is_last(self, index: int) -> bool:

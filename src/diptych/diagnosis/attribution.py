@@ -110,7 +110,7 @@ def _estimated(latency: LatencyName, estimate: Estimate | None) -> Waterfall | N
 
 
 def as_json(waterfall: Waterfall) -> Mapping[str, object]:
-    """For ``--json``: seconds."""
+    """The waterfall for ``--json``, in seconds."""
     return {
         "mean_s": waterfall.measured_s,
         "tail_s": waterfall.tail_s,

@@ -162,7 +162,7 @@ def _prompts_of_others(parts: RequestParts, evidence: Evidence) -> Mapping[str, 
 
 
 def _share_of(marked_ns: int, lost_ns: int) -> float:
-    """Of the time that was lost to prompts of others, the share that long ones took."""
+    """The share that long prompts took of the time that was lost to other requests' prompts."""
     return min(1.0, marked_ns / lost_ns) if lost_ns > 0 else 0.0
 
 

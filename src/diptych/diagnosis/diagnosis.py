@@ -46,7 +46,7 @@ class Cause:
 
     @property
     def name(self) -> str:
-        """Its name in the table."""
+        """The cause's name in the table."""
         return self.row.cause
 
 
@@ -188,7 +188,7 @@ def _blame_one(lost: Mapping[str, float], excess: float) -> dict[str, float]:
 
 
 def _of_means(observation: Observation, evidence: Evidence) -> _Found:
-    """Of an engine that exports sums: one mean request; misses from the histograms."""
+    """Findings on an engine that exports sums: one mean request; misses from the histograms."""
     before, after = lost_to_of_means(observation, evidence)
     count = int(observation.signals.get("requests", 0.0))
     ttft = observation.ttft

@@ -65,7 +65,8 @@ def advise(diagnosis: Diagnosis) -> tuple[Advice, ...]:
 
 
 def _ranked(found: Sequence[Advice], causes: Sequence[str]) -> list[Advice]:
-    """By cause, then what needs no hardware, then by what is gained; what would make things worse comes last."""
+    """Rank advice by cause, then what needs no hardware, then by what is gained; what would make things worse comes
+    last."""
 
     def place(advice: Advice) -> tuple[bool, int, bool, float]:
         gain, takes_hardware = advice.gain, advice.setting.takes_hardware

@@ -41,7 +41,7 @@ def _seats(factor: float) -> Change:
 
 
 def _batch_that_meets(model: TwinModel) -> TwinModel | None:
-    """As many streams as keep the TPOT objective."""
+    """The model with as many streams as keep the TPOT objective."""
     step_ns, _, _, stream_ns, _ = model.terms
     tpot_ns = model.asked.tpot_ns or model.engines[0].slo.tpot_ns or 2 * step_ns
     seats = max(1, int((0.9 * tpot_ns - step_ns) / stream_ns)) if stream_ns > 0 else 0

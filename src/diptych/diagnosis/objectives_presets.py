@@ -50,6 +50,6 @@ def _nanoseconds(value: str, text: str) -> int:
 
 
 def objectives_in_words(slo: Slo) -> str:
-    """Such as "TTFT 300 ms, TPOT 50 ms"; "none" without any."""
+    """Objectives in words, such as "TTFT 300 ms, TPOT 50 ms"; "none" without any."""
     parts = (("TTFT", slo.ttft_ns), ("TPOT", slo.tpot_ns))
     return ", ".join(f"{name} {value / NS_PER_MS:g} ms" for name, value in parts if value) or "none"

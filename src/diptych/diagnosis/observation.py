@@ -61,13 +61,13 @@ SIGNALS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """To decide between ``choices``, ``needed`` is needed."""
+    """A measurement that is missing: to decide between ``choices``, ``needed`` is needed."""
 
     choices: tuple[str, ...]
     needed: str
 
     def sentence(self) -> str:
-        """In words."""
+        """What is missing, in words."""
         return f"to decide between {' and '.join(self.choices)}, {self.needed} is needed"
 
 
@@ -98,7 +98,8 @@ class Distribution:
 
     @classmethod
     def with_sum(cls, buckets: tuple[tuple[float, float], ...], total: float) -> "Distribution":
-        """Of values that sum to ``total``. Where some lie beyond the last finite bound it tells nothing of others."""
+        """The distribution of values that sum to ``total``. If some lie beyond the last finite bound it says nothing of
+        the others."""
         even = cls(buckets)
         lows = widths = 0.0
         for low, width, count in even._buckets():
@@ -163,7 +164,7 @@ class Distribution:
 
 
 def _erlang_beyond(ratio: float) -> float:
-    """Share of the values above so many times their mean (Erlang's distribution, of shape ERLANG)."""
+    """Share of the values above ``ratio`` times their mean (Erlang's distribution, of shape ERLANG)."""
     at = ERLANG * ratio
     return exp(-at) * sum(at**number / factorial(number) for number in range(ERLANG))
 

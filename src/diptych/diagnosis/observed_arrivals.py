@@ -44,7 +44,7 @@ class _Seen:
 
 
 def arrivals_of(records: Sequence[Record], default: Slo, since_ns: int) -> tuple[Arrival, ...]:
-    """In order of arrival: each request whose beginning is in the records. default: the objectives of those that have
+    """Arrivals in order: each request whose beginning is in the records. default: the objectives of those that have
     none of their own. since_ns: the beginning of the window."""
     seen: dict[str, _Seen] = defaultdict(_Seen)
     step_ends: dict[int, list[int]] = defaultdict(list)

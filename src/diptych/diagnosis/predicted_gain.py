@@ -38,7 +38,7 @@ class Gain:
 
     @property
     def total_s(self) -> float:
-        """Of a request from its arrival to its last token."""
+        """Latency of a request from its arrival to its last token."""
         return self.ttft_s + self.decode_s
 
 
@@ -97,7 +97,7 @@ class _Twin:
     measured: tuple[float, float]
 
     def simulated(self) -> tuple[float, float]:
-        """What it says of the requests that were measured, like ``measured``; 0 where it finished none."""
+        """Simulated latency of the measured requests, like ``measured``; 0 if none finished."""
         numbers = set(self.latencies)
         if self.model.measured:
             numbers &= self.model.measured.keys()
@@ -132,7 +132,7 @@ Latencies = Mapping[int, tuple[float, float]]  # by number of the request: secon
 
 
 def _latencies(table: RequestTable) -> Latencies:
-    """Of the requests that were completed."""
+    """Latencies of the requests that were completed."""
     return {
         table.number[row]: (
             table.ttft_ns(row) / NS_PER_S,

@@ -15,8 +15,8 @@ from diptych.diagnosis.step_sums import NUM_USES, StepSums, Sums, Terms, Use, sp
 from diptych.timeline.records import AnswerRecord, Record, RequestRecord, StepRecord, TransferRecord
 
 COMPLETED = ("stop", "length")
-LONG_FACTOR = 4  # a prompt of so many times the median is long ...
-LONG_TOKENS = 256  # ... if it also has so many tokens to compute
+LONG_FACTOR = 4  # a prompt is long from this factor times the median on ...
+LONG_TOKENS = 256  # ... if it also has this number of tokens to compute
 
 _QUEUE = ("queue_streams", "queue_streams", "queue_streams", "queue_streams", "queue_prefill", "queue_prefill",
           "queue_slow", "queue_idle")  # fmt: skip
@@ -131,7 +131,7 @@ class PartsReader:
 
     @property
     def chunks_per_prompt(self) -> float:
-        """In how many steps a prompt was computed: the mean over prompt tokens (1 without any)."""
+        """Steps in which a prompt was computed: the mean over prompt tokens (1 without any)."""
         tokens = [(len(life.chunks), sum(count for _, _, count in life.chunks)) for life in self._lives.values()]
         total = sum(count for _, count in tokens)
         return sum(steps * count for steps, count in tokens) / total if total else 1.0

@@ -101,7 +101,6 @@ class ObservedLoad:
         return replace(self.model, roles=tuple(roles), engines=engines)
 
     def scores(self, asked: Sequence[tuple[ObservedFleet, float]]) -> dict[tuple[ObservedFleet, float], Score]:
-        """See advisor.evaluation.FleetLoad."""
         for fleet, pace in asked:
             requests = (replace(spec, arrival_ns=round(spec.arrival_ns / pace)) for spec in self.model.requests)
             self.tables[fleet, pace] = replace(self.model_of(fleet), requests=tuple(requests)).run()
@@ -122,7 +121,8 @@ def choose_shape(model: TwinModel) -> ShapeChoice:
 
 
 def _offer(shape: SimulatedShape, found: list[SimulatedShape]) -> LayoutOffer:
-    """Without objectives: how near its TTFT comes to the shortest (no time: no request was finished)."""
+    """The offer of a shape without objectives: how near its TTFT comes to the shortest (no time: no request was
+    finished)."""
     shortest = min((other.ttft_s for other in found if other.ttft_s), default=0.0)
     return LayoutOffer(shape.shape, shortest / shape.ttft_s if shape.ttft_s else 0.0)
 

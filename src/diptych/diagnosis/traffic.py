@@ -30,7 +30,7 @@ class Lengths:
         return cls(fmean(ordered), tuple(ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in SHARES))
 
     def words(self) -> str:
-        """Such as "mean 800, p50 500, p90 1,900, p99 4,000"."""
+        """Lengths in words, such as "mean 800, p50 500, p90 1,900, p99 4,000"."""
         parts = [f"p{share * 100:g} {value:,}" for share, value in zip(SHARES, self.quantiles, strict=True)]
         return ", ".join((f"mean {self.mean:,.0f}", *parts))
 
@@ -149,7 +149,7 @@ def traffic_of(requests: Sequence[RequestSpec], *, found_share: float | None = N
 
 
 def _reusable(requests: Sequence[RequestSpec]) -> float:
-    """Of the prompt tokens, those in leading blocks that an earlier request had (each id stands for its prefix)."""
+    """The share of prompt tokens that lie in leading blocks of an earlier request (each id stands for its prefix)."""
     seen: set[int] = set()
     repeated = total = 0
     for spec in requests:
@@ -165,5 +165,5 @@ def _reusable(requests: Sequence[RequestSpec]) -> float:
 
 
 def burstiness(variation: float) -> str:
-    """In words."""
+    """The coefficient of variation in words."""
     return "even" if variation < 0.7 else "random" if variation < sqrt(2) else "bursty"

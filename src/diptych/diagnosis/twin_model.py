@@ -56,7 +56,7 @@ class TwinModel:
     cost: CostModel | None = None
 
     def scenario(self) -> Scenario:
-        """To be simulated."""
+        """The scenario to simulate."""
         cost = self.cost or StepTermsCost(*self.terms)
         if len(self.roles) == 1 and self.roles[0] == "both":
             return Scenario(engine=self.engines[0], cost=cost, workload=self.requests, cluster=self.cluster)
@@ -90,7 +90,7 @@ class TwinModel:
         return (self,) if self.cost is None else (self, replace(self, cost=None))
 
     def objectives(self, number: int) -> Slo:
-        """By which a request is judged."""
+        """The objectives by which a request is judged."""
         return self.judged[number] if self.judged else objectives(self.requests[number].slo, self.engines[0].slo)
 
     def run(self) -> RequestTable:
@@ -146,8 +146,8 @@ def _cost(observation: Observation, fleet: FleetSettings) -> CostModel | None:
 
 
 def _of_means(observation: Observation) -> TwinModel | None:
-    """Of an engine that exports sums: a step costs its fastest gap and a share for each stream; a prompt token what
-    prefills take on average."""
+    """The twin of an engine that exports sums: a step costs its fastest gap and a share for each stream; a prompt token
+    what prefills take on average."""
     known, ttft, itl = observation.signals.get, observation.ttft, observation.itl
     prompt, output, rate = known("prompt_mean", 0.0), known("output_mean", 0.0), known("rate", 0.0)
     if ttft is None or itl is None or not (prompt and output and rate):

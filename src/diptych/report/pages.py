@@ -23,7 +23,7 @@ HEADING_HEIGHT, KEY_HEIGHT, KEY_WIDTH = 46.0, 40.0, 240.0  # of pictures
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """Under one heading: charts in a grid, then tables as wide as the page, then tables side by side."""
+    """Part of a page under one heading: charts in a grid, then tables of the page's width, then tables side by side."""
 
     heading: str
     charts: Sequence[Chart] = ()

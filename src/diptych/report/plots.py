@@ -53,8 +53,8 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From values to a unit interval. unit: written once, at the axis. as_percent: ticks are shares of 1. words: what
-    ticks 0, 1, 2... are called."""
+    """A map from values to a unit interval. unit: written once, at the axis. as_percent: ticks are shares of 1. words:
+    what ticks 0, 1, 2... are called."""
 
     low: float
     high: float
@@ -222,7 +222,7 @@ class LaneChart:
 
     @property
     def height(self) -> float:
-        """Of the drawing, which is LANES_WIDTH wide."""
+        """Height of the drawing, which is LANES_WIDTH wide."""
         return LANE_STEP * len(self.lanes)
 
     def svg(self) -> str:

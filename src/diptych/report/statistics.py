@@ -23,8 +23,8 @@ class Interval(NamedTuple):
 
 
 def wilson(met: int, judged: int, confidence: float = CONFIDENCE) -> Interval:
-    """Of a share: the score interval of Wilson, J. Am. Stat. Assoc. 22 (1927). It takes requests as independent; those
-    that share a queue are alike, so that the true interval is somewhat wider."""
+    """Confidence interval of a share: the score interval of Wilson, J. Am. Stat. Assoc. 22 (1927). It takes requests as
+    independent; those that share a queue are alike, so the true interval is somewhat wider."""
     if not 0 <= met <= judged:
         raise ValueError(f"{met} of {judged} is no share")
     if judged == 0:
@@ -96,8 +96,8 @@ def count_over_time(
 def median_and_longest(
     values: Iterable[tuple[int, int]], duration_ns: int, num_bins: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Of (when, how long) in nanoseconds: (seconds, median in ms) and (seconds, largest in ms) of each bin that is not
-    empty, at its middle."""
+    """Bin (when, how long) pairs in nanoseconds. Returns (seconds, median in ms) and (seconds, largest in ms) of each
+    bin that is not empty, at its middle."""
     width = max(1, -(-duration_ns // num_bins))
     bins: dict[int, list[int]] = {}
     for at, value in values:

@@ -57,7 +57,7 @@ class Table:
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """With thousands separated; what does not exist is a dash."""
+    """A number with thousands separated; what does not exist is a dash."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
@@ -79,7 +79,8 @@ def rate(per_second: float | None) -> str:
 
 
 def dollars(value: float | None) -> str:
-    """With cents, or with three digits that matter where it is less than one dollar; a dash where it is unknown."""
+    """A price with cents, or with three significant digits where it is less than one dollar; a dash where it is
+    unknown."""
     if value is None:
         return "-"
     zeros = 0  # between the point and the first digit that matters

@@ -112,7 +112,7 @@ class GoodputSearch:
         return now
 
     def interval(self, known: RateResult) -> Interval:
-        """Of the attainment at a rate."""
+        """Confidence interval of the attainment at a rate."""
         return wilson(known.met, known.judged, self._config.confidence)
 
     def verdict(self, known: RateResult) -> RateVerdict:
@@ -123,7 +123,8 @@ class GoodputSearch:
         return "below" if interval.high < self._config.attainment else "unclear"
 
     def is_hopeless(self, missed: int, total: int) -> bool:
-        """Whether a run of ``total`` requests can be cut short: so many missed that the verdict can only be "below"."""
+        """Whether a run of ``total`` requests can be cut short: with ``missed`` of them late the verdict can only be
+        "below"."""
         best = wilson(max(0, total - missed), total, self._config.confidence)
         return total > 0 and best.high < self._config.attainment
 

@@ -88,11 +88,11 @@ class AsyncLLM(ServedFleet):
 
     @property
     def has_chat(self) -> bool:
-        """See ServedFleet. The bundled model has a chat template, and was not trained to follow it."""
+        """Whether the model takes conversations. The bundled model has a chat template, and was not trained to follow
+        it."""
         return self.tokenizer.has_chat_template and Path(self.options.model) != BUNDLED_MODEL
 
     def shape_of(self, worker: int) -> str:
-        """See ServedFleet."""
         return self.fleet.changes.shape(worker)
 
     async def generate(
@@ -274,7 +274,6 @@ class AsyncLLM(ServedFleet):
         return generation
 
     def abort(self, generation: Generation) -> None:
-        """See ServedFleet."""
         if self.journal is not None:
             self.journal.close(generation)
         super().abort(generation)

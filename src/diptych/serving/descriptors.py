@@ -16,7 +16,7 @@ from diptych.serving.fleet.worker_process import WORKER_DESCRIPTORS
 logger = logging.getLogger(__name__)
 
 LEAST_REFUSALS = 8  # connections that are open only to be refused, where there are few descriptors
-REFUSALS_SHARE = 32  # else: one descriptor of so many
+REFUSALS_SHARE = 32  # else: one descriptor in REFUSALS_SHARE
 FREE_DESCRIPTORS = 8  # besides, for files, pipes and workers
 SERVER_DESCRIPTORS = 16  # of the event loop, the signals, the listening socket and the shared memory
 MOST_DESCRIPTORS = 2**20

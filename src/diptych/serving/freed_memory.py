@@ -34,7 +34,8 @@ def forget_frames(error: BaseException) -> None:
 
 
 class FreedMemory:
-    """Of one event loop. Calls of the allocator are WAIT_S apart or more, and each note is followed by one."""
+    """Memory that one event loop returns to the system. Calls of the allocator are WAIT_S apart or more, and each note
+    is followed by one."""
 
     def __init__(self, threads: Executor, give_back: Callable[[], None] = give_memory_back) -> None:
         self._threads = threads
@@ -45,7 +46,7 @@ class FreedMemory:
         self._call: asyncio.Future[None] | None = None
 
     def note(self, num_bytes: int) -> None:
-        """So many bytes are free now or soon. Little is left to the allocator."""
+        """Note that ``num_bytes`` bytes are free now or soon. Little is left to the allocator."""
         if num_bytes < MUCH_BYTES or self._is_closed:
             return
         self._is_noted = True

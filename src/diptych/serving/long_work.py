@@ -102,8 +102,8 @@ class LongWork:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _makes_room(self, tenant: str, size: int) -> bool:
-        """Whether so much more may wait for this tenant. Where too much does, the last of a tenant that has more than
-        this one gives way: nobody fills the queue for others."""
+        """Whether ``size`` more may wait for this tenant. Where too much does, the last work of a tenant that has more
+        than this one is dropped: no tenant fills the queue for others."""
         while True:
             is_full = self.num_waiting >= edge_limits.LONG_WORK_WAITING
             if not is_full and not (self.num_bytes and self.num_bytes + size > edge_limits.LONG_WORK_BYTES):

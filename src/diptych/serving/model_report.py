@@ -191,7 +191,7 @@ def _size(path: Path, checkpoint: Checkpoint | None) -> int:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Of the first format that the directory has: some hold the same weights in two."""
+    """Files of the first format that the directory has: some hold the same weights in two."""
     return next((found for pattern in WEIGHT_FILES if (found := sorted(path.glob(pattern)))), [])
 
 

@@ -54,7 +54,7 @@ class OutputBuilder:
         )
 
     def _shown_of_prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[LogprobsAtPosition | None]:
-        """Those of the prompt; what has not changed since the last output is not looked up again."""
+        """The prompt's log probabilities as shown; what is unchanged since the last output is not looked up again."""
         before = self._of_prompt or [(None, None)] * len(entries)
         self._of_prompt = [
             known

@@ -54,12 +54,12 @@ class RequestMetrics:
 
     @property
     def prefill_s(self) -> float:
-        """From there to the first token."""
+        """Seconds from the end of the queue to the first token."""
         return self.latency.prefill_ns / NS_PER_S
 
     @property
     def decode_s(self) -> float:
-        """From there to the last token."""
+        """Seconds from the first token to the last."""
         return (self.latency.handoff_ns + self.latency.decode_ns) / NS_PER_S
 
     @property

@@ -34,7 +34,7 @@ class Environment:
         self._cancelled.add(number)
 
     def run(self, until_ns: int | None = None) -> None:
-        """Until nothing is left to happen. Raises AssertionError when something is to happen after ``until_ns``."""
+        """Run until nothing is left to happen. Raises AssertionError when something is to happen after ``until_ns``."""
         heap, cancelled = self._heap, self._cancelled
         while heap:
             time_ns, _, number, action = heappop(heap)

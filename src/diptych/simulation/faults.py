@@ -100,7 +100,7 @@ class Fault:
 
     @property
     def end_ns(self) -> int:
-        """When it is over."""
+        """Time at which the fault is over."""
         return self.at_ns + self.duration_ns
 
     def befalls(self, source: int, target: int) -> bool:

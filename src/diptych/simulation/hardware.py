@@ -25,7 +25,7 @@ PEAKS = ("bf16", "fp8", "int8")  # types of arithmetic; bf16 is of every device
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """Between the devices of one host; costs/collectives.py holds the laws.
+    """Links between the devices of one host; costs/collectives.py holds the laws.
 
     Either the all-reduce was measured, by number of devices: a sum of m bytes takes latency[n] + m / bandwidth[n]; or
     one link is known (seconds of a message, bytes/s of a device in one direction) and joins ``link_devices`` of them.
@@ -61,8 +61,8 @@ class Interconnect:
 
 @dataclass(frozen=True, kw_only=True)
 class HostNetwork:
-    """Between hosts: bandwidth of each device in one direction (bytes/s) when all devices of its host send, and the
-    seconds of a message."""
+    """Links between hosts: bandwidth of each device in one direction (bytes/s) when all devices of its host send, and
+    the seconds of a message."""
 
     kind: str
     latency_s: float
@@ -222,7 +222,7 @@ def _in_file(reference: str) -> tuple[str, dict[str, Any], Entries]:
 
 
 def _entries(tables: Mapping[str, Any], source: str) -> Entries:
-    """By name and alias, in lower case."""
+    """The entries by name and alias, in lower case."""
     entries: dict[str, tuple[str, dict[str, Any]]] = {}
     for name, table in tables.items():
         if not isinstance(table, dict):

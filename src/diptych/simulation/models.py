@@ -67,12 +67,12 @@ class LinearAttentionSpec:
 
     @property
     def key_width(self) -> int:
-        """Of all heads."""
+        """Key elements of all heads."""
         return self.key_heads * self.key_dim
 
     @property
     def value_width(self) -> int:
-        """Of all heads."""
+        """Value elements of all heads."""
         return self.value_heads * self.value_dim
 
     def shapes(self, hidden: int) -> tuple[tuple[int, int], ...]:
@@ -86,7 +86,7 @@ class LinearAttentionSpec:
 
     @property
     def state_bytes(self) -> int:
-        """Of one sequence, over all layers."""
+        """Bytes of one sequence's state, over all layers."""
         convolution = (2 * self.key_width + self.value_width) * (self.conv_width - 1) * 2
         return self.layers * (4 * self.value_heads * self.key_dim * self.value_dim + convolution)
 

@@ -48,7 +48,7 @@ class Parallelism:
         return self.devices == self.tensor and self.expert == 1
 
     def __str__(self) -> str:
-        """Such as tp8 or tp4-pp2; what is 1 is left out, but the first."""
+        """The degrees in words, such as tp8 or tp4-pp2; what is 1 is left out, but the first."""
         rest = (("pp", self.pipeline), ("ep", self.expert), ("dp", self.data))
         return "-".join([f"tp{self.tensor}", *(f"{name}{size}" for name, size in rest if size > 1)])
 

@@ -68,10 +68,10 @@ class PoolsSettings(SettingsTable, frozen=True, kw_only=True):
     """``named``: the pools (none, or none with a replica: all ``replicas`` of the fleet prefill and decode).
 
     link: between replicas, by its name. nics: how many of them a replica has, each for either direction. hosts:
-    replicas are dealt out to so many hosts, and those of one host borrow blocks of each other instead of sending them
+    replicas are dealt out to this many hosts, and those of one host borrow blocks of each other instead of sending them
     (0: each is on a host of its own); with shares_memory = false they copy the KV, as workers do that have joined.
-    racks: hosts are dealt out to so many (0: there are none). uplink: the link, by its name, between a rack and the
-    others, for each direction ("": no limit). stall_ms: how much longer a step lasts for each request whose KV the
+    racks: hosts are dealt out to this many racks (0: there are none). uplink: the link, by its name, between a rack and
+    the others, for each direction ("": no limit). stall_ms: how much longer a step lasts for each request whose KV the
     worker takes over or gives away in it (0: transfers cost the steps nothing).
     """
 
@@ -85,13 +85,13 @@ class PoolsSettings(SettingsTable, frozen=True, kw_only=True):
     named: dict[str, PoolSettings] = msgspec.field(default_factory=dict)
 
     def replicas(self, name: str) -> int:
-        """Of the pool of this name (0 without one)."""
+        """Replicas of the pool of this name (0 without one)."""
         pool = self.named.get(name)
         return pool.replicas if pool else 0
 
     @property
     def in_use(self) -> dict[str, PoolSettings]:
-        """Those with a replica, in the order of their workers: prefill, decode, both; within a role as they are
+        """The pools with a replica, in the order of their workers: prefill, decode, both; within a role as they are
         named."""
         pools = [(name, pool) for name, pool in self.named.items() if pool.replicas]
         return dict(sorted(pools, key=lambda pool: ROLES.index(self.role(pool[0]))))
@@ -182,7 +182,7 @@ def pools_from(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_pools(data: Mapping[str, Any]) -> dict[str, Any]:
-    """From the fields of PoolsSettings to a table as ``pool_tables`` reads it; a count says a pool without settings."""
+    """A table as ``pool_tables`` reads it, from the fields of PoolsSettings; a count says a pool without settings."""
     named = dict(data.get("named", {}))
     for name, table in named.items():
         if table.keys() <= {"replicas"}:

@@ -66,7 +66,7 @@ class PreparedPool:
 
     @property
     def num_devices(self) -> int:
-        """Of all its replicas."""
+        """Devices of all its replicas."""
         return self.replicas * self.parallelism.devices
 
     @property
@@ -84,7 +84,7 @@ class Prepared:
 
     @property
     def cost(self) -> CostChoice:
-        """Of the first pool."""
+        """The cost model of the first pool."""
         return self.pools[0].choice
 
     @property

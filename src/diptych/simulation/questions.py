@@ -1,4 +1,4 @@
-"""Questions that take many simulations: the highest rate that keeps the objectives, and the smallest fleet that does.
+"""Searches that run many simulations: the highest rate that keeps the objectives, and the smallest fleet that does.
 
 Every run of a search has the same seed, and so the same requests at another rate or on another fleet; where a search
 asks for a rate again, to be sure, the next seed is taken. The searches themselves are in search/.
@@ -233,7 +233,7 @@ def _devices(settings: Settings, question: Question, probes: _Probes) -> Found:
 
 
 def with_workers(settings: Settings, workers: Mapping[str, int]) -> Settings:
-    """The fleet with so many ``replicas``, or so many in the pools of these names."""
+    """The settings with ``workers`` as their ``replicas``, or as the sizes of the pools of these names."""
     if "replicas" in workers:
         return msgspec.structs.replace(settings, replicas=workers["replicas"])
     named = dict(settings.pools.named)

@@ -22,7 +22,7 @@ class Recording:
 
     @property
     def failure(self) -> str:
-        """With which error the core has failed over the last row ("": it has not)."""
+        """The error with which the core failed over the last row ("": it did not)."""
         return str(self.header.get("failure", {}).get("error", ""))
 
     def rows(self) -> Iterator[list[Any]]:

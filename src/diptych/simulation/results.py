@@ -148,7 +148,7 @@ class GapHistogram:
         self.weights[key] = self.weights.get(key, 0) + count
 
     def percentiles(self, wanted: Sequence[float]) -> list[float]:
-        """In nanoseconds; 0 when there are none."""
+        """Percentiles in nanoseconds; 0 when there are none."""
         total = sum(self.weights.values())
         if not total:
             return [0.0] * len(wanted)
@@ -162,7 +162,7 @@ class GapHistogram:
         return 1000.0 * sum(gap * count for gap, count in self.weights.items()) / total if total else 0.0
 
     def distribution_ms(self) -> dict[str, float | None]:
-        """As report.statistics has it of values: None of each figure when there are no gaps."""
+        """The figures that report.statistics computes of values: None for each when there are no gaps."""
         if not self.weights:
             return distribution_ms(())
         spread = zip(PERCENTILES, self.percentiles(PERCENTILES), strict=True)

@@ -32,8 +32,9 @@ def load_balancer(routing: RoutingName = "round_robin") -> ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChange:
-    """From ``at_ns`` on a worker is meant for other work, schedules by other settings, is drained or used again, or
-    computes on another share (None: as before). Where workers give units to each other, the giver comes first."""
+    """A change of a worker from ``at_ns`` on: it is meant for other work, schedules by other settings, is drained or
+    used again, or computes on another share (None: as before). Where workers give units to each other, the giver comes
+    first."""
 
     at_ns: int
     worker: int

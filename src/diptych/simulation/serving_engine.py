@@ -24,7 +24,7 @@ class FrontEnd:
     prompt_token_ns: float = 0.0
 
     def delay_ns(self, prompt_tokens: int) -> int:
-        """To add to the time to first token that a worker gives."""
+        """Time to add to the time to first token that a worker gives, in nanoseconds."""
         return round(self.request_ns + self.prompt_token_ns * prompt_tokens)
 
 

@@ -194,7 +194,7 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
 
     @property
     def num_replicas(self) -> int:
-        """Of the whole fleet."""
+        """Replicas of the whole fleet."""
         return sum(pool.replicas for pool in self.pools.in_use.values()) or self.replicas
 
     def of_pool(self, pool: PoolSettings) -> "Settings":

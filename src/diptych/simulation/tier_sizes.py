@@ -24,8 +24,8 @@ class SimulatedTiers:
 
 
 def with_tiers(settings: Settings, choice: CostChoice, cache: CacheConfig, gpu_block_bytes: int) -> SimulatedTiers:
-    """Of one worker, a lane of a replica's pipeline. gpu_block_bytes: of one block on each GPU (0: not known). Raises
-    ConfigError where the bytes of a block are not known."""
+    """Tiers of one worker, a lane of a replica's pipeline. gpu_block_bytes: bytes of one block on each GPU (0: not
+    known). Raises ConfigError where the bytes of a block are not known."""
     memory, stages = settings.memory, settings.parallelism.pipeline
     if memory.shares_host and not memory.host_bytes:
         raise ConfigError(

@@ -14,7 +14,7 @@ from diptych.simulation.hardware import Hardware
 
 WeightBits = Literal[4, 8, 16]  # on a GPU
 
-SCALE_BITS, GROUP_SCALE_BITS, GROUP_SIZE = 32, 16, 32  # of an output channel; of a group of so many columns
+SCALE_BITS, GROUP_SCALE_BITS, GROUP_SIZE = 32, 16, 32  # of an output channel; of a group of GROUP_SIZE columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class MatrixFormat:
     arithmetic: tuple[str, ...] = ()
 
     def num_bytes(self, outputs: int, parameters: int) -> int:
-        """Of matrices with so many output channels and weights in all."""
+        """Bytes of matrices with ``outputs`` output channels and ``parameters`` weights in all."""
         return int(parameters * self.bits + outputs * self.scale_bits) // 8
 
     def peak(self, hardware: Hardware) -> str:
@@ -51,7 +51,7 @@ class WeightPrecision:
 
     @property
     def expert_format(self) -> MatrixFormat:
-        """Of the routed experts."""
+        """Format of the routed experts."""
         return self.experts or self.layers
 
     def with_experts(self, bits: float) -> "WeightPrecision":

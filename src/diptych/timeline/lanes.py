@@ -235,7 +235,7 @@ class Lane:
             self._move(request_id, "decode", stay.chunk_end_ns)
 
     def _wait(self, request_id: str, name: str, now: int) -> None:
-        """It waits from now on, if it does not yet."""
+        """Let a request wait from now on, if it does not yet."""
         stay = self._stays.get(request_id)
         if stay is not None and stay.name not in WAITING:
             self._count_waiting(now, 1)

@@ -184,7 +184,7 @@ class Timeline:
         self.is_closed = True
 
     def forget(self, subscription: "Subscription") -> None:
-        """Its place is free for another one."""
+        """End a subscription: its place is free for another one."""
         self._subscriptions.discard(subscription)
 
     def _follow(self, worker: int, event: Milestone, roster: Roster) -> None:

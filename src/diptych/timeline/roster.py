@@ -36,7 +36,7 @@ class Roster:
         self._recomputed: dict[str, int] = {}  # preempted without swap -> end of its newest chunk since, or 0
 
     def note(self, event: Event) -> None:
-        """Something happened to a request. (FirstToken: see ``join``.)"""
+        """Take in an event of a request. (FirstToken: see ``join``.)"""
         if isinstance(event, HandoffDelivered | RequestResumed):
             self.join(event.request_id, event.time_ns)
         elif isinstance(event, RequestRested):
@@ -50,15 +50,15 @@ class Roster:
             self._recomputed.pop(event.request_id, None)
 
     def join(self, request_id: str, time_ns: int) -> None:
-        """It decodes here from then on; after its first token only if it is not handed off."""
+        """Note that a request decodes here from then on; after its first token only if it is not handed off."""
         self._change(time_ns, False, request_id)
 
     def leave(self, request_id: str, time_ns: int) -> None:
-        """It does not decode here from then on, if it did."""
+        """Note that a request does not decode here from then on, if it did."""
         self._change(time_ns, True, request_id)
 
     def step(self, step: StepFinished) -> Changes:
-        """Who is in the batch of this step and was not in that of the step before, and the other way round."""
+        """The requests in the batch of this step that were not in that of the step before, and the other way round."""
         if not self._pending and not self._recomputed:
             return NOBODY
         joined: dict[str, None] = {}

@@ -39,11 +39,11 @@ class SharedKey:
         return hmac.new(self.secret, b"diptych " + purpose.encode(), "sha256").digest()
 
     def server_tls(self, own: TlsRole, other: TlsRole) -> ssl.SSLContext:
-        """For connections that are accepted: this end has role ``own``, only ``other`` is let in."""
+        """The TLS context of connections that are accepted: this end has role ``own``, only ``other`` is let in."""
         return self._context(ssl.PROTOCOL_TLS_SERVER, own, other)
 
     def client_tls(self, own: TlsRole, other: TlsRole) -> ssl.SSLContext:
-        """For connections that are dialled."""
+        """The TLS context of connections that are dialled."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT, own, other)
 
     def _context(self, protocol: int, own: TlsRole, other: TlsRole) -> ssl.SSLContext:

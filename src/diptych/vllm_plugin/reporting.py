@@ -12,23 +12,23 @@ def reporting(base: type[Any], observer: StepObserver) -> type[Any]:
     """A subclass of a scheduler that decides exactly as it does, and tells ``observer``."""
 
     class ReportingScheduler(base):  # type: ignore[misc]
-        """See the module."""
+        """vLLM's scheduler, which also reports its steps."""
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
-            """See vLLM's SchedulerInterface."""
+            """Plan a step as vLLM's SchedulerInterface does, and report the plan."""
             begun_ns = observer.begin()
             output = super().schedule(*args, **kwargs)
             observer.on_planned(self, output, begun_ns)
             return output
 
         def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            """See vLLM's SchedulerInterface."""
+            """Take in a step's result as vLLM's SchedulerInterface does, and report its end."""
             result = super().update_from_output(scheduler_output, *args, **kwargs)
             observer.on_computed(self, scheduler_output)
             return result
 
         def shutdown(self, *args: Any, **kwargs: Any) -> Any:
-            """See vLLM's SchedulerInterface."""
+            """Shut down as vLLM's SchedulerInterface does, and stop reporting."""
             observer.close()
             return super().shutdown(*args, **kwargs)
 

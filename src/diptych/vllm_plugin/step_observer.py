@@ -49,7 +49,7 @@ class StepSink(Protocol):
 
 
 class StepObserver:
-    """Told of each plan and each end of a step, in vLLM's order. sink: None: nobody is told."""
+    """Receives vLLM's scheduler outputs and step results, in order. sink: None disables reporting."""
 
     def __init__(self, sink: StepSink | None, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._sink = sink

@@ -62,7 +62,7 @@ def _read(path: Path, version: int) -> Asset:
 
 
 def packed(body: bytes, media_type: str) -> Asset:
-    """Something to send again and again."""
+    """An asset to send again and again."""
     tag = hashlib.blake2b(body, digest_size=12).hexdigest()
     return Asset(body, gzip.compress(body, 9, mtime=0), media_type, f'"{tag}"')
 

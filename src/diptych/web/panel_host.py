@@ -46,7 +46,7 @@ class PanelHost:
             return await anyio.to_thread.run_sync(self._exchange, call, limiter=self._threads)
 
     def end(self) -> None:
-        """Answer this call and all later ones with 503, so that nobody who asked keeps a server from ending."""
+        """Answer this call and all later ones with 503, so that no client keeps a server from ending."""
         self._has_ended = True
         process = self._process  # (the thread that waits for it may let go of it meanwhile)
         if process is not None:

@@ -58,7 +58,8 @@ class RequestPlayback:
     end_ns: int = -1
 
     def add(self, phase: str, start_ns: int, end_ns: int, worker: int) -> None:
-        """It was in this phase; what lies between this and the last span is waiting of some kind."""
+        """Add a span in which the request was in this phase; what lies between this and the last span is waiting of
+        some kind."""
         last_ns = self.spans[-1][2] if self.spans else self.arrival_ns
         if start_ns > last_ns:
             self._wait(last_ns, start_ns, worker)
@@ -67,8 +68,8 @@ class RequestPlayback:
             self._put(phase, start_ns, end_ns, worker, 1)
 
     def longest_gap_ns(self, since_ns: int = 0) -> int:
-        """Between two tokens in a row, the first of them at ``since_ns`` or later; 0 with fewer than two. A pause for a
-        handoff is none of them."""
+        """The longest gap between two tokens in a row, the first of them at ``since_ns`` or later; 0 with fewer than
+        two. A pause for a handoff is none of them."""
         stamps = [stamp for stamp in self.stamps if stamp >= since_ns]
         gaps = pairwise(stamps)
         return max((later - earlier for earlier, later in gaps if earlier not in self.handed_over_ns), default=0)
@@ -144,7 +145,7 @@ class Playback:
 
     @property
     def end_ns(self) -> int:
-        """Of the last step."""
+        """End of the last step, in nanoseconds."""
         return max((record.end_ns for record in self.records if hasattr(record, "end_ns")), default=0)
 
     def _rows(self) -> list[int]:
@@ -184,7 +185,6 @@ class StepLog(EventLog):
         self._events: list[tuple[int, Event]] = []
 
     def extend(self, worker: int, events: list[Event]) -> None:
-        """See EventLog."""
         self._events.extend((worker, event) for event in events)
 
     def __iter__(self) -> Iterator[tuple[int, Event]]:

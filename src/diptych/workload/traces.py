@@ -1,13 +1,12 @@
-"""Traces: requests that somebody recorded, as compact columns, and how their files are read.
+"""Traces: recorded requests, as compact columns, and how their files are read.
 
-Formats, each plain or gzipped:
-    azure     CSV: TIMESTAMP (date and time), ContextTokens, GeneratedTokens
-    mooncake  JSONL: timestamp (ms), input_length, output_length, hash_ids (blocks of 512 tokens of the prompt)
-    own       CSV or JSONL: arrival_s, prompt_tokens, output_tokens, and, if wanted, kind, priority, ttft_slo_ms,
-              tpot_slo_ms, session; the first three under any name in OWN, in any case, also a date and time as arrival
-Lines of an access log that are of no answer (they have a status, and no tokens) are passed over.
-Lengths of 0 count as 1: an engine computes at least one token and answers with at least one. Rows are put in order of
-arrival; rows of the same time keep the file's order. Must never draw a random number.
+Formats, each plain or gzipped:     azure     CSV: TIMESTAMP (date and time), ContextTokens, GeneratedTokens
+mooncake  JSONL: timestamp (ms), input_length, output_length, hash_ids (blocks of 512 tokens of the prompt)     own
+CSV or JSONL: arrival_s, prompt_tokens, output_tokens, and, if wanted, kind, priority, ttft_slo_ms,
+tpot_slo_ms, session; the first three under any name in OWN, in any case, also a date and time as arrival Lines of an
+access log that are of no answer (they have a status, and no tokens) are passed over. Lengths of 0 count as 1: an engine
+computes at least one token and answers with at least one. Rows are put in order of arrival; rows of the same time keep
+the file's order. Must never draw a random number.
 """
 
 import re
@@ -93,7 +92,7 @@ class Trace:
             )
 
     def rows(self, start: int, end: int) -> "Trace":
-        """Only these rows."""
+        """The trace with only these rows."""
         return replace(self, **{name: getattr(self, name)[start:end] for name in COLUMNS})
 
     def window(self, start_s: float, end_s: float | None) -> "Trace":
@@ -253,7 +252,7 @@ class _Columns:
         self.sessions.append(row.whole("session", -1))
 
     def to_trace(self, name: str, form: str) -> Trace:
-        """In order of arrival; recorded dates start at 0."""
+        """The trace in order of arrival; recorded dates start at 0."""
         order = sorted(range(len(self.rows)), key=lambda index: self.rows[index][0])
         first_ns = self.rows[order[0]][0]
         origin = first_ns if form == "azure" or first_ns >= FIRST_DATE_NS else 0

@@ -78,7 +78,7 @@ class Refusal:
 
     @property
     def error(self) -> RequestError:
-        """As the exception that the HTTP layer answers with."""
+        """The refusal as the exception that the HTTP layer answers with."""
         kind = OverloadedError if self.status == 429 else UnavailableError
         return kind(self.message, retry_after_s=self.retry_after_s, code=self.reason)
 

@@ -82,7 +82,7 @@ class Quota:
         return refusal
 
     def hold(self, more: int) -> None:
-        """An open request is expected to use so many tokens more (less: negative)."""
+        """Expect an open request to use ``more`` tokens more (less: negative)."""
         self.held_tokens += more
         assert self.held_tokens >= 0
 
@@ -120,7 +120,7 @@ class Quota:
         return None
 
     def _full_window(self, now: int, *, computes: bool) -> QuotaRefusal | None:
-        """Of several that are full, the one that is full for longest."""
+        """The refusal of the window that is full for longest; None if no window is full."""
         limits = self.limits
         windows: tuple[tuple[LimitName, int | None, RateWindow, int], ...] = (
             ("requests_per_minute", limits.requests_per_minute, self._requests, 0),

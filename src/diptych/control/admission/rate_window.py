@@ -20,7 +20,7 @@ class RateWindow:
         self._total = 0
 
     def charge(self, now: int, units: int) -> None:
-        """So many units were used now."""
+        """Count ``units`` as used now."""
         if units <= 0:
             return
         self._forget(now)

@@ -40,7 +40,7 @@ from diptych.control.request import FinishReason, PeerRun
 
 
 class AttemptState(StrEnum):
-    """See the module's picture."""
+    """A state in the module's diagram."""
 
     SERVING = "serving"
     RESERVING = "reserving"
@@ -160,6 +160,7 @@ class Attempt:
             return []
         self.state, self.reason = AttemptState.CLOSING, reason
         commands: list[Command] = [Drop(self.prefill, self.attempt_id, reason)] if self.is_at_prefill else []
+        # Borrowed blocks are given back when their writer has let go, and not before: it may be computing into them.
         if not (self.is_borrowed and self.is_at_prefill):
             commands += self._drop_decode()
         return commands
@@ -243,7 +244,7 @@ class AttemptTable:
         return attempt.begin()
 
     def computed(self, attempt: Attempt) -> None:
-        """Its prompt is computed."""
+        """Note that the attempt's prompt is computed."""
         self._stop_awaiting(attempt)
         attempt.on_first_token()
 
@@ -254,7 +255,7 @@ class AttemptTable:
         return attempt.on_delivered()
 
     def forgotten(self, attempt: Attempt, worker: int) -> list[Command]:
-        """That worker holds nothing of the attempt any more."""
+        """Note that a worker holds nothing of the attempt any more."""
         commands = attempt.on_forgotten(worker)
         self._bury(attempt)
         return commands
@@ -271,6 +272,7 @@ class AttemptTable:
         """The renewals that keep the leases of handoffs under way."""
         if not self._leased or now < self._renew_at:
             return []
+        # A third of a lease: one renewal may be lost before it runs out.
         self._renew_at = now + self._lease_ns // 3
         by_worker: dict[int, list[str]] = {}
         for attempt in self._leased.values():

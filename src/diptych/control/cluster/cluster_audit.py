@@ -1,8 +1,8 @@
 """What must hold of the open requests of a fleet between two events, whatever has happened before.
 
-A whole look costs as much as there are requests and attempts; one in so many events is followed by it, so that an event
-costs a fraction of a request's look. The moment at which nothing is open is looked at each time. Raises
-BrokenInvariantError, also under ``python -O``; nothing is changed here.
+A whole look costs as much as there are requests and attempts; one event in N is followed by it, N growing with that
+number, so that an event costs a fraction of a request's look. The moment at which nothing is open is looked at each
+time. Raises BrokenInvariantError, also under ``python -O``; nothing is changed here.
 """
 
 from collections.abc import Mapping

@@ -132,7 +132,7 @@ class ClusterCore:
         return frozenset(self._takers)
 
     def on_event(self, event: ClusterEvent, now: int) -> list[Command]:
-        """Something happened: what is to be done."""
+        """Take in an event. Returns the commands to carry out."""
         try:
             commands = self._handlers[type(event)](event, now)
             self._audit.after_event()
@@ -169,6 +169,7 @@ class ClusterCore:
         queued = QueuedRequest(submission, now, int(self.loads.least_token_ns * submission.num_prompt_tokens))
         passes_by = self.admission.may_pass_by(queued.service_class, *self._headroom())
         refusal = self.admission.pass_by(queued, now) if passes_by else self.admission.offer(queued, now)
+        # Not in ``requests`` yet: a refused request ends with this command alone.
         if refusal is not None:
             self.counts[f"refused_{refusal.reason}"] += 1
             return [End(request_id, error=refusal.error)]
@@ -217,6 +218,7 @@ class ClusterCore:
         asked = RoutingRequest(submission, entry.num_tokens, num_expected, entry.avoid, entry.must_stay_whole)
         route = self.paths.route(self.router, asked, now, self.attempts.closes_circle, entry.failed_path)
         if route is None:
+            # Parked by an earlier try: its time goes on.
             if request_id in self._parked:
                 return []
             self._parked[request_id] = now + self.config.park_ns
@@ -232,6 +234,7 @@ class ClusterCore:
         restarted = [] if request_id in self._parked else entry.restarted()
         self._parked.pop(request_id, None)
         self.counts[f"placed_{route.reason}"] += 1
+        # A new id per attempt: what an older attempt still reports is told apart by it, and ignored.
         entry.epoch += 1
         domains = [self.members.infos[worker].memory_domain for worker in (route.prefill, route.decode)]
         attempt = Attempt(

@@ -50,7 +50,7 @@ class WorkerDown:
 
 @dataclass(frozen=True, slots=True)
 class RoleChanged:
-    """From now on, also when it is started again, a worker has another role. A worker that only prefills from now on
+    """A worker has another role from now on, also when it is started again. A worker that only prefills from now on
     hands its streams to others, where there are others; nothing else moves. progress: as of WorkerDown."""
 
     worker: int
@@ -86,7 +86,7 @@ class WayGiven:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerChanged:
-    """From now on a worker schedules by these settings, also when it is started again."""
+    """A worker schedules by these settings from now on, also when it is started again."""
 
     worker: int
     scheduler: SchedulerConfig
@@ -94,8 +94,8 @@ class SchedulerChanged:
 
 @dataclass(frozen=True, slots=True)
 class PartitionChanged:
-    """From now on, also when they are started again, these workers compute on other shares of the machine.
-    shares: (worker, share), pairs because the keys of a recording are text."""
+    """These workers compute on other shares of the machine from now on, also when they are started again. shares:
+    (worker, share), pairs because the keys of a recording are text."""
 
     shares: tuple[tuple[int, ComputeShare], ...]
 

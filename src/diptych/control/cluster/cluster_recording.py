@@ -42,7 +42,6 @@ class RecordingClusterCore(ClusterCore):
         self._write_light = write_light or write
 
     def on_event(self, event: ClusterEvent, now: int) -> list[Command]:
-        """See ClusterCore."""
         commands = super().on_event(event, now)
         if commands or type(event) is not Reported or event.events:
             self._write((now, event, tuple(commands)))

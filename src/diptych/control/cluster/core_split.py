@@ -32,11 +32,11 @@ class CoreSplit:
                 )
 
     def __str__(self) -> str:
-        """As parse_core_split reads it."""
+        """The rule as parse_core_split reads it."""
         return ",".join(f"{role}={self.weight(role)}" for role in ROLES)
 
     def weight(self, role: Role) -> int:
-        """Of a worker of this role."""
+        """The weight of a worker of this role."""
         return self.prefill if role == "prefill" else self.decode if role == "decode" else self.both
 
     def counts(self, roles: Mapping[int, Role], num_cores: int) -> dict[int, int]:
@@ -79,9 +79,9 @@ class CoreSplit:
 
 
 def split_for(cores: Mapping[Role, int], workers: Mapping[Role, int]) -> CoreSplit | None:
-    """The rule by which the workers of each role together get so many cores, at least one each, whatever their numbers
-    (None: there is none, as for five and three cores on two and two workers, whose halves are ties). workers: how many
-    of each role; roles without any weigh as much as the mean worker."""
+    """The rule by which the workers of each role together get the cores in ``cores``, at least one each, whatever their
+    numbers (None: there is none, as for five and three cores on two and two workers, whose halves are ties). workers:
+    how many of each role; roles without any weigh as much as the mean worker."""
     num_cores, num_workers = sum(cores.values()), sum(workers.values())
     unit = lcm(*workers.values())
     present = {role: unit * cores[role] // count for role, count in workers.items()}

@@ -20,11 +20,11 @@ class LoadBook:
         self._loads[worker] = load
 
     def get(self, worker: int) -> LoadReport | None:
-        """Its last report."""
+        """The worker's last report."""
         return self._loads.get(worker)
 
     def drop(self, worker: int) -> None:
-        """Its process is gone."""
+        """Forget a worker whose process is gone."""
         self._loads.pop(worker, None)
 
     def collect_prices(self) -> None:

@@ -29,7 +29,7 @@ class Membership:
         self._owed: dict[int, set[int]] = {}  # worker -> peers that may still write into its old memory
 
     def on_scheduler_changed(self, event: SchedulerChanged, now: int) -> list[Command]:
-        """See SchedulerChanged."""
+        """Take in SchedulerChanged: the worker has new scheduler settings."""
         self.schedulers[event.worker] = event.scheduler
         return self._configure(event.worker) if self.is_ready(event.worker) else []
 
@@ -95,7 +95,8 @@ class Membership:
         return worker in self._ready
 
     def on_lost(self, worker: int) -> list[int]:
-        """Its process has ended. Returns the peers that must forget it (none know a process that was never up)."""
+        """Take in that a worker's process has ended. Returns the peers that must forget it (none know a process that
+        was never up)."""
         was_up = worker in self.up
         self.up.pop(worker, None)
         self._ready.pop(worker, None)

@@ -46,7 +46,7 @@ class OpenRequest:
 
     @classmethod
     def arrived(cls, submission: Submission, now: int, lengths: LengthPredictor, num_given: int = 0) -> "OpenRequest":
-        """A new one, or one that goes on after so many tokens."""
+        """A new request, or one that resumes after ``num_given`` tokens."""
         group = lengths.group(submission.options.service_class, submission.num_prompt_tokens, submission.hashes)
         expected = lengths.mean(group, num_given, submission.max_tokens)
         return cls(submission, now, group, expected, num_tokens=num_given, num_given=num_given)
@@ -59,7 +59,7 @@ class OpenRequest:
         return [Restarted(request_id, attempt_id_of(request_id, self.epoch + 1), self.num_tokens)]
 
     def on_admitted(self, num_cached_tokens: int, now: int) -> None:
-        """Its prompt begins to be computed."""
+        """Take in that the prompt begins to be computed."""
         self.is_computing = self.is_untouched
         if self.first_step_ns is None:
             self.first_step_ns = now
@@ -104,7 +104,7 @@ class OpenRequest:
         self.attempt, self.is_computing = None, False
 
     def verdict(self, why: str, on_failure: OnFailure, max_attempts: int) -> DiptychError | None:
-        """After a loss: the error with which the request ends, or None to try again."""
+        """The error with which the request ends after a loss, or None to try again."""
         if self.is_poison:
             deaths = max(self.num_suspicions, self.num_deaths)
             message = f"{deaths} workers died while they computed this request; it is not tried again"
@@ -160,7 +160,7 @@ class OpenRequest:
         )
 
     def complete(self, reason: FinishReason, now: int, default: Slo) -> RequestFinished:
-        """Its end when all its tokens have come and no worker reports the end."""
+        """The request's end when all its tokens have come and no worker reports the end."""
         slo = objectives(self.submission.options.slo, default)
         latency = breakdown_from_times(self.arrival_ns, self.first_step_ns, self.first_token_ns, now, self.num_tokens)
         return RequestFinished(

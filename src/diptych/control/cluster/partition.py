@@ -22,7 +22,7 @@ class Partition:
         self._ordered: dict[int, ComputeShare] = {}
 
     def on_changed(self, event: PartitionChanged, now: int) -> list[Command]:
-        """See PartitionChanged."""
+        """Take in PartitionChanged: note the shares that are wanted, and order what can change first."""
         self._wanted.update(event.shares)
         return self._next_orders()
 
@@ -31,7 +31,7 @@ class Partition:
         return self._next_orders()
 
     def on_down(self, worker: int) -> list[Command]:
-        """Its process has ended, and uses nothing any more."""
+        """Take in that a worker's process has ended, and uses nothing any more."""
         self._ordered.pop(worker, None)
         return self._next_orders()
 

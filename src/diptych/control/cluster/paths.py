@@ -46,7 +46,7 @@ class Paths:
             self._pauses.pop((prefill, decode), None)
 
     def on_worker_changed(self, worker: int) -> None:
-        """Its process has ended: the next may be reached otherwise."""
+        """Forget a worker's paths when its process has ended: the next may be reached otherwise."""
         for path in [path for path in self._pauses if worker in path]:
             self.on_whole(*path)
 

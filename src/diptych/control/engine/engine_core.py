@@ -230,7 +230,7 @@ class EngineCore:
     ) -> list[Event]:
         """Take in the result of the step that was begun: the only place where computed-token counts grow.
 
-        num_steps: the plan was taken so many times in a row (at most its max_repeats), the last time from
+        num_steps: how many times in a row the plan was taken (at most its max_repeats), the last time from
         ``last_start_ns`` on; ``result`` is that of the last. 0: it was broken off, after the end of all its requests or
         because they give way (``gives_way_to``): then it computed nothing, and will be planned again.
         """
@@ -245,6 +245,7 @@ class EngineCore:
             self.scheduler.repeat(num_steps - 1)
             self._num_steps += num_steps - 1
         self.kv.tiers.step_ended()
+        # What planning caused comes first: admissions before the first tokens of the same step.
         events = self.take_events()
         if self.scheduler.incoming.raising:
             raised = self.scheduler.incoming.take_raised()
@@ -263,6 +264,7 @@ class EngineCore:
                 kind = GrammarLimitError if request_id in result.beyond_grammar else WorkerError
                 error = ErrorRecord.of(kind(message))
                 events.append(self._finish(request, FinishReason.ERROR, now, error))
+        # Before the length limit: an answer that stops with its last allowed token ends for its own reason.
         for request_id, reason in result.stopped:
             if request := self.requests.get(request_id):
                 events.append(self._finish(request, reason, now))

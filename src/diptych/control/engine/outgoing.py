@@ -66,7 +66,7 @@ class Outgoing:
         return chunk
 
     def _chunk(self, attempt_id: str, end: int, block_ids: tuple[int, ...]) -> SendChunk | None:
-        """What is to be sent when so many tokens are computed."""
+        """The chunk to send once ``end`` tokens are computed; None if there is none."""
         progress = self._progress.get(attempt_id)
         if progress is None:
             return None

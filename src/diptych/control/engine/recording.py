@@ -61,14 +61,12 @@ class RecordingEngineCore(EngineCore):
         self._write_light = write_light or write
 
     def add_request(self, request: Request, now: int) -> list[Event]:
-        """See EngineCore."""
         if request.is_ahead:
             self._write(("ahead", request.request_id))
         self._write(("add", now, request_row(request)))
         return super().add_request(request, now)
 
     def reserve(self, request: Request, now: int, lease_ns: int = 0) -> list[Event]:
-        """See EngineCore."""
         request.lease_ns = lease_ns
         self._write(("reserve", now, request_row(request)))
         return super().reserve(request, now, lease_ns)
@@ -84,7 +82,6 @@ class RecordingEngineCore(EngineCore):
         transfer_ns: int = 0,
         wire_ns: int = 0,
     ) -> list[Event]:
-        """See EngineCore."""
         self._write(("deliver", now, request_id, first_step_ns, first_token_ns))
         return super().deliver(
             request_id,
@@ -97,30 +94,25 @@ class RecordingEngineCore(EngineCore):
         )
 
     def drop(self, request_id: str, now: int, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
-        """See EngineCore."""
         self._write(("drop", now, request_id, reason))
         return super().drop(request_id, now, reason)
 
     def renew(self, attempt_ids: Iterable[str], now: int) -> None:
-        """See EngineCore."""
         attempt_ids = tuple(attempt_ids)
         self._write(("renew", now, attempt_ids))
         super().renew(attempt_ids, now)
 
     def expire(self, now: int) -> list[Event]:
-        """See EngineCore."""
         expiry_ns = self.next_expiry_ns
         if expiry_ns is not None and expiry_ns <= now:
             self._write(("expire", now))
         return super().expire(now)
 
     def place_found(self, request_id: str, now: int) -> list[Event]:
-        """See EngineCore."""
         self._write(("placed", now, request_id))
         return super().place_found(request_id, now)
 
     def release(self, request_id: str, now: int) -> list[Event]:
-        """See EngineCore."""
         self._write(("release", now, request_id))
         return super().release(request_id, now)
 
@@ -131,12 +123,10 @@ class RecordingEngineCore(EngineCore):
         reason: FinishReason = FinishReason.ABORT,
         error: ErrorRecord | None = None,
     ) -> list[Event]:
-        """See EngineCore."""
         self._write(("abort", now, request_id, reason))
         return super().abort(request_id, now, reason, error)
 
     def begin_step(self, now: int) -> SchedulerOutput | None:
-        """See EngineCore."""
         output = EngineCore.begin_step(self, now)  # super() costs as much as the row
         if output is not None and (
             output.new_blocks
@@ -156,7 +146,6 @@ class RecordingEngineCore(EngineCore):
     def end_step(
         self, result: StepResult, now: int, *, num_steps: int = 1, last_start_ns: int | None = None
     ) -> list[Event]:
-        """See EngineCore."""
         if (
             num_steps == 1
             and last_start_ns is None
@@ -170,22 +159,18 @@ class RecordingEngineCore(EngineCore):
         return super().end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
 
     def on_tier(self, event: TierEvent, now: int) -> None:
-        """See EngineCore."""
         self._write(("tier", now, type(event).__name__, event))
         super().on_tier(event, now)
 
     def configure(self, scheduler: SchedulerConfig) -> None:
-        """See EngineCore."""
         self._write(("configure", scheduler))
         super().configure(scheduler)
 
     def rescale(self, ratio: float) -> None:
-        """See EngineCore."""
         self._write(("rescale", ratio))
         super().rescale(ratio)
 
     def observe(self, features: StepFeatures, duration_ns: int) -> None:
-        """See EngineCore."""
         self._write(("observe", feature_row(features), duration_ns))
         super().observe(features, duration_ns)
 

@@ -188,6 +188,7 @@ class WorkerCore:
             request.borrowed_block_ids = command.block_ids
             request.num_borrowed_tokens = command.num_cached_tokens
         self._note(self.engine.add_request(request, now))
+        # Else it was refused, or a Drop came first.
         if attempt_id in self.engine.requests:
             self._targets[attempt_id] = command
             if not command.is_ahead:
@@ -247,7 +248,7 @@ class WorkerCore:
     # -- what the KV connector reports --------------------------------------------------------------------------------
 
     def on_transfer(self, event: TransferEvent, now: int) -> bool:
-        """Something happened to a transfer. Returns whether an attempt was taken over with it."""
+        """Take in an event of a transfer. Returns whether an attempt was taken over with it."""
         match event:
             case ChunkArrived():
                 self.engine.renew((event.attempt_id,), now)

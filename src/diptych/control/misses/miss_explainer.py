@@ -19,7 +19,7 @@ from diptych.control.misses.prefix_history import Match, Origin, PrefixHistory, 
 from diptych.control.misses.prefix_miss import NEW, REPEATED, ROUNDING, MissReason, PrefixMiss
 
 HISTORY_TOKENS = 2**20  # that are remembered at least
-CACHES_REMEMBERED = 4  # and so many times what the caches hold
+CACHES_REMEMBERED = 4  # and this factor times what the caches hold
 CHUNKS_PER_BLOCK = 2  # of text, that are remembered
 RESYNC_TOKENS = 512  # before a change, from where text is cut into chunks again
 
@@ -71,7 +71,8 @@ class MissExplainer:
         self.chunks.add(conversation.chunks(max(0, entry.prompt.num_tokens - RESYNC_TOKENS)))
 
     def on_worker_up(self, worker: int, num_blocks: int) -> None:
-        """A worker serves, with an empty cache of so many blocks: more than the caches hold is remembered."""
+        """Begin with an empty cache of ``num_blocks`` blocks for a worker that serves now: more than the caches hold is
+        remembered."""
         self._num_blocks[worker] = num_blocks
         enough = CACHES_REMEMBERED * sum(self._num_blocks.values())
         self.history.max_blocks = max(self.history.max_blocks, enough)
@@ -103,7 +104,7 @@ class MissExplainer:
         return misses
 
     def _request_id(self, attempt_id: str) -> str:
-        """Of an attempt; attempts after the first have a number at the end."""
+        """The request of an attempt; attempts after the first have a number at the end."""
         return attempt_id if attempt_id in self._open else attempt_id.rpartition("~")[0] or attempt_id
 
     def _explain(self, entry: _OpenPrompt, worker: int, num_cached: int, now: int) -> PrefixMiss:
@@ -197,8 +198,8 @@ class MissExplainer:
         return _Missing(MissReason.BEING_COMPUTED if is_open else MissReason.NOT_KEPT)
 
     def _computed_again(self, prompt: PromptTokens, match: Match, start: int) -> tuple[int, int | None, bytes]:
-        """Of the tokens from ``start`` on: how many lie in chunks that were seen, behind another beginning; about how
-        many differ before the first of these; and its digest."""
+        """Summarise the tokens from ``start`` on: how many lie in chunks that were seen behind another beginning, about
+        how many differ before the first of these, and its digest."""
         again, num_differing, group = 0, None, b""
         for first, count, digest in prompt.chunks(max(0, start - RESYNC_TOKENS)):
             if first >= start and digest in self.chunks:

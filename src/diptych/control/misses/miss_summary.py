@@ -60,7 +60,7 @@ class MissSummary:
 
     @property
     def places(self) -> dict[bytes, MissPlace]:
-        """By group, the costliest first."""
+        """Places by group, the costliest first."""
         return dict(sorted(self._places.items(), key=lambda item: (-item[1].num_again_tokens, item[0])))
 
     def add(self, miss: PrefixMiss) -> None:

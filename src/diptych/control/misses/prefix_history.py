@@ -76,7 +76,7 @@ class Match:
 
 
 class PrefixHistory:
-    """At most ``max_blocks`` blocks of ``block_size`` tokens."""
+    """The prompts that were seen, as at most ``max_blocks`` blocks of ``block_size`` tokens."""
 
     def __init__(self, block_size: int, max_blocks: int) -> None:
         self.block_size = block_size
@@ -143,7 +143,8 @@ class PrefixHistory:
             self.num_forgotten += 1
 
     def continuation(self, key: bytes, num_pieces: int) -> bytes:
-        """The piece of block ``key`` and those of the blocks that follow it in some conversation, at most so many."""
+        """The piece of block ``key`` and those of the blocks that follow it in some conversation, at most
+        ``num_pieces``."""
         pieces: list[bytes] = []
         while len(pieces) < num_pieces and (block := self._blocks.get(key)) is not None:
             pieces.append(block.piece)

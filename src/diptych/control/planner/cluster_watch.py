@@ -32,7 +32,7 @@ WHOLE_ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
 
 @dataclass(frozen=True, slots=True)
 class PoolMember:
-    """Of which pool a worker is, and the scheduler settings that it began with."""
+    """The pool of a worker, and the scheduler settings that it began with."""
 
     pool: str
     started: SchedulerConfig
@@ -94,7 +94,7 @@ class ClusterWatch:
         return self._core.members.infos[worker].role
 
     def shape(self, worker: int) -> PresetName:
-        """Of the settings that this worker schedules by."""
+        """The scheduling preset of this worker's settings."""
         started = self._members[worker].started if worker < len(self._members) else self._started
         scheduler = self._core.members.schedulers.get(worker, started)
         return "unified" if scheduler.budget.kind == "whole" else "chunked"

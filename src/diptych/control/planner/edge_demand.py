@@ -29,7 +29,7 @@ from diptych.control.slo import NS_PER_S, Slo
 LEVEL_WEIGHT = 0.4
 TREND_WEIGHT = 0.15
 DAMPING = 0.8
-MOST_CHANGE = 2.0  # a forecast is at most so many times the level, and at least its inverse
+MOST_CHANGE = 2.0  # a forecast over the level is at most this, and at least its inverse
 
 
 class RateForecast:
@@ -52,7 +52,7 @@ class RateForecast:
         self.num_observed += 1
 
     def ahead(self, num_ticks: float) -> float:
-        """The rate expected so many ticks from now, within MOST_CHANGE of the level."""
+        """The rate expected in ``num_ticks`` ticks, within MOST_CHANGE of the level."""
         expected = self.level + self.trend * DAMPING * (1 - math.pow(DAMPING, num_ticks)) / (1 - DAMPING)
         return min(max(expected, self.level / MOST_CHANGE), self.level * MOST_CHANGE)
 
@@ -97,7 +97,7 @@ class Demand:
         return len(self._open)
 
     def on_demanded(self, event: Demanded, now: int) -> None:
-        """See Demanded."""
+        """Take in Demanded: a request arrived."""
         cached = int(self._hit_share * event.num_prompt_tokens)
         recorded = _Recorded(now, event.num_prompt_tokens, cached, max(1, event.num_output_tokens), event.slo)
         self._recorded.append(recorded)
@@ -110,19 +110,19 @@ class Demand:
         self._open_counts.append(len(self._open))
 
     def on_prompt_begun(self, event: PromptBegun) -> None:
-        """See PromptBegun."""
+        """Take in PromptBegun: a request waits no longer."""
         if (recorded := self._open.get(event.request_id)) is not None:
             recorded.num_cached_tokens = min(event.num_cached_tokens, recorded.num_prompt_tokens - 1)
             share = recorded.num_cached_tokens / max(1, recorded.num_prompt_tokens)
             self._hit_share += HIT_WEIGHT * (share - self._hit_share)
 
     def on_answer_begun(self, event: AnswerBegun, now: int) -> None:
-        """See AnswerBegun."""
+        """Take in AnswerBegun: a first token came."""
         if (recorded := self._open.get(event.request_id)) is not None and recorded.is_waiting:
             recorded.is_waiting, recorded.begun_ns = False, now
 
     def on_answer_ended(self, event: AnswerEnded) -> None:
-        """See AnswerEnded."""
+        """Take in AnswerEnded: an answer is complete, or was given up."""
         recorded = self._open.pop(event.request_id, None)
         if recorded is not None and event.num_output_tokens is not None:
             recorded.num_output_tokens = max(1, event.num_output_tokens)

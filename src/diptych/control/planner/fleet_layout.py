@@ -48,7 +48,7 @@ class Configuration:
 
     @property
     def num_workers(self) -> int:
-        """Of all kinds."""
+        """Workers of all kinds."""
         return sum(count for _, count in self.counts)
 
 
@@ -66,8 +66,8 @@ class Layout:
 
     @property
     def label(self) -> str:
-        """For people: ``1 prefill + 3 decode``; shapes where they are not all chunked, pools and cores where there are
-        any."""
+        """The layout in words: ``1 prefill + 3 decode``; with shapes where they are not all chunked, pools and cores
+        where there are any."""
         shapes = {setting.shape for setting in self.settings}
         cores = Counter[Kind]()
         for setting in self.settings:
@@ -100,7 +100,7 @@ class Reach:
 
 
 def as_counts(counts: Mapping[Kind, int]) -> Counts:
-    """In one order, without zeros."""
+    """Counts in a fixed order, without zeros."""
     return tuple(sorted((kind, count) for kind, count in counts.items() if count))
 
 

@@ -52,7 +52,7 @@ def can_spare_a_worker(utilisation: float, num_workers: int) -> bool:
 
 
 def is_within_budget(num_workers: int, most: int) -> bool:
-    """Whether so many workers may run."""
+    """Whether ``num_workers`` workers may run."""
     return num_workers <= most
 
 

@@ -13,8 +13,8 @@ Reporting = tuple[ObservedWorker, LoadReport]
 
 
 def group_costs(workers: Sequence[ObservedWorker]) -> tuple[GroupCosts, ...]:
-    """Of each group, the mean of its workers. A worker that would be started is taken for the mean of all where none of
-    its group runs."""
+    """The mean costs of the workers of each group. A worker that would be started is priced as the mean of all if none
+    of its group runs."""
     groups: dict[str, list[Reporting]] = {}
     for worker in workers:
         if worker.load is not None:
@@ -53,7 +53,8 @@ def _terms_of_a_core(load: LoadReport, num_cores: int) -> Terms:
 
 
 def fastest_terms(costs: Sequence[GroupCosts], workers: Sequence[ObservedWorker], most_cores: int) -> list[Terms]:
-    """Of the groups that have workers, each on as many cores as one of them could get (0: they are not divided)."""
+    """Prices of the groups that have workers, each on the most cores that one of its workers could get (0: cores are
+    not divided)."""
     present = {worker.group for worker in workers}
     return [each.terms_on(most_cores) for each in costs if each.group in present]
 

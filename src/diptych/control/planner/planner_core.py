@@ -3,9 +3,23 @@
     commands = planner.on_event(event, now)        # the only entry: planner_events in, planner_events out
 
 A state machine without a clock, as ClusterCore is: the same inputs give the same decisions, live and simulated. At each
-tick it looks at the demand and the workers. Where nothing forbids a judgement, it ranks the configurations in reach by
-``pressure`` and asks a twin (a simulation of the latest arrivals at the forecast rate) for the goodput of the best few.
-A candidate that wins by the margin in answers running, or by less in more of them, becomes a decision.
+tick (PlannerConfig.tick_ns):
+
+1. Demand is counted when requests arrive, so that a fleet too slow to complete anything still shows its load. Level and
+   damped trend of the rate give the rate at PlannerConfig.horizon_ns; where arrivals only follow completions (a closed
+   loop), the trend is not used.
+2. guards.py says when nothing can be judged.
+3. The candidates are the configurations one change away (a role, a shape, a worker more or fewer, cores from one role
+   to another) and every division of as many workers among the roles. ``pressure`` ranks them with the workers' own
+   step-time models.
+4. A twin (a simulation that begins with the present streams, of the latest arrivals at the forecast rate) gives the
+   goodput of the best few. Its processor time stays below PlannerConfig.twin_share in the long run, and may be ahead by
+   twin_burst_ns where there is news. A settled fleet is not judged again until its work changes by SETTLED_CHANGE, or
+   requests wait for longer than their TTFT objective.
+5. A candidate that wins by the margin in answers running, or by less in more of them, becomes a decision. With fewer
+   workers it wins when it loses at most the tolerance; of equally good ones the one with the fewest changes is taken.
+6. In an overload (no candidate serves half of the requests in time) what is worked off counts, too: which requests are
+   in time then depends on the moment, and how long the overload lasts on the configuration.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,7 +112,7 @@ class PlannerCore:
         }
 
     def on_event(self, event: PlannerEvent, now: int) -> list[PlannerCommand]:
-        """Something happened: what is to be done."""
+        """Take in an event. Returns the commands to carry out."""
         count = self._counters.get(type(event))
         if count is not None:
             count(event, now)
@@ -379,8 +393,8 @@ class PlannerCore:
 
 
 def changes(present: Layout, chosen: Layout) -> list[FleetChange]:
-    """From one configuration to another: new workers first, and workers that go last, so that no phase is ever without
-    one for longer than a change takes. The cores are divided for the new roles."""
+    """The changes from one configuration to another: new workers first, and workers that go last, so that no phase is
+    ever without one for longer than a change takes. The cores are divided for the new roles."""
     wanted = {setting.worker: setting for setting in chosen.settings if setting.worker != NEW_WORKER}
     commands: list[FleetChange] = [
         AddWorker(setting.role, setting.shape) for setting in chosen.settings if setting.worker == NEW_WORKER
@@ -409,7 +423,7 @@ def _score(prediction: Prediction) -> float:
 
 
 def _progress(prediction: Prediction) -> float:
-    """Of an overloaded fleet: what is in time now, and how fast the overload is worked off."""
+    """Progress of an overloaded fleet: what is in time now, and how fast the overload is worked off."""
     return prediction.goodput_rps + prediction.throughput_rps
 
 

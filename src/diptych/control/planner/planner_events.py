@@ -169,8 +169,8 @@ Terms = tuple[float, float, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class GroupCosts:
-    """Of equal workers, with ``num_blocks`` blocks each. terms: the prices of the step-time model (a step, a prompt
-    token, a pair, a sequence, a context token), in nanoseconds; of one core where a rule divides the cores."""
+    """Costs of equal workers with ``num_blocks`` blocks each. terms: the prices of the step-time model (a step, a
+    prompt token, a pair, a sequence, a context token), in nanoseconds; on one core where a rule divides the cores."""
 
     terms: Terms
     num_blocks: int
@@ -178,7 +178,8 @@ class GroupCosts:
     group: str = STARTED_GROUP
 
     def terms_on(self, num_cores: int) -> Terms:
-        """Of a worker with so many cores (0: they are not divided), which steps are in inverse proportion to."""
+        """Prices on a worker with ``num_cores`` cores (0: cores are not divided); steps last in inverse proportion to
+        them."""
         fixed_ns, token_ns, pair_ns, sequence_ns, context_ns = self.terms
         units = max(1, num_cores)
         return fixed_ns / units, token_ns / units, pair_ns / units, sequence_ns / units, context_ns / units

@@ -29,7 +29,6 @@ class RecordingPlannerCore(PlannerCore):
         self._write = write
 
     def on_event(self, event: PlannerEvent, now: int) -> list[PlannerCommand]:
-        """See PlannerCore."""
         commands = super().on_event(event, now)
         self._write((now, event, tuple(commands)))
         return commands

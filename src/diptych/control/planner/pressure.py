@@ -39,8 +39,8 @@ class OfferedWork:
 
 @dataclass(frozen=True, slots=True)
 class StepPrices:
-    """Of one worker: seconds of a mean prompt, of a step, of a stream in it with its context; tokens that its blocks
-    hold. prompt_speed, answer_speed: prompts a second, and steps of one stream."""
+    """Prices of one worker: seconds of a mean prompt, of a step, of a stream in it with its context; tokens that its
+    blocks hold. prompt_speed, answer_speed: prompts a second, and steps of one stream."""
 
     prompt_s: float
     step_s: float
@@ -50,11 +50,11 @@ class StepPrices:
     answer_speed: float
 
 
-Part = tuple[Role, PresetName, StepPrices, int]  # so many equal workers
+Part = tuple[Role, PresetName, StepPrices, int]  # and the number of equal workers
 
 
 def work_of(demand: DemandSummary, arrivals: Sequence[ReplayedArrival], num_reserving: int) -> OfferedWork:
-    """Such arrivals at the forecast rate."""
+    """Work of such arrivals at the forecast rate."""
     count = max(1, len(arrivals))
     lengths = [arrival.num_prompt_tokens for arrival in arrivals]
     outputs = sum(arrival.num_output_tokens for arrival in arrivals) / count
@@ -84,7 +84,7 @@ def prices_of(work: OfferedWork, terms: Terms, kv_tokens: int) -> StepPrices:
 
 
 def pressure(parts: Sequence[Part], work: OfferedWork) -> float:
-    """Of the worst worker, when prompts and answers are divided as well as is possible with a few divisions."""
+    """Pressure on the worst worker, when prompts and answers are divided as well as a few divisions allow."""
     prompt_speed, answer_speed = {"prefill": 0.0, "both": 0.0}, {"decode": 0.0, "both": 0.0}
     for role, _, prices, count in parts:
         if role != "decode":
@@ -110,8 +110,8 @@ def pressure(parts: Sequence[Part], work: OfferedWork) -> float:
 
 
 def _shares(dedicated: float, both: float) -> tuple[float, ...]:
-    """Of a phase, for the workers that do nothing else (by their speeds): all of it, an equal part of each worker, half
-    of that."""
+    """Shares of a phase to try for the workers that do nothing else (by their speeds): all of it, an equal part of each
+    worker, half of that."""
     if not dedicated:
         return (0.0,)
     if not both:

@@ -85,7 +85,7 @@ class CandidateSearch:
         self._up_by_role = self._by_role(self._up)
 
     def _by_role(self, positions: list[int]) -> tuple[list[int], list[int], list[int]]:
-        """Those that prefill, that decode, that do both."""
+        """The positions of workers that prefill, that decode, and that do both."""
         views = self._views
         prefill = [position for position in positions if views[position].role == "prefill"]
         decode = [position for position in positions if views[position].role == "decode"]
@@ -151,8 +151,8 @@ class CandidateSearch:
         return demand
 
     def _look_below(self, hashes: Sequence[bytes], demand: RequestDemand) -> None:
-        """For each worker, the tokens that it need not compute, what bringing those up costs that are below its cache,
-        and the peer that has what comes next."""
+        """Find, for each worker, the tokens that it need not compute, the cost of bringing up those that are below its
+        cache, and the peer that has what comes next."""
         host, disk, held, size = self._host, self._disk, demand.held, self._block_size
         demand.raise_ns = raise_ns = [0.0] * len(held)
         if not hashes or not (len(host) or len(disk)):
@@ -191,7 +191,7 @@ class CandidateSearch:
         return usable
 
     def _most_tokens(self, request: RoutingRequest) -> int:
-        """Of prompt and answer; an answer ends at the largest context of the fleet at the latest."""
+        """Tokens of prompt and answer together; an answer ends at the largest context of the fleet at the latest."""
         return min(request.num_prompt_tokens + request.max_tokens, self._longest_of_all)
 
     def _cheapest(self, demand: RequestDemand, usable: list[int]) -> Candidate | None:
@@ -245,8 +245,9 @@ class CandidateSearch:
     def _targets(
         self, demand: RequestDemand, positions: list[int], best: _Whole, has_pair: bool, max_local_tokens: int = 0
     ) -> tuple[_Whole, list[DecodeOffer]]:
-        """What workers that may decode offer (only where pairs are asked for, and of those at one place that hold
-        nothing only the cheapest), and ``best`` or the one of them that serves it whole for less."""
+        """Decode candidates for a split (none unless pairs are asked for; of workers at one place with no cached prefix
+        only the cheapest). Also returns the cheaper of ``best`` and a worker among them that serves the request whole.
+        """
         if not positions:
             return best, []
         views, held, now, places = self._views, demand.held, demand.now, self._places
@@ -328,7 +329,7 @@ class CandidateSearch:
 
 
 def _mates(workers: Sequence[WorkerInfo]) -> list[int]:
-    """For each worker a bit mask of those whose host memories it may read, itself included; 0: of no other."""
+    """A bit mask per worker of those whose host memories it may read, itself included; 0: of no other."""
     masks: dict[tuple[int | None, int], int] = {}
     for position, worker in enumerate(workers):
         group = (worker.host_domain, worker.model_copy)

@@ -33,7 +33,7 @@ class _Routed:
 
 
 class CostRouter:
-    """See the module; the methods are those of Router."""
+    """A Router that takes the worker, or pair of workers, with the lowest predicted cost."""
 
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
@@ -56,13 +56,11 @@ class CostRouter:
 
     @property
     def alarm(self) -> str:
-        """See Router."""
         return self.watch.alarm
 
     # -- what workers report ------------------------------------------------------------------------------------------
 
     def set_up(self, info: WorkerInfo) -> None:
-        """See Router."""
         position = self._position.get(info.number)
         if position is None:
             self._position[info.number] = position = len(self._workers)
@@ -77,7 +75,6 @@ class CostRouter:
         self._begin_view(position, WorkerView(is_up=True, role=info.role, loss_power=self._loss_power))
 
     def set_down(self, worker: int) -> None:
-        """See Router."""
         position = self._position[worker]
         if self._search.speeds.forget(worker):
             self._search.place_workers()
@@ -86,18 +83,15 @@ class CostRouter:
         )
 
     def on_transfer(self, prefill: int, decode: int, num_bytes: int, wire_ns: int, now: int) -> None:
-        """See Router."""
         self._search.on_transfer(self._position[prefill], self._position[decode], num_bytes, wire_ns, now)
 
     def set_role(self, worker: int, role: Role) -> None:
-        """See Router."""
         view = self._views[self._position[worker]]
         view.role = role
         self._search.set_up()
         self._reprice(view)
 
     def on_load(self, worker: int, report: LoadReport) -> None:
-        """See Router."""
         self._now = max(self._now, report.time_ns)
         view = self._views[self._position[worker]]
         view.on_report(report)
@@ -111,19 +105,15 @@ class CostRouter:
         evicted: Sequence[bytes] = (),
         tier: Tier = "device",
     ) -> bool:
-        """See Router."""
         return self._index_of(tier).on_events(self._position[worker], sequence, stored, evicted)
 
     def on_kv_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes], tier: Tier = "device") -> None:
-        """See Router."""
         self._index_of(tier).on_snapshot(self._position[worker], sequence, hashes)
 
     def on_queued(self, request_id: str, worker: int) -> None:
-        """See Router."""
         self._acknowledge(request_id, worker, holds_blocks=False)
 
     def on_admitted(self, request_id: str, worker: int, num_cached_tokens: int, num_tier_tokens: int = 0) -> None:
-        """See Router."""
         sent = self._acknowledge(request_id, worker, holds_blocks=True)
         if sent is not None:
             expected = sent.expected.pop(self._position[worker], None)
@@ -132,7 +122,6 @@ class CostRouter:
                 self.watch.observe(expected, max(in_cache, min(expected, num_cached_tokens)), sent.num_prompt_tokens)
 
     def on_first_token(self, request_id: str) -> None:
-        """See Router."""
         sent = self._sent.get(request_id)
         if sent is not None:
             if sent.prefill is sent.decode:
@@ -142,7 +131,6 @@ class CostRouter:
             self._reprice(sent.prefill)
 
     def on_ended(self, request_id: str) -> None:
-        """See Router."""
         sent = self._sent.pop(request_id, None)
         if sent is None:
             return
@@ -154,7 +142,6 @@ class CostRouter:
     # -- routing ------------------------------------------------------------------------------------------------------
 
     def route(self, request: RoutingRequest, now: int) -> Route | None:
-        """See Router."""
         source = None if request.leaves is None else self._position[request.leaves]
         if source is not None and not self._search.movable_to(request, source):
             return None

@@ -21,7 +21,7 @@ from diptych.control.slo import NS_PER_S
 
 UNBOUNDED = 2**62
 OTHERS_SHARE = 8  # this part of a prompt's work is charged again, for the requests that come after it
-MAX_STRETCH = 4  # prefill next to running streams is expected to be at most so many times slower than alone
+MAX_STRETCH = 4  # prefill next to running streams is expected to be at most this factor slower than alone
 WINDOW_NS = 10 * NS_PER_S  # how far back the share of time that a worker spends on prompts is looked at
 MAX_BUSY = 0.9
 # What a role implies before any report: a prefill worker will compute prompts for at least
@@ -74,7 +74,7 @@ class WorkerPrices:
 
 
 def unknown_prices(standing: float = 0) -> WorkerPrices:
-    """Before the first report."""
+    """Prices before the first report."""
     return WorkerPrices(standing, 0, 0, 1.0, 1 + 1 / OTHERS_SHARE, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -121,7 +121,7 @@ class BusyShare:
         self.now_ns += work_ns
 
     def share(self, now: int) -> float:
-        """In [0, 0.9]."""
+        """The share of time that the worker was busy, in [0, 0.9]."""
         if now >= self.begun_ns + WINDOW_NS:
             self._pass_time(now)
         left = WINDOW_NS - (now - self.begun_ns)
@@ -178,11 +178,11 @@ class WorkerView:
             self.memory_sum += num_blocks
 
     def drop_work(self, request_id: str) -> None:
-        """Its prompt is computed, or given up."""
+        """Drop a prompt's work: it is computed, or given up."""
         self.work_sum_ns -= self.work.pop(request_id, (0, 0))[1]
 
     def drop(self, request_id: str) -> None:
-        """It ended."""
+        """Drop a request that ended."""
         self.drop_work(request_id)
         self.memory_sum -= self.memory.pop(request_id, (0, 0))[1]
 
@@ -211,7 +211,7 @@ class WorkerView:
         self.growth += sign * num_output_tokens
 
     def reprice(self, price_ns: int, now: int = 0, block_size: int = 1) -> None:
-        """After a change, and before the next: what costs depend on besides the prompt is another now."""
+        """Recompute what costs depend on besides the prompt, after a change and before the next."""
         self._terms = (price_ns, now, block_size)
 
     def _priced(self, price_ns: int, now: int, block_size: int) -> WorkerPrices:
@@ -279,10 +279,10 @@ def work_ns(prices: WorkerPrices, left: int, cached: int) -> float:
 def raised(
     prices: WorkerPrices, cached: int, num_host: int, num_disk: int, num_peer: int, size: int
 ) -> tuple[int, float]:
-    """Of a prompt whose first ``cached`` tokens are in a worker's cache, followed by ``num_host`` blocks in its host
-    memory, and these by ``num_disk`` blocks on its disk and also by ``num_peer`` blocks in the host memory of another
-    worker: how many tokens it need not compute, and what bringing them up costs. It does what pays, see
-    Tiers.worth_copying and TierLoads.begin."""
+    """Price bringing up the lower tiers' part of a prompt. Its first ``cached`` tokens are in a worker's cache, then
+    ``num_host`` blocks in its host memory, then ``num_disk`` blocks on its disk, which are also ``num_peer`` blocks in
+    another worker's host memory. Returns the tokens that need no computing, and the cost of loading them; the worker
+    loads what pays, see Tiers.worth_copying and TierLoads.begin."""
     cost_ns = 0.0
     if num_host:
         if num_host * prices.work_copy >= work_ns(prices, num_host * size, cached):

@@ -2,7 +2,8 @@
 
 
 class EventOrder:
-    """Of workers 0, 1, ... A worker with a missing report is not complete until a snapshot comes."""
+    """Whether the reports of workers 0, 1, ... are complete. A worker with a missing report is not until a snapshot
+    comes."""
 
     def __init__(self) -> None:
         self._last: list[int] = []

@@ -21,7 +21,8 @@ PROMPT_TOKENS, ANSWER_TOKENS = 512, 64  # of the request by which workers are co
 
 
 class IdleTrials:
-    """Of the router's lists, by position: ``workers``, ``views``. A review is due at ``due_ns``."""
+    """Trials of idle workers, by position in the router's lists ``workers`` and ``views``. A review is due at
+    ``due_ns``."""
 
     def __init__(self, workers: Sequence[WorkerInfo], views: Sequence[WorkerView]) -> None:
         self.due_ns = FIRST_TRIAL_NS

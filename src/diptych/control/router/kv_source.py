@@ -27,7 +27,7 @@ Batch = Sequence[EngineCacheEvent] | None  # None: it came, and cannot be read
 
 
 class SourceState(StrEnum):
-    """See the module."""
+    """What is known of a source of KV events."""
 
     STARTING = "starting"
     EXACT = "exact"

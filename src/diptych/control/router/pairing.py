@@ -129,7 +129,7 @@ class PairSearch:
         return senders
 
     def _undominated(self, decodes: list[DecodeOffer]) -> list[DecodeOffer]:
-        """Of each place those that no other there beats in cost and in tokens held; cheapest first."""
+        """The offers of each place that no other there beats in cost and in tokens held; cheapest first."""
         most: dict[int, int] = {}
         kept = []
         decodes.sort()

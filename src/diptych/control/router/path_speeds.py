@@ -69,7 +69,8 @@ class PathSpeeds:
         return has_changed
 
     def forget(self, worker: int) -> bool:
-        """Its process has ended: the next may be reached otherwise. Whether ``measured`` has changed."""
+        """Forget a worker's paths when its process has ended: the next may be reached otherwise. Returns whether
+        ``measured`` has changed."""
         return self._forget([path for path in self._estimates if worker in path])
 
     def _forget(self, paths: list[Path]) -> bool:

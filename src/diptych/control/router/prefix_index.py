@@ -121,7 +121,7 @@ class PrefixIndex:
         self._believed[0].add(worker, hashes)
 
     def matches(self, hashes: Sequence[bytes], now: int) -> list[int]:
-        """For each worker, how many leading blocks of the prompt it holds or is about to hold."""
+        """Leading blocks of the prompt that each worker holds or is about to hold."""
         self._pass_time(now)
         if not hashes:
             return [0] * self.num_workers

@@ -77,7 +77,7 @@ class RoundRobinRouter:
         self._decode_only = frozenset(worker for worker, own in self._role_of.items() if own == "decode")
 
     def on_load(self, worker: int, report: LoadReport) -> None:
-        """See Router."""
+        """Ignore load reports: what was routed is counted here."""
 
     def on_kv_events(
         self,
@@ -91,10 +91,10 @@ class RoundRobinRouter:
         return True
 
     def on_kv_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes], tier: Tier = "device") -> None:
-        """See Router."""
+        """Ignore caches."""
 
     def on_queued(self, request_id: str, worker: int) -> None:
-        """See Router."""
+        """Ignore it: the request was counted when it was routed."""
 
     def on_admitted(self, request_id: str, worker: int, num_cached_tokens: int, num_tier_tokens: int = 0) -> None:
         """See Router."""
@@ -103,7 +103,7 @@ class RoundRobinRouter:
         """See Router."""
 
     def on_transfer(self, prefill: int, decode: int, num_bytes: int, wire_ns: int, now: int) -> None:
-        """See Router."""
+        """Ignore transfers."""
 
     def on_ended(self, request_id: str) -> None:
         """See Router."""

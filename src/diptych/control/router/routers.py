@@ -6,5 +6,5 @@ from diptych.control.router.routing import Router, RoutingConfig
 
 
 def make_router(config: RoutingConfig) -> Router:
-    """By cost, or in turn."""
+    """The router of this configuration: by cost, or in turn."""
     return CostRouter(config) if config.routing == "kv_aware" else RoundRobinRouter(config)

@@ -167,12 +167,12 @@ class Router(Protocol):
         ...
 
     def on_admitted(self, request_id: str, worker: int, num_cached_tokens: int, num_tier_tokens: int = 0) -> None:
-        """A worker gave the request (or its reservation) blocks, and found this many tokens: of these, so many in the
-        tiers below its cache."""
+        """Take in that a worker gave the request (or its reservation) blocks and found ``num_cached_tokens`` tokens, of
+        which ``num_tier_tokens`` in the tiers below its cache."""
         ...
 
     def on_first_token(self, request_id: str) -> None:
-        """Its prompt is computed: it no longer waits at its prefill worker."""
+        """Take in that a prompt is computed: it no longer waits at its prefill worker."""
         ...
 
     def on_transfer(self, prefill: int, decode: int, num_bytes: int, wire_ns: int, now: int) -> None:

@@ -31,7 +31,7 @@ class TierIndex:
     def on_events(
         self, worker: int, sequence: int, stored: Iterable[bytes] = (), evicted: Iterable[bytes] = ()
     ) -> bool:
-        """As PrefixIndex.on_events."""
+        """Take in events as PrefixIndex.on_events does."""
         if not self._order.take(worker, sequence):
             if not self._order.is_complete(worker):
                 self._forget(worker)
@@ -42,7 +42,7 @@ class TierIndex:
         return True
 
     def on_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes]) -> None:
-        """As PrefixIndex.on_snapshot."""
+        """Take in a snapshot as PrefixIndex.on_snapshot does."""
         if self._order.begin_at(worker, sequence):
             self._forget(worker)
             self._add(worker, hashes)

@@ -94,9 +94,9 @@ class LinkCost:
 @dataclass(frozen=True, slots=True)
 class LinkCosts:
     """What handing KV over costs, per level, before anything was measured. bytes_per_token: KV of one token (0: not
-    known, only latencies count). chunk_tokens: transfers follow the prefill in pieces of so many; the last piece cannot
-    overlap with it. memory_latency_ns: of a handoff within one memory domain, where only a commit travels. far: between
-    racks (as if two transfers at a time shared what a card carries)."""
+    known, only latencies count). chunk_tokens: transfers follow the prefill in pieces of this size; the last piece
+    cannot overlap with it. memory_latency_ns: of a handoff within one memory domain, where only a commit travels. far:
+    between racks (as if two transfers at a time shared what a card carries)."""
 
     bytes_per_token: int = 0
     chunk_tokens: int = 512
@@ -114,13 +114,13 @@ class LinkCosts:
             )
 
     def link(self, at: Level) -> LinkCost | None:
-        """Of this level; None: nothing travels."""
+        """Costs of a link at this level; None if nothing travels."""
         if at is Level.MEMORY:
             return None
         return self.host if at is Level.HOST else self.network if at is Level.NETWORK else self.far
 
     def exposed_ns(self, link: LinkCost | None, num_tokens: int, prefill_ns: int) -> int:
-        """What is left of the transfer of so many tokens when a prefill of ``prefill_ns`` ends: at least its last
+        """Time that the transfer of ``num_tokens`` tokens takes beyond a prefill of ``prefill_ns``: at least its last
         piece, and what the link could not carry meanwhile."""
         if link is None:
             return self.memory_latency_ns

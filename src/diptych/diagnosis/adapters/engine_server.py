@@ -115,7 +115,7 @@ class MetricsReader:
         self._before: deque[tuple[float, MetricsPage]] = deque(maxlen=KEPT_ROUNDS)  # when, of earlier rounds
 
     def observe(self) -> Observation:
-        """See Reader. Where too little happens in the window, it begins with an earlier round."""
+        """Read the page again and compare. Where too little happens in the window, it begins with an earlier round."""
         begun_s = time.monotonic()
         read = read_pages(self._site, self._window_s)
         first_s, first = read.pages[0]
@@ -129,13 +129,12 @@ class MetricsReader:
 
 
 class LlamaCppReader:
-    """llama.cpp."""
+    """A Reader of llama.cpp's server."""
 
     def __init__(self, site: Site, window_s: float) -> None:
         self._site, self._window_s = site, window_s
 
     def observe(self) -> Observation:
-        """See Reader."""
         slots: list[list[dict[str, Any]]] = []
 
         def look() -> None:
@@ -146,13 +145,12 @@ class LlamaCppReader:
 
 
 class PrometheusReader:
-    """The last ``range_s`` seconds of a Prometheus server that has scraped an engine."""
+    """A Reader of the last ``range_s`` seconds of a Prometheus server that has scraped an engine."""
 
     def __init__(self, site: Site, range_s: float) -> None:
         self._site, self._range_s = site, range_s
 
     def observe(self) -> Observation:
-        """See Reader."""
         end = time.time()
         own = _instances(self._page("diptych:", end))
         if own is not None:

@@ -50,7 +50,7 @@ class MetricsPage:
 
     @classmethod
     def of_samples(cls, found: Iterable[tuple[Mapping[str, str], float]]) -> "MetricsPage":
-        """Of (labels with ``__name__``, value), as a Prometheus server answers. Its own labels are kept."""
+        """The page of (labels with ``__name__``, value), as a Prometheus server answers. Its own labels are kept."""
         samples: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
         for labels, value in found:
             rest = {name: text for name, text in labels.items() if name != "__name__"}
@@ -94,7 +94,7 @@ class Growth:
     after: MetricsPage
 
     def count(self, name: str, **labels: str) -> float | None:
-        """Of a counter (its name without ``_total``, or a part of a histogram with its ending)."""
+        """Growth of a counter (its name without ``_total``, or a part of a histogram with its ending)."""
         for full in (f"{name}_total", name):
             if self.after.has(full):
                 return self._grown(full, **labels)

@@ -25,7 +25,7 @@ class _NoRedirects(HTTPRedirectHandler):
     """A redirect is an error: the key is for the server that was named, and not for another."""
 
     def redirect_request(self, *_: Any) -> None:
-        """See HTTPRedirectHandler: its status is the reply."""
+        """Follow no redirect: its status is the reply."""
 
 
 def open_url(request: Request, timeout_s: float, *, follows: bool = True) -> Any:

@@ -29,7 +29,8 @@ def processes_behind(port: int, proc: Path = PROC) -> tuple[int, ...]:
 
 
 def cpu_waits_ns(pids: Iterable[int], proc: Path = PROC) -> dict[tuple[int, str], int]:
-    """By (process, thread): how long it was ready to run and had no core (the second field of schedstat)."""
+    """Run-queue wait by (process, thread): how long it was ready to run and had no core (the second field of
+    schedstat)."""
     waits = {}
     for pid in pids:
         try:
@@ -41,7 +42,7 @@ def cpu_waits_ns(pids: Iterable[int], proc: Path = PROC) -> dict[tuple[int, str]
 
 
 def longest_wait_ns(before: dict[tuple[int, str], int], after: dict[tuple[int, str], int]) -> int:
-    """Of the thread that waited longest in between."""
+    """The run-queue wait of the thread that waited longest between the two readings."""
     return max((value - before[thread] for thread, value in after.items() if thread in before), default=0)
 
 

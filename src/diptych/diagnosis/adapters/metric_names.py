@@ -13,9 +13,9 @@ from diptych.diagnosis.adapters.step_counts import GapModel, StepMeans, StepName
 from diptych.diagnosis.observation import Distribution, Estimate, Missing, Observation
 
 FLOOR, USUAL = 0.05, 0.5  # quantiles of the gaps between tokens: a fast step, a usual one
-STALL_FACTOR = 2.5  # a gap of so many usual ones is a stall
+STALL_FACTOR = 2.5  # a gap from this factor times the usual one on is a stall
 FEWEST_SEEN = 8  # first tokens in the window; with fewer, the whole life of the engine counts
-ENOUGH = 0.5  # of the first tokens: so many ends there must be for the times that are counted at the end
+ENOUGH = 0.5  # ends that there must be per first token for the times that are counted at the end
 PLATEAU, FEWEST_ON_IT = 0.6, 3  # share and number of samples with waiting requests that show the same highest batch
 WORTH_PLACES = 1.3  # times the requests a second with twice the places: below, it is not they that limit
 STEP_WAITS = 2.0  # a request waits for the step that runs when it comes, and for one more where its prompt is split
@@ -82,12 +82,12 @@ class Scrapes:
 
     @property
     def window_s(self) -> float:
-        """From the first page to the last."""
+        """Seconds from the first page to the last."""
         return self.pages[-1][0] - self.pages[0][0]
 
 
 def num_first_tokens(names: MetricNames, pages: Sequence[tuple[float, MetricsPage]]) -> float:
-    """From the first of these pages to the last."""
+    """First tokens between the first of these pages and the last."""
     found = Growth(pages[0][1], pages[-1][1]).mean(names.ttft or names.itl)
     return 0.0 if found is None else found[1]
 
@@ -126,7 +126,7 @@ def observe_metrics(names: MetricNames, scrapes: Scrapes) -> Observation:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """The steps of the window, of an engine that counts them."""
+    """A GapModel of the steps of the window, of an engine that counts them."""
 
     names: StepNames
     growth: Growth
@@ -143,16 +143,13 @@ class _Steps:
         return cls(step_names, growth, model, means) if model is not None and means is not None else None
 
     def parts(self) -> dict[str, float]:
-        """See GapModel."""
         return self.model.parts(self.means)
 
     @property
     def gain_of_places(self) -> float:
-        """See GapModel."""
         return self.model.gain_of_places(self.means)
 
     def wait_s(self, window_s: float) -> float:
-        """See GapModel."""
         return self.model.wait_for_step_s(self.names, self.growth, self.means.batch, window_s)
 
 

@@ -61,13 +61,13 @@ FRONT_END = Missing(("front_end", "healthy"), "what the front end did (a timelin
 
 
 class RecordedFile:
-    """One file."""
+    """A Reader of one recording."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def observe(self) -> Observation:
-        """See Reader. Raises ConfigError for a file of another kind."""
+        """The observation of the whole file. Raises ConfigError for a file of another kind."""
         kind = recording_format(self._path)
         if kind == FORMAT:
             return self._recording()

@@ -63,7 +63,7 @@ class StepMeans:
         return cls(gap[0], gap[1], max(1.0, batch), max(0.0, per_step - batch))
 
     def row(self, weight: float) -> Row:
-        """For the fit."""
+        """The means as a row for the fit."""
         return weight, self.gap_s / MS, (1.0, self.batch - 1, self.prompt)
 
 
@@ -134,7 +134,7 @@ def _longest_s(names: StepNames, growth: Growth, floor_s: float) -> float:
 
 
 def _together(names: StepNames, growth: Growth, seconds: float) -> float:
-    """Prompts that are computed at the same time, in the mean of so many seconds, by Little's law (0: not known)."""
+    """Mean number of prompts that are computed at the same time over ``seconds``, by Little's law (0: not known)."""
     prefill = growth.mean(names.prefill) if names.prefill else None
     return max(1.0, prefill[0] * prefill[1] / seconds) if prefill is not None and seconds else 1.0
 

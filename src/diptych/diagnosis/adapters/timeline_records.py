@@ -71,8 +71,8 @@ def observe(records: Sequence[Record], about: TimelineSource, since_ns: int = 0)
 
 
 def reread_signals(spent: Mapping[str, int]) -> dict[str, float]:
-    """Of the prompt tokens that were computed, those that had been computed before. spent: tokens by what they were
-    computed for (see control/misses/prefix_miss.py)."""
+    """The share of the computed prompt tokens that had been computed before. spent: tokens by what they were computed
+    for (see control/misses/prefix_miss.py)."""
     total = sum(spent.values())
     if not total:
         return {}

@@ -36,7 +36,7 @@ class _PagedPlan:
 
 
 class CudaAttention:
-    """See AttentionBackend. paged: see paged_attention; None to gather."""
+    """An AttentionBackend for GPUs. paged: the kernel of ``paged_attention``; None to gather."""
 
     name = "cuda"
 
@@ -56,7 +56,6 @@ class CudaAttention:
         self.fits_cuda_graphs = paged is not None and all(layer.softcap is None for layer in layers)
 
     def allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionBackend."""
         count = num_blocks * self.geometry.block_size * self.geometry.num_kv_heads * self.geometry.head_dim
         return self.laid_out(
             torch.zeros(count, dtype=self.dtype, device=self.device),
@@ -64,12 +63,10 @@ class CudaAttention:
         )
 
     def laid_out(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionBackend."""
         shape = (-1, self.geometry.block_size, self.geometry.num_kv_heads, self.geometry.head_dim)
         return k.view(shape), v.view(shape)
 
     def plan(self, batch: InputBatch, how: LayerAttention) -> _PagedPlan | GatherPlan:
-        """See AttentionBackend."""
         if self._paged is None or how.softcap is not None:
             return plan_gather(batch, how, self.geometry.block_size)
         return _PagedPlan(batch, how)
@@ -77,7 +74,6 @@ class CudaAttention:
     def run(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _PagedPlan | GatherPlan
     ) -> torch.Tensor:
-        """See AttentionBackend."""
         if isinstance(plan, GatherPlan):
             return attend_gathered(q, plan, lambda slots: read_cuda(k_cache, v_cache, slots))
         assert self._paged is not None

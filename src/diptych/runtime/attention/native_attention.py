@@ -24,7 +24,7 @@ class _Plan:
 
 
 class NativeCpuAttention:
-    """See AttentionBackend."""
+    """An AttentionBackend on the native kernels, for CPUs."""
 
     name = "native-cpu"
     device = torch.device("cpu")
@@ -44,17 +44,14 @@ class NativeCpuAttention:
         return fits and all(layer.softcap is None for layer in layers)
 
     def allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionBackend."""
         kv = self.geometry
         return allocate_cpu(num_blocks, kv.num_kv_heads, kv.block_size, kv.head_dim, self.dtype)
 
     def laid_out(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionBackend."""
         kv = self.geometry
         return lay_out_cpu(k, v, kv.num_kv_heads, kv.block_size, kv.head_dim)
 
     def plan(self, batch: InputBatch, how: LayerAttention) -> _Plan:
-        """See AttentionBackend."""
         assert how.softcap is None, "covers() refuses a softcap"
         kv = self.geometry
         row = (self.num_heads + 2 * kv.num_kv_heads) * kv.head_dim
@@ -74,7 +71,6 @@ class NativeCpuAttention:
         return self._partials
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        """See AttentionBackend."""
         batch = plan.batch
         out = q.new_empty((q.shape[0], self.num_heads * self.geometry.head_dim))
         plan.sizes[0] = q.stride(0)

@@ -34,7 +34,7 @@ class GatherPlan:
 
 
 class TorchCpuAttention:
-    """See AttentionBackend."""
+    """An AttentionBackend in torch, for CPUs: the reference."""
 
     name = "torch-cpu"
     device = torch.device("cpu")
@@ -45,21 +45,17 @@ class TorchCpuAttention:
         self.dtype: torch.dtype = getattr(torch, geometry.dtype)
 
     def allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionBackend."""
         kv = self.geometry
         return allocate_cpu(num_blocks, kv.num_kv_heads, kv.block_size, kv.head_dim, self.dtype)
 
     def laid_out(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See AttentionBackend."""
         kv = self.geometry
         return lay_out_cpu(k, v, kv.num_kv_heads, kv.block_size, kv.head_dim)
 
     def plan(self, batch: InputBatch, how: LayerAttention) -> GatherPlan:
-        """See AttentionBackend."""
         return plan_gather(batch, how, self.geometry.block_size)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
-        """See AttentionBackend."""
         return attend_gathered(q, plan, lambda slots: read_cpu(k_cache, v_cache, slots))
 
 

@@ -33,5 +33,4 @@ class UndividedDevice:
     num_units = 1
 
     def resize(self, share: ComputeShare) -> None:
-        """See ComputeDevice."""
         raise ConfigError(f"share is {share}; this worker's device cannot be divided", param="share")

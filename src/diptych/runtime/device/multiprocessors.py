@@ -29,7 +29,7 @@ class GreenContext(Protocol):
         ...
 
 
-Create = Callable[[int], GreenContext]  # of so many multiprocessors
+Create = Callable[[int], GreenContext]  # with this number of multiprocessors
 
 
 class Multiprocessors:
@@ -54,8 +54,8 @@ class Multiprocessors:
         return self._count
 
     def resize(self, share: ComputeShare) -> None:
-        """Compute on so many multiprocessors from the next step on. Raises ConfigError when the GPU cannot be divided,
-        has fewer, or the driver refuses; nothing has changed then."""
+        """Compute on ``share``'s multiprocessors from the next step on. Raises ConfigError when the GPU cannot be
+        divided, has fewer, or the driver refuses; nothing has changed then."""
         if self._create is None:
             raise ConfigError("num_sms: PyTorch or the driver here has no CUDA green contexts", param="num_sms")
         if not SMALLEST <= share.num_sms <= self._total:
@@ -75,7 +75,7 @@ class Multiprocessors:
 
 
 def multiprocessors_of(device: torch.device, on_change: Callable[[], None]) -> Multiprocessors:
-    """Those of a GPU."""
+    """The multiprocessors of a GPU."""
     total: int = torch.cuda.get_device_properties(device).multi_processor_count
     return Multiprocessors(total, _green_contexts(device), on_change)
 

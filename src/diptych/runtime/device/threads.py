@@ -98,8 +98,8 @@ class ThreadPool:
         return self._settings.num_cores
 
     def resize(self, share: ComputeShare) -> None:
-        """Compute on these CPUs with so many threads from the next step on; results stay the same, bit for bit.
-        Raises ConfigError as ``configure_threads`` does, and then nothing has changed."""
+        """Compute on ``share``'s CPUs and threads from the next step on; results stay the same, bit for bit. Raises
+        ConfigError as ``configure_threads`` does, and then nothing has changed."""
         settings = self._settings
         self._settings = configure_threads(share.num_threads, share.cpus, bind=True, processor=settings.processor)
 

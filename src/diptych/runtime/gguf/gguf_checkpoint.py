@@ -29,7 +29,7 @@ INTERLEAVED_ARCHITECTURE = "llama"
 
 
 class GgufCheckpoint:
-    """See Checkpoint."""
+    """A Checkpoint in one GGUF file."""
 
     def __init__(self, path: Path, attention: AttentionConfig) -> None:
         self.path = path
@@ -42,11 +42,10 @@ class GgufCheckpoint:
         self._is_interleaved = self.file.metadata.string("general.architecture") == INTERLEAVED_ARCHITECTURE
 
     def first_bytes(self, name: str, count: int) -> bytes:
-        """See Checkpoint."""
         return bytes(self.file.data(self.stored_names[name])[:count])
 
     def interleaved_heads(self, name: str) -> int | None:
-        """Of how many heads a tensor has the rows, if they are in interleaved order; None: no row moves."""
+        """Heads whose rows a tensor keeps in interleaved order; None if no row moves."""
         part = self.stored_names[name].split(".")[-2]
         if not self._is_interleaved or part not in ("attn_q", "attn_k"):
             return None

@@ -82,7 +82,6 @@ class GgufFields(ConfigFields):
         self._keys = keys
 
     def unsupported(self, name: str, supported: str) -> UnsupportedModelError:
-        """See ConfigFields."""
         key = self._keys.get(name, name)
         return UnsupportedModelError(
             f"{self.path}: {key} is {self.values.get(name)!r}; supported: {supported}", param="model"
@@ -143,7 +142,7 @@ def _check_kind(file: GgufFile, architecture: str) -> None:
 
 
 def _entries(value: Any) -> Sequence[Any]:
-    """Of an array; a single value is one."""
+    """Entries of an array; a single value is an array of one."""
     return value if isinstance(value, Sequence | memoryview) and not isinstance(value, str) else (value,)
 
 
@@ -157,7 +156,7 @@ def _class_name(file: GgufFile, architecture: str, values: Mapping[str, Any]) ->
 
 
 def _head_dim(file: GgufFile, architecture: str, values: Mapping[str, Any]) -> int:
-    """Also checks that values are as wide as keys, and that all of a head is rotated."""
+    """The dimension of a head. Checks that values are as wide as keys, and that all of a head is rotated."""
     metadata, heads, width = file.metadata, values["num_attention_heads"], values["hidden_size"]
     if heads < 1 or (width % heads and values["head_dim"] is None):
         raise metadata.unsupported(f"{architecture}.attention.head_count", f"a divisor of embedding_length ({width})")

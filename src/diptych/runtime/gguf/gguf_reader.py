@@ -8,21 +8,19 @@ from diptych.runtime.weights.quantized_weight import QuantizedWeight
 
 
 class GgufReader:
-    """See TensorReader."""
+    """A TensorReader of one GGUF file."""
 
     def __init__(self, checkpoint: GgufCheckpoint) -> None:
         self._checkpoint = checkpoint
         self._file = checkpoint.file
 
     def read(self, name: str) -> torch.Tensor:
-        """See TensorReader."""
         tensor = self._file.tensors[self._checkpoint.stored_names[name]]
         values = read_float(tensor.kind, self._data(name), tensor.shape[-1]).view(tensor.shape)
         order = self._order(name)
         return values if order is None else values[order]
 
     def read_quantized(self, name: str) -> QuantizedWeight:
-        """See TensorReader."""
         tensor = self._file.tensors[self._checkpoint.stored_names[name]]
         weight = read_quantized(tensor.kind, self._data(name), tensor.shape[-1])
         order = self._order(name)
@@ -32,7 +30,6 @@ class GgufReader:
         return QuantizedWeight(weight.format, weight.values[order], weight.scales[order], mins)
 
     def release(self, name: str) -> None:
-        """See TensorReader."""
         self._file.release(self._checkpoint.stored_names[name])
 
     def _data(self, name: str) -> memoryview:

@@ -57,7 +57,7 @@ class NativeLibrary:
     features: tuple[str, ...]
 
     def kernels(self, instruction_set: str, dtype: torch.dtype) -> NativeKernels:
-        """Those that instruction_set.choose has named for ``dtype``."""
+        """The kernels that instruction_set.choose has named for ``dtype``."""
         vnni = f"{instruction_set}_vnni"
         name = vnni if vnni in self.features else instruction_set
         handle = self.functions.diptych_kernels(name.encode(), dtype == torch.bfloat16)

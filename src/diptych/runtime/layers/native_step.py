@@ -121,7 +121,7 @@ def _eps_of(layer: PreNormLayer) -> set[float]:
 
 
 def _native_linears(layer: PreNormLayer) -> list[NativeLinear]:
-    """Those of qkv, o_proj, gate_up and down that are packed for the kernels."""
+    """The qkv, o_proj, gate_up and down layers that are packed for the kernels."""
     linears = (layer.qkv, layer.o_proj, layer.gate_up, layer.down)
     return [linear for linear in linears if isinstance(linear, NativeLinear)]
 

@@ -27,7 +27,7 @@ class Embedding:
 
     @property
     def width(self) -> int:
-        """Of a row."""
+        """Elements of a row."""
         return self.weight.shape[1]
 
 
@@ -47,7 +47,7 @@ class QuantizedEmbedding:
 
     @property
     def width(self) -> int:
-        """Of a row."""
+        """Elements of a row."""
         return self.linear.in_features
 
 
@@ -97,17 +97,16 @@ class RopeAndCache:
 
     @property
     def eps(self) -> float:
-        """Of both norms."""
+        """The epsilon of both norms."""
         norm = self.q_norm or self.k_norm
         return norm.eps if norm else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention over the paged cache, one way of it: see LayerAttention."""
+    """Attention over the paged cache, one way of it: see LayerAttention. Calling it is ForwardPass.attend."""
 
     how: LayerAttention
 
     def __call__(self, q: torch.Tensor, cache: LayerCache, step: ForwardPass) -> torch.Tensor:
-        """See ForwardPass.attend."""
         return step.attend(q, cache, self.how)

@@ -17,7 +17,7 @@ class RotaryTables:
         self._tables: dict[RopeConfig, torch.Tensor] = {}
 
     def table(self, rope: RopeConfig) -> torch.Tensor:
-        """See cos_sin_table."""
+        """The table that ``cos_sin_table`` makes for these settings, made once."""
         if rope not in self._tables:
             self._tables[rope] = cos_sin_table(rope, self._head_dim, self._num_positions, self._device)
         return self._tables[rope]

@@ -104,7 +104,7 @@ class LlamaLayer:
 
 
 class Llama:
-    """See LanguageModel."""
+    """A LanguageModel of the Llama family."""
 
     fits_cuda_graphs = True
 
@@ -119,13 +119,11 @@ class Llama:
 
     @classmethod
     def read_config(cls, fields: ConfigFields) -> LlamaConfig:
-        """See LanguageModel."""
         _check_no_windows(fields)
         bias = fields.flag("attention_bias")
         return read_llama_config(fields, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias"))
 
     def forward(self, step: ForwardPass) -> torch.Tensor:
-        """See LanguageModel."""
         residual = self.embed_tokens(step.batch.token_ids)  # [num_tokens, hidden], as x
         if self.native_step is not None and step.batch.is_decode:
             return self.native_step(residual, step)
@@ -142,5 +140,4 @@ class Llama:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See LanguageModel."""
         return self.lm_head(hidden)

@@ -9,11 +9,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Mistral(Llama):
-    """See LanguageModel."""
+    """A LanguageModel of the Mistral family: Llama with a sliding window."""
 
     @classmethod
     def read_config(cls, fields: ConfigFields) -> LlamaConfig:
-        """See LanguageModel."""
         window = _window(fields)
         kinds = (SLIDING,) if window is not None else (FULL, SLIDING)  # alike where no context is longer
         if any(kind not in kinds for kind in fields.values.get("layer_types") or ()):

@@ -121,8 +121,8 @@ def read_heads(
 
 
 def read_rope(fields: ConfigFields) -> RopeConfig:
-    """From ``rope_parameters`` (newer), or ``rope_theta`` with ``rope_scaling`` (older). Where a file has both objects,
-    transformers takes the older one alone, and so does this."""
+    """The RoPE settings from ``rope_parameters`` (newer), or ``rope_theta`` with ``rope_scaling`` (older). Where a file
+    has both objects, transformers takes the older one alone, and so does this."""
     name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     scaling = fields.nested(name)
     if any(isinstance(value, dict) for value in scaling.values.values()):
@@ -178,7 +178,7 @@ def _original_max_positions(fields: ConfigFields, scaling: ConfigFields) -> int:
 
 
 def _notes(fields: ConfigFields) -> tuple[str, ...]:
-    """Code that the directory brings along is never run; where it is the model's, somebody may count on it."""
+    """Code that the directory brings along is never run; where it is the model's, users may count on it."""
     code = fields.nested("auto_map").values
     own = [str(value) for name, value in code.items() if str(name).startswith("AutoModel") and value]
     if not own:

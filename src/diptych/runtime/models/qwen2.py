@@ -10,11 +10,10 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class Qwen2(Llama):
-    """See LanguageModel."""
+    """A LanguageModel of the Qwen2 family: Llama with biases on the query, key and value projections."""
 
     @classmethod
     def read_config(cls, fields: ConfigFields) -> LlamaConfig:
-        """See LanguageModel."""
         return read_llama_config(fields, windows=read_qwen_windows(fields), kv_heads=DEFAULT_KV_HEADS, qkv_bias=True)
 
 

@@ -8,11 +8,10 @@ DEFAULT_HEAD_DIM = 128  # what a config means that does not say
 
 
 class Qwen3(Llama):
-    """See LanguageModel."""
+    """A LanguageModel of the Qwen3 family: Llama with norms on queries and keys."""
 
     @classmethod
     def read_config(cls, fields: ConfigFields) -> LlamaConfig:
-        """See LanguageModel."""
         bias = fields.flag("attention_bias")
         return read_llama_config(
             fields,

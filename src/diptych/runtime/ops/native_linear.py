@@ -19,8 +19,8 @@ MAX_SUMMED_COLUMNS = 1 << 16  # products of bytes that a sum of 32 bits holds
 
 
 class NativeLinear:
-    """See QuantizedLinear. packed, shape: of the weight. gated: halves the output, silu(first half) * second half.
-    weight_format: None for floating point, without ``rows``."""
+    """A QuantizedLinear on a native kernel. packed, shape: those of the weight. gated: halves the output, silu(first
+    half) * second half. weight_format: None for floating point, without ``rows``."""
 
     def __init__(
         self,
@@ -43,7 +43,6 @@ class NativeLinear:
         self._weight_ptr = ctypes.addressof(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         rows = x.shape[0]
         y = x.new_empty((rows, self.out_features))
         self._kernels.functions.diptych_linear(
@@ -53,7 +52,6 @@ class NativeLinear:
         return y
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """See QuantizedLinear."""
         out = torch.empty((len(numbers), self.in_features), dtype=self._kernels.dtype)
         self._kernels.functions.diptych_quantized_rows(
             self._weight_ptr, numbers.data_ptr(), out.data_ptr(), *out.shape, out.dtype == torch.bfloat16

@@ -15,7 +15,7 @@ from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
 
 
 class NativeOps:
-    """See Ops."""
+    """Ops on the native kernels."""
 
     name = "native"
 
@@ -24,7 +24,6 @@ class NativeOps:
         self._fallback = TorchOps()
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY) -> Linear:
-        """See Ops."""
         if weight.shape[1] % 2:
             return self._fallback.pack_linear(weight, bias, memory)
         return pack_native(self._kernels, weight, bias, False, memory)
@@ -32,7 +31,6 @@ class NativeOps:
     def pack_gate_up(
         self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
     ) -> Linear:
-        """See Ops."""
         if bias is not None or weight.shape[1] % 2:
             return self._fallback.gated(self.pack_linear(weight, bias, memory), self.silu_and_mul)
         return pack_native(self._kernels, weight, None, True, memory)
@@ -44,7 +42,6 @@ class NativeOps:
         dtype: torch.dtype,
         memory: WeightMemory = CPU_MEMORY,
     ) -> QuantizedLinear:
-        """See Ops."""
         if not has_kernel(weight):
             return self._fallback.pack_quantized(weight, bias, dtype, memory)
         return pack_native_quantized(self._kernels, weight, bias, False, memory)
@@ -56,13 +53,11 @@ class NativeOps:
         dtype: torch.dtype,
         memory: WeightMemory = CPU_MEMORY,
     ) -> Linear:
-        """See Ops."""
         if bias is not None or not has_kernel(weight):
             return self._fallback.gated(self.pack_quantized(weight, bias, dtype, memory), self.silu_and_mul)
         return pack_native_quantized(self._kernels, weight, None, True, memory)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See Ops."""
         out = torch.empty_like(x)
         rows, dim = x.shape
         self._kernels.functions.diptych_norm(
@@ -71,7 +66,6 @@ class NativeOps:
         return out
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See Ops."""
         out = torch.empty_like(x)
         rows, dim = x.shape
         self._kernels.functions.diptych_norm(
@@ -80,7 +74,6 @@ class NativeOps:
         return out
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
         rows, width = gate_up.shape
         out = gate_up.new_empty((rows, width // 2))
         self._kernels.functions.diptych_silu_and_mul(
@@ -100,7 +93,6 @@ class NativeOps:
         k_norm: torch.Tensor | None = None,
         eps: float = 0.0,
     ) -> torch.Tensor:
-        """See Ops."""
         rows, width = qkv.shape
         dim, kv_heads = cos_sin.shape[1], k_cache.shape[1]
         heads = width // dim - 2 * kv_heads

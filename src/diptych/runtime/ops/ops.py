@@ -62,7 +62,8 @@ class Ops(Protocol):
         dtype: torch.dtype,
         memory: WeightMemory = CPU_MEMORY,
     ) -> QuantizedLinear:
-        """As pack_linear, for rows in ``dtype``. The weight is read where ``memory`` is not filled."""
+        """Pack a quantised weight as pack_linear does, for rows in ``dtype``. The weight is read where ``memory`` is
+        not filled."""
         ...
 
     def pack_quantized_gate_up(
@@ -72,7 +73,7 @@ class Ops(Protocol):
         dtype: torch.dtype,
         memory: WeightMemory = CPU_MEMORY,
     ) -> Linear:
-        """As pack_gate_up, like pack_quantized."""
+        """Pack quantised weights as pack_gate_up does."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -17,23 +17,20 @@ MAX_BLOCK_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class TorchLinear:
-    """A linear layer through torch.nn.functional."""
+    """A Linear through torch.nn.functional."""
 
     weight: torch.Tensor  # [out_features, in_features]
     bias: torch.Tensor | None
 
     @property
     def in_features(self) -> int:
-        """See Linear."""
         return self.weight.shape[1]
 
     @property
     def out_features(self) -> int:
-        """See Linear."""
         return self.weight.shape[0]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -42,7 +39,6 @@ class BlockedLinear(TorchLinear):
     about 0.7 MB of code for each number of rows that it has met, whatever the capacity of its cache is set to."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         if x.shape[0] == _block_rows(x.shape[0]):
             return F.linear(x, self.weight, self.bias)
         y = x.new_empty((x.shape[0], self.out_features))
@@ -61,35 +57,31 @@ def _block_rows(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GatedLinear:
-    """Two calls where the kernels have no fused one."""
+    """A Linear in two calls where the kernels have no fused one."""
 
     linear: Linear
     activate: Callable[[torch.Tensor], torch.Tensor]
 
     @property
     def in_features(self) -> int:
-        """See Linear."""
         return self.linear.in_features
 
     @property
     def out_features(self) -> int:
-        """See Linear."""
         return self.linear.out_features // 2
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         return self.activate(self.linear(x))
 
 
 class TorchOps:
-    """See Ops."""
+    """Ops in torch."""
 
     name = "torch"
 
     def pack_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
     ) -> TorchLinear:
-        """See Ops."""
         kept = memory.keep(weight)
         is_blocked = kept.dtype == torch.bfloat16 and kept.device.type == "cpu"
         return BlockedLinear(kept, bias) if is_blocked else TorchLinear(kept, bias)
@@ -97,7 +89,6 @@ class TorchOps:
     def pack_gate_up(
         self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
     ) -> Linear:
-        """See Ops."""
         return self.gated(self.pack_linear(weight, bias, memory), self.silu_and_mul)
 
     def pack_quantized(
@@ -107,7 +98,6 @@ class TorchOps:
         dtype: torch.dtype,
         memory: WeightMemory = CPU_MEMORY,
     ) -> QuantizedLinear:
-        """See Ops."""
         if multiplies_numbers(weight.format):
             return TorchQuantizedLinear(weight, bias, dtype, memory)
         return DequantizedLinear(weight, bias, dtype, memory)
@@ -119,7 +109,6 @@ class TorchOps:
         dtype: torch.dtype,
         memory: WeightMemory = CPU_MEMORY,
     ) -> Linear:
-        """See Ops."""
         return self.gated(self.pack_quantized(weight, bias, dtype, memory), self.silu_and_mul)
 
     @staticmethod
@@ -128,18 +117,15 @@ class TorchOps:
         return GatedLinear(linear, activate)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See Ops."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight * normed.to(x.dtype)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See Ops."""
         residual.add_(x)
         return self.rms_norm(residual, weight, eps)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
@@ -155,7 +141,6 @@ class TorchOps:
         k_norm: torch.Tensor | None = None,
         eps: float = 0.0,
     ) -> torch.Tensor:
-        """See Ops."""
         rows, head_dim = qkv.shape[0], cos_sin.shape[1]
         on_cuda = k_cache.device.type == "cuda"
         num_kv_heads = k_cache.shape[2] if on_cuda else k_cache.shape[1]

@@ -34,7 +34,7 @@ def multiplies_numbers(weight_format: WeightFormat) -> bool:
 
 
 class TorchQuantizedLinear:
-    """See QuantizedLinear. For formats that ``multiplies_numbers``."""
+    """A QuantizedLinear in torch, for formats that ``multiplies_numbers``."""
 
     def __init__(
         self, weight: QuantizedSource, bias: torch.Tensor | None, dtype: torch.dtype, memory: WeightMemory
@@ -47,7 +47,6 @@ class TorchQuantizedLinear:
         self._scales = memory.new(shape[:1], torch.float32, lambda to: to.copy_(read().scales[:, 0]))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         y = torch.zeros((x.shape[0], self.out_features), dtype=torch.float32)
         for part, values in zip(torch.split(x, SPAN, dim=1), torch.split(self._values, SPAN, dim=1), strict=True):
             numbers, scales = quantize_span(part)
@@ -56,12 +55,11 @@ class TorchQuantizedLinear:
         return (y if self._bias is None else y + self._bias).to(self._dtype)
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """See QuantizedLinear."""
         return (self._values[numbers] * self._scales[numbers].unsqueeze(1)).to(self._dtype)
 
 
 class DequantizedLinear:
-    """See QuantizedLinear: one whose weight is floating point."""
+    """A QuantizedLinear that keeps its weight in floating point."""
 
     def __init__(
         self, weight: QuantizedSource, bias: torch.Tensor | None, dtype: torch.dtype, memory: WeightMemory
@@ -72,11 +70,9 @@ class DequantizedLinear:
         self._weight = memory.new(shape, dtype, lambda to: to.copy_(weight.read().dequantize()))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
         return F.linear(x, self._weight, self._bias)
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """See QuantizedLinear."""
         return self._weight[numbers]
 
 

@@ -89,7 +89,7 @@ def find_packed_weights(
 
 
 def _rows_and_columns(quantization: QuantizationConfig, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Of the weight whose packed values have this shape."""
+    """Rows and columns of the weight whose packed values have this shape."""
     per_word = 32 // quantization.format.bits
     if quantization.layout == "awq":
         return shape[1] * per_word, shape[0]

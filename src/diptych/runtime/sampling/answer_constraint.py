@@ -24,8 +24,9 @@ def constraint_of(sampling: SamplingParams, grammars: "Grammars | None") -> Toke
 
 
 class ThinkingBudget:
-    """Ends reasoning after ``budget`` tokens: then the tokens of its closing mark are forced. begin: the opening mark
-    (empty: the prompt has opened it). An answer that does not begin with reasoning is left alone."""
+    """A TokenConstraint that ends reasoning after ``budget`` tokens: then the tokens of its closing mark are forced.
+    begin: the opening mark (empty: the prompt has opened it). An answer that does not begin with reasoning is left
+    alone."""
 
     def __init__(
         self, budget: int, begin: Sequence[int], end: Sequence[int], inner: TokenConstraint | None = None
@@ -37,23 +38,20 @@ class ThinkingBudget:
         self._ended_at: int | None = None  # tokens when the closing mark was complete
 
     def forced(self, limit: int) -> Sequence[int]:
-        """See TokenConstraint."""
         rest = self._end[len(self._tokens) - self._limit :] if len(self._tokens) >= self._limit else []
         if rest and self._is_thinking:
             return rest[:limit]
         return self._inner.forced(limit) if self._inner is not None else ()
 
     def allowed(self) -> bytes | None:
-        """See TokenConstraint."""
         return self._inner.allowed() if self._inner is not None else None
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        """See TokenConstraint. Drafts may not run past the budget."""
+        """Count the leading tokens that are allowed. Drafts may not run past the budget."""
         count = len(token_ids) if self._inner is None else self._inner.count_allowed(token_ids)
         return min(count, max(0, self._limit - len(self._tokens))) if self._is_thinking else count
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """See TokenConstraint."""
         if self._inner is not None:
             self._inner.accept(token_ids)
         for token in token_ids:
@@ -62,7 +60,6 @@ class ThinkingBudget:
                 self._ended_at = len(self._tokens)
 
     def rollback(self, num_tokens: int) -> None:
-        """See TokenConstraint."""
         if self._inner is not None:
             self._inner.rollback(num_tokens)
         if num_tokens:

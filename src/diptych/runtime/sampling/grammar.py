@@ -89,7 +89,6 @@ class GrammarConstraint:
         self._forced: list[int] | None = None
 
     def forced(self, limit: int) -> Sequence[int]:
-        """See TokenConstraint."""
         if not self._forces or self._num_ends:
             return ()
         if self._forced is None:
@@ -97,19 +96,16 @@ class GrammarConstraint:
         return self._forced[:limit]
 
     def allowed(self) -> bytes | None:
-        """See TokenConstraint."""
         mask = self._matcher.compute_bitmask()
         self._check()
         return mask
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        """See TokenConstraint."""
         if self._num_ends:
             return 0
         return self._matcher.validate_tokens(list(token_ids))
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """See TokenConstraint."""
         forced, self._forced = self._forced, None
         consumed = [token for token in token_ids if token not in self._eos_token_ids]
         self._num_ends += len(token_ids) - len(consumed)
@@ -120,7 +116,6 @@ class GrammarConstraint:
             self._forced = forced[len(consumed) :]
 
     def rollback(self, num_tokens: int) -> None:
-        """See TokenConstraint."""
         self._forced = None
         num_ends = min(num_tokens, self._num_ends)
         self._num_ends -= num_ends

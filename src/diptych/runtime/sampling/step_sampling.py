@@ -85,14 +85,14 @@ class _Rows:
     masks: _Masks
 
     def most_likely(self, row: int) -> _Picked:
-        """For requests that want nothing else."""
+        """Pick the most likely token, for requests that want nothing else."""
         if not self.is_finite[row]:
             raise SamplingError(NOT_A_NUMBER)
         return _Picked(int(self.best[row]))
 
 
 class StepSampling:
-    """Of one runner. ends_sequence: [vocab_size], the end-of-sequence tokens."""
+    """Sampling of one runner's steps. ends_sequence: [vocab_size], the end-of-sequence tokens."""
 
     def __init__(self, batch: DecodeRows, ends_sequence: npt.NDArray[np.bool_]) -> None:
         self._batch = batch
@@ -140,7 +140,7 @@ class StepSampling:
         return sampled
 
     def most_likely(self, layout: StepLayout, logits: torch.Tensor) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """See sample_greedy; ``logits`` are those of the layout's sampling rows."""
+        """Run sample_greedy over the logits of the layout's sampling rows."""
         return sample_greedy(logits)
 
     def ends_answer(self, slot: int, token_id: int) -> bool:

@@ -39,7 +39,8 @@ class GraphedModel:
         self._captured: dict[int, _Captured] = {}
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """See LanguageModel.forward. The result of a replayed graph is valid until the next call."""
+        """Run LanguageModel.forward, by replaying a graph where one was captured. The result of a replay is valid until
+        the next call."""
         size = batch.num_seqs
         if not batch.is_decode or size > MAX_BATCH:
             return self._compute(batch)

@@ -42,6 +42,7 @@ class DecodeRows:
         if num_slots <= len(self.inputs):
             return
         capacity = max(num_slots, 2 * len(self.inputs))
+        # All arrays grow together: a slot is an index into each of them.
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray):
                 grown = np.zeros((capacity, *array.shape[1:]), dtype=array.dtype)
@@ -69,6 +70,7 @@ class DecodeRows:
         slot = self._slot_of.pop(request_id, None)
         if slot is None:
             return
+        # A copy: the row is given to another member below.
         if keep_tokens:
             self.states[slot].token_ids = self.tokens_of(slot).copy()
         last = len(self.states) - 1
@@ -95,8 +97,8 @@ class DecodeRows:
         self.num_blocks[slot] += 1
 
     def tokens_of(self, slot: int, num_ahead: int = 0) -> npt.NDArray[np.int32]:
-        """All tokens of a member up to the input of the next step, and so many behind it (a view, valid until the batch
-        changes)."""
+        """All tokens of a member up to the input of the next step, and ``num_ahead`` behind it (a view, valid until the
+        batch changes)."""
         return self.token_ids[slot, : self.positions[slot] + 1 + num_ahead]
 
     def slot_mapping(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -112,7 +114,8 @@ class DecodeRows:
         return slot
 
     def accept(self, slot: int, num_tokens: int) -> None:
-        """So many tokens behind the input were right, and are computed. ``advance`` brings the one after them."""
+        """Keep ``num_tokens`` tokens behind the input: they were right, and are computed. ``advance`` brings the one
+        after them."""
         self.positions[slot] += num_tokens
 
     def advance(self, first: int, last: int, token_ids: npt.NDArray[np.int64]) -> None:

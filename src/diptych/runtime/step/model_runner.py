@@ -187,9 +187,10 @@ class ModelRunner:
         return len(self._requests)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """See LanguageModel.forward; the result is valid until the next call. The caller is in torch.inference_mode."""
+        """Run LanguageModel.forward; the result is valid until the next call. The caller is in torch.inference_mode."""
         if self._graphs is not None:
             return self._graphs.forward(batch)
+        # On a GPU a layer is only queued when it returns: its KV may not be sent yet.
         on_layer = self.on_layer if self.attention.device.type == "cpu" else None
         return self.model.forward(ForwardPass(batch, self.kv.layers, self.attention, on_layer))
 
@@ -221,6 +222,8 @@ class ModelRunner:
             return StepResult(output.step_id, full_blocks=full_blocks, failed=failed, payload=payload)
         sampled = self._sampling.sample(layout, self.model.logits(hidden[: layout.num_samples]))
         sampled.silence(pooled.places, pooled.failed)
+        # In this order: accepted tokens count as computed in the hashes, the next inputs, which ``_conclude`` sets, do
+        # not.
         extra = self._extra(layout, sampled)
         full_blocks = self._hash_full_blocks(layout)
         payload, stopped = self._conclude(layout, sampled, prompt_logprobs)
@@ -244,6 +247,7 @@ class ModelRunner:
             self._requests.pop(request_id, None)
         for request_id in output.paused:
             batch.leave(request_id, keep_tokens=True)
+        # Copies in the order of SchedulerOutput: a block that is copied out here may be the target of the next copy.
         if output.swap_out:
             self.kv.copy_to_host(output.swap_out)
         if output.block_copies:

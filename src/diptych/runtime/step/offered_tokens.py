@@ -12,7 +12,7 @@ MAX_FORCED = 64
 
 
 class OfferedTokens:
-    """Of all requests of a runner. drafts: whether tokens are guessed."""
+    """The tokens that may come next in each request of a runner. drafts: whether tokens are guessed."""
 
     def __init__(self, *, drafts: bool) -> None:
         self.drafts = drafts

@@ -17,8 +17,8 @@ NOT_A_NUMBER = "the model computed a hidden state that is not a number"
 
 @dataclass(slots=True)
 class Pooled:
-    """Of one step. places: of the sampling slots whose requests get no token. vectors: of these requests, little-endian
-    float32. failed: those that have none, with the reason."""
+    """Results of one step's pooling requests. places: sampling slots whose requests get no token. vectors: those
+    requests' results, little-endian float32. failed: requests without a vector, with the reason."""
 
     places: list[int] = field(default_factory=list)
     vectors: dict[str, bytes] = field(default_factory=dict)

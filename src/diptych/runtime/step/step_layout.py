@@ -66,7 +66,8 @@ class StepLayout:
 
 
 def scored_positions(state: RequestState, plan: ScheduledPrefill) -> range:
-    """See PromptChunk; those that were done before do not count. The last token of a prompt has no next one."""
+    """Positions of a PromptChunk that are scored; those done before do not count. The last token of a prompt has no
+    next one."""
     if state.params.pooling == "mean":
         last = state.num_prompt_tokens
     elif state.params.prompt_logprobs is not None:
@@ -162,7 +163,7 @@ def lay_out_step(
 
 
 def _first_rows(decodes: DecodeRowsOfStep, num_more: int) -> Ints:
-    """Of each sampling slot, and the number of rows. num_more: prompts that end in the step."""
+    """The first row of each sampling slot, and the number of rows. num_more: prompts that end in the step."""
     num_rows = len(decodes.slots)
     return np.concatenate([np.flatnonzero(decodes.places == 0), np.arange(num_rows, num_rows + num_more + 1)])
 

@@ -66,8 +66,8 @@ class MatchCounts:
         return (self._hits[length] + PRIOR * prior) / (self._tries[length] + PRIOR)
 
     def chances(self, length: int, count: int) -> list[float]:
-        """Of the first 1, 2, ... ``count`` tokens after a match of this length: that all of them are right. Ends early
-        where they hardly are."""
+        """Probabilities that the first 1, 2, ... ``count`` tokens after a match of this length are all right. Ends
+        early where they hardly are."""
         chances: list[float] = []
         chance = 1.0
         for more in range(count):
@@ -115,14 +115,15 @@ class SuffixLookup:
             self._search()
 
     def pause(self, num_streams: int) -> int:
-        """Tokens that may come before the next look-up, beside so many streams: 1 while something likely is guessed."""
+        """Tokens that may come before the next look-up, beside ``num_streams`` streams: 1 while something likely is
+        guessed."""
         longest = min(MAX_PAUSE, num_streams, 1 << min(self._num_quiet, 5))
         if longest > 1 and self._source and self._counts.chance(self._length) >= LIKELY:
             return 1
         return longest
 
     def guess(self, limit: int) -> tuple[list[int], list[float]]:
-        """At most ``limit`` tokens that may come next, and the probabilities that the first so many are right."""
+        """At most ``limit`` draft tokens, and for each the probability that it and all before it are right."""
         if not self._source:
             return [], []
         chances = self._counts.chances(self._length, limit)

@@ -19,7 +19,7 @@ from diptych.runtime.step.model_runner import ModelRunner
 PREFILLS = ((16, 0), (64, 0), (128, 256), (256, 0), (64, 2048), (512, 512))
 DECODES = ((1, 16), (4, 256), (16, 16), (8, 1024), (2, 2048), (32, 128))
 COUNTED = 2  # steps of each shape, the fastest
-AGREE = 1.1  # the slower one of these takes at most so many times as long
+AGREE = 1.1  # the slower of these takes at most this factor longer
 MOST_ROUNDS = 8  # where they do not agree
 
 Measurement = tuple[StepFeatures, int]
@@ -104,7 +104,7 @@ def _prefill(runner: ModelRunner, shape: _Shape, clock: Callable[[], int]) -> in
 
 
 def _first_blocks(runner: ModelRunner, num_tokens: int) -> tuple[int, ...]:
-    """Blocks of this worker's own that hold so many tokens."""
+    """Blocks of this worker's own that hold ``num_tokens`` tokens."""
     count = -(-num_tokens // runner.block_size)
     return tuple(range(runner.first_block, runner.first_block + count))
 

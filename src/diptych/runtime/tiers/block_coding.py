@@ -35,7 +35,7 @@ class BlockCoding:
 
     @property
     def num_bytes(self) -> int:
-        """Of a block on disk."""
+        """Bytes of a block on disk."""
         return self._codec.num_bytes(self._num_tokens)
 
     def encode(self, block: Buffer) -> Buffer:

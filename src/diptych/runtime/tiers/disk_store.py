@@ -35,7 +35,7 @@ DROPPED = bytes(16)  # in place of the hashes of an extent that was found damage
 
 @dataclass(slots=True)
 class StoreCounts:
-    """Of one process. damaged: blocks that did not match their checksum, on reading or right after writing."""
+    """Counts of one process. damaged: blocks that did not match their checksum, on reading or right after writing."""
 
     stored_blocks: int = 0
     loaded_blocks: int = 0
@@ -168,6 +168,7 @@ class DiskStore:
         is_cancelled: Callable[[], bool],
     ) -> int:
         with reading(segment.path) as fd:
+            # Another process has evicted it.
             if fd is None:
                 self._forget_segment(segment)
                 return 0
@@ -176,6 +177,7 @@ class DiskStore:
             for number, (place, block_hash, buffer) in enumerate(zip(run, hashes, buffers, strict=False)):
                 if is_cancelled():
                     return number
+                # The checksum covers the hash, so that sound bytes at a wrong place are found out, too.
                 if not read_fully(fd, buffer, place.offset) or checksum(block_hash, buffer) != place.checksum:
                     self._drop_extent(place)
                     return number
@@ -209,6 +211,7 @@ class DiskStore:
                 self._segments[path.name] = self._open
             self.refresh()  # others may have been deleted for it
         segment, start = self._open, self._open.end
+        # Blocks first, header last: a process that scans the segment meanwhile finds no extent that is not whole.
         self._file.write(buffers, start + PAGE_BYTES)
         if not self._is_written(self._file, header, start + PAGE_BYTES):
             self.counts.damaged_blocks += len(hashes)

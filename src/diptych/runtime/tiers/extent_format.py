@@ -41,7 +41,7 @@ class ExtentHeader:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole extent, up to where the next one begins."""
+        """Bytes of the whole extent, up to where the next one begins."""
         return extent_bytes(len(self.entries), self.block_bytes)
 
     def pack(self) -> bytes:
@@ -64,12 +64,12 @@ def unpack_header(page: bytes) -> ExtentHeader | None:
 
 
 def extent_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Of an extent with so many blocks: header, blocks, and up to a whole page."""
+    """Bytes of an extent with ``num_blocks`` blocks: header, blocks, and padding up to a whole page."""
     return PAGE_BYTES + -(-num_blocks * block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def checksum(block_hash: bytes, data: bytes | Buffer) -> bytes:
-    """Of a block's KV, or of a header's page (then without a hash)."""
+    """Checksum of a block's KV, or of a header's page (then without a hash)."""
     digest = xxh3_128(block_hash)
     digest.update(data)
     return digest.digest()

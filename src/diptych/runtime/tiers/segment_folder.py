@@ -51,7 +51,7 @@ class SegmentFolder:
         make_private_folder(directory)
 
     def segments(self, format_hex: str = "") -> list[SegmentFile]:
-        """Those of one format, or all, in order of their names."""
+        """The segments of one format, or all, in order of their names."""
         found: list[SegmentFile] = []
         for entry in os.scandir(self.directory):
             if entry.name.endswith(SEGMENT) and entry.name.startswith(format_hex):
@@ -90,6 +90,8 @@ class SegmentFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
                 try:
+                    # All of it at once, under the folder's lock: the cap holds whatever other processes write
+                    # meanwhile.
                     os.posix_fallocate(fd, 0, num_bytes)
                     # what is written is read once, to verify it: reading ahead would fetch, and zero, what is not
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -104,7 +106,7 @@ class SegmentFolder:
             return path, fd, lock
 
     def delete(self, path: Path) -> bool:
-        """Delete a segment, if nobody uses it. Its bytes are free afterwards."""
+        """Delete a segment, if no process uses it. Its bytes are free afterwards."""
         with self.unused(path) as fd:
             if fd is None:
                 return False
@@ -151,8 +153,8 @@ class SegmentFolder:
 
     @contextlib.contextmanager
     def unused(self, path: Path) -> Iterator[int | None]:
-        """The descriptor of a segment that nobody appends to or reads, and nobody will meanwhile; None if somebody
-        does. The caller holds the lock of the folder."""
+        """The descriptor of a segment that no process appends to or reads, and none will meanwhile; None if one does.
+        The caller holds the lock of the folder."""
         with contextlib.ExitStack() as stack:
             try:
                 lock = open_private(path.with_suffix(LOCK), os.O_RDWR | os.O_CREAT)
@@ -203,6 +205,7 @@ def reading(path: Path) -> Iterator[int | None]:
         yield None
         return
     try:
+        # The link count after the lock: the file may have been deleted between open and lock.
         is_there = try_lock(fd, fcntl.LOCK_SH) and os.fstat(fd).st_nlink > 0
         yield fd if is_there else None
     finally:

@@ -1,12 +1,13 @@
 """Host blocks that the other workers of a machine may read: a file in memory (memfd) for each worker, which it alone
 writes.
 
-    head | generation of each block | name of each block | the blocks
+head | generation of each block | name of each block | the blocks
 
-Nobody locks and nobody asks. The owner raises a block's generation before it writes there (odd: being written), takes
-its name away, and raises the generation again afterwards; what the block holds is named when it is known. A reader
-copies a block that has the name it looks for, and believes the copy only if the generation is even and the same before
-and after. So a block that is overwritten meanwhile, or whose owner ends in the middle, is a miss.
+Lock-free: readers validate with a generation counter (a seqlock). The owner raises a block's generation before it
+writes there (odd: being written), takes its name away, and raises the generation again afterwards; what the block holds
+is named when it is known. A reader copies a block that has the name it looks for, and believes the copy only if the
+generation is even and the same before and after. So a block that is overwritten meanwhile, or whose owner ends in the
+middle, is a miss.
 
 The file comes from the front end (serving/fleet), empty, and stays when its owner ends: others go on reading what is
 whole. A process that takes it over first takes all names away. Sizes are sealed, so that no mapping ever ends early.
@@ -41,7 +42,7 @@ Numbers = npt.NDArray[np.uint64]
 
 
 class _Layout:
-    """Where things lie in a file of so many blocks."""
+    """Offsets in a file of ``num_blocks`` blocks."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.generations = PAGE_BYTES
@@ -62,6 +63,7 @@ class SharedHost:
         size = os.fstat(fd).st_size
         if not size:
             os.ftruncate(fd, layout.num_bytes)
+            # A file that shrank would end every process that reads it with a bus error.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         elif size != layout.num_bytes:
             raise ConfigError(
@@ -87,8 +89,10 @@ class SharedHost:
 
     @contextlib.contextmanager
     def writing(self, blocks: Sequence[int]) -> Iterator[None]:
-        """Within it, these blocks (each once) may be written; they have no names afterwards."""
+        """Let these blocks (each once) be written within the context; they have no names afterwards."""
         index = np.asarray(blocks, np.intp)
+        # Odd, then nameless, then fenced, all before the first byte: a reader that knew the name sees the generation
+        # change.
         self._generations[index] |= np.uint64(1)
         self._names[index] = UNNAMED
         _fence(self._lock)
@@ -146,6 +150,7 @@ class PeerHost:
 
     def copy(self, block: int, name: bytes, target: Buffer) -> bool:
         """Copy a block; whether all of it is what is called ``name``."""
+        # Generation, name, bytes, generation: a write that begins anywhere in between changes the last one.
         before = int(self._generations[block])
         if before & 1:
             return False

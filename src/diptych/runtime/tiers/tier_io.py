@@ -66,7 +66,7 @@ class TierEvents:
         return self._fd
 
     def emit(self, event: TierEvent) -> None:
-        """Something happened."""
+        """Queue an event."""
         self._events.append(event)
         os.eventfd_write(self._fd, 1)
 
@@ -91,16 +91,16 @@ class TierEvents:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def wait(self, timeout_s: float) -> None:
-        """Until there are events, or for so long."""
+        """Wait until there are events, or for ``timeout_s``."""
         select.select([self._fd], [], [], timeout_s)
 
     def close(self) -> None:
-        """Nobody emits any more."""
+        """End: no thread emits any more."""
         os.close(self._fd)
 
 
 def _unguarded(blocks: Sequence[int]) -> AbstractContextManager[None]:
-    """Host blocks that nobody else reads."""
+    """A guard for host blocks that no other process reads: none."""
     return nullcontext()
 
 
@@ -389,7 +389,7 @@ class TierDriver:
         return self._events.poll()
 
     def wait(self, timeout_s: float) -> None:
-        """Until there are events, or for so long."""
+        """Wait until there are events, or for ``timeout_s``."""
         self._events.wait(timeout_s)
 
     def act(self, action: TierAction) -> None:

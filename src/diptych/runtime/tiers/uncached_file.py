@@ -33,7 +33,7 @@ class UncachedFile:
         return self._direct >= 0
 
     def close(self) -> None:
-        """Of what this has opened."""
+        """Close the file descriptor."""
         if self.is_direct:
             os.close(self._direct)
             self._direct = -1
@@ -93,7 +93,7 @@ class UncachedFile:
             write_fully(self._direct, [chunk[:end]], offset)
 
     def _pages(self, num_bytes: int) -> Buffer:
-        """Whole pages of memory for so many bytes, the same ones at each call."""
+        """Whole pages of memory for ``num_bytes`` bytes, the same ones at each call."""
         end = _whole_pages(num_bytes)
         if len(self._memory) < end:
             self._memory = memoryview(mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

@@ -146,10 +146,10 @@ class KVConnector(Protocol):
     ) -> None:
         """Sender: queue the KV of these tokens: whole blocks, except at the very end of the prompt.
 
-        ``num_layers``: only the first so many layers are computed (None: all are). What fills a frame may leave at
-        once; the same tokens are queued again when more of their layers are there, and no others before they have all.
-        Tokens that were queued in all layers are skipped. Raises ValueError for a gap, and for other tokens while some
-        lack layers (so does commit). Ignored when the transfer is not open (it is broken or was cancelled).
+        ``num_layers``: only that number of layers, the first ones, are computed (None: all are). What fills a frame may
+        leave at once; the same tokens are queued again when more of their layers are there, and no others before they
+        have all. Tokens that were queued in all layers are skipped. Raises ValueError for a gap, and for other tokens
+        while some lack layers (so does commit). Ignored when the transfer is not open (it is broken or was cancelled).
         """
         ...
 

@@ -55,7 +55,7 @@ class KVFormat:
             raise ConfigError(f"the two workers' KV caches do not fit: {', '.join(wrong)}", param="kv_format")
 
     def to_bytes(self) -> bytes:
-        """As JSON, for the handshake."""
+        """The format as JSON, for the handshake."""
         return json.dumps(asdict(self), sort_keys=True).encode()
 
     @staticmethod

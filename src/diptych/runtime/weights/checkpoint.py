@@ -35,13 +35,13 @@ class Checkpoint(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """By the name that the model's layers ask for (``model.layers.0.mlp.up_proj.weight``), in file order. A tensor
-        that is part of a weight in whole numbers has no entry of its own."""
+        """Tensors by the name that the model's layers ask for (``model.layers.0.mlp.up_proj.weight``), in file order. A
+        tensor that is part of a weight in whole numbers has no entry of its own."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors, as stored."""
+        """Bytes of all tensors, as stored."""
         ...
 
     def first_bytes(self, name: str, count: int) -> bytes:

@@ -14,7 +14,7 @@ SINGLE = "model.safetensors"
 
 
 class SafetensorsDirectory:
-    """See Checkpoint. packed: the quantised weights among ``tensors``."""
+    """A Checkpoint in a directory of safetensors files. packed: the quantised weights among ``tensors``."""
 
     def __init__(self, path: Path, quantization: QuantizationConfig | None = None) -> None:
         self.path = path
@@ -41,7 +41,6 @@ class SafetensorsDirectory:
         return tuple(self.packed[name].parts.values()) if name in self.packed else (name,)
 
     def first_bytes(self, name: str, count: int) -> bytes:
-        """See Checkpoint."""
         parts = [self._file_of[part].data(part)[:count] for part in self.parts_of(name)]
         return b"".join(parts)[:count]
 

@@ -21,13 +21,12 @@ def read_tensor(file: SafetensorsFile, name: str) -> torch.Tensor:
 
 
 class SafetensorsReader:
-    """See TensorReader."""
+    """A TensorReader of safetensors files."""
 
     def __init__(self, directory: SafetensorsDirectory) -> None:
         self._directory = directory
 
     def read(self, name: str) -> torch.Tensor:
-        """See TensorReader."""
         if name in self._directory.packed:
             return self.read_quantized(name).dequantize()
         file = self._directory.file_of(name)
@@ -39,7 +38,6 @@ class SafetensorsReader:
         return read_tensor(file, name)
 
     def read_quantized(self, name: str) -> QuantizedWeight:
-        """See TensorReader."""
         packed = self._directory.packed[name]
         parts = {
             suffix: read_tensor(self._directory.file_of(part), part)
@@ -49,6 +47,5 @@ class SafetensorsReader:
         return unpack_weight(packed, parts)
 
     def release(self, name: str) -> None:
-        """See TensorReader."""
         for part in self._directory.parts_of(name):
             self._directory.file_of(part).release(part)

@@ -34,7 +34,7 @@ Loaded = TypeVar("Loaded")
 
 
 class _Region:
-    """See WeightMemory: tensors one after the other in ``file``, or nowhere (None: only ``num_bytes`` is wanted)."""
+    """A WeightMemory with tensors one after the other in ``file``, or nowhere (None: only ``num_bytes`` is wanted)."""
 
     def __init__(self, file: torch.Tensor | None, *, is_filled: bool) -> None:
         self.is_filled = is_filled
@@ -43,7 +43,6 @@ class _Region:
         self._placed: dict[int, torch.Tensor] = {}
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, fill: Fill) -> torch.Tensor:
-        """See WeightMemory."""
         start, size = self.num_bytes, math.prod(shape) * dtype.itemsize
         self.num_bytes += -(-size // ALIGNMENT) * ALIGNMENT
         if self._file is None:
@@ -56,7 +55,6 @@ class _Region:
         return tensor
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See WeightMemory."""
         if id(tensor) in self._placed:
             return tensor
         return self.new(tensor.shape, tensor.dtype, lambda target: target.copy_(tensor))

@@ -32,7 +32,7 @@ class WeightFormat:
         return 1 if self.group_size is None else columns // self.group_size
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Of a weight as the kernels keep it: scales and mins are fp32, or fp16 where a row has several groups."""
+        """Bytes of a weight as kernels keep it: scales and mins are fp32, or fp16 where a row has several groups."""
         groups = self.num_groups(columns)
         return rows * (columns * self.bits // 8 + groups * (4 if groups == 1 else 2) * (2 if self.has_mins else 1))
 
@@ -46,7 +46,7 @@ class Quantization:
     vocabulary: WeightFormat | None = None
 
     def format_of(self, columns: int, *, is_vocabulary: bool) -> WeightFormat | None:
-        """Of a weight with so many columns: 8 bits where groups do not divide them."""
+        """Format of a weight with ``columns`` columns: 8 bits where groups do not divide them."""
         wanted = self.vocabulary if is_vocabulary else self.layers
         return PER_ROW if wanted and wanted.group_size and columns % wanted.group_size else wanted
 

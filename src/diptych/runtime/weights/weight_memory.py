@@ -34,7 +34,7 @@ class WeightMemory(Protocol):
 
 
 class PrivateMemory:
-    """See WeightMemory: memory of this process."""
+    """A WeightMemory in memory of this process alone."""
 
     is_filled = False
 
@@ -43,7 +43,6 @@ class PrivateMemory:
         self._slab = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, fill: Fill) -> torch.Tensor:
-        """See WeightMemory."""
         if self._device.type == "cpu":
             tensor = self._cut(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
         else:
@@ -52,7 +51,6 @@ class PrivateMemory:
         return tensor
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See WeightMemory."""
         return tensor
 
     def _cut(self, num_bytes: int) -> torch.Tensor:

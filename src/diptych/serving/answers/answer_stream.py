@@ -276,8 +276,9 @@ class Generation:
         self.wake()
 
     def close(self) -> None:
-        """Nobody reads it any more: what still comes for its answers is dropped. (A request would otherwise hold itself
-        in a circle, with all of its prompt, until the garbage collector stops everything to look for it.)"""
+        """Take in that no client reads the generation any more: what still comes for its answers is dropped. (A request
+        would otherwise hold itself in a circle, with all of its prompt, until the garbage collector stops everything to
+        look for it.)"""
         self.count_unsent = None
         if self.error is not None:
             self.error.__traceback__ = None

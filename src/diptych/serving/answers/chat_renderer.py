@@ -45,12 +45,12 @@ class ChatRenderer:
 
     @property
     def profile(self) -> TemplateProfile | None:
-        """Of the template that is rendered without tools; None where there is none."""
+        """Profile of the template that is rendered without tools; None if there is no such template."""
         return self._loaded[self._name({})].profile if self._loaded else None
 
     @property
     def tools_profile(self) -> TemplateProfile | None:
-        """Of the template that is rendered with tools."""
+        """Profile of the template that is rendered with tools."""
         return self._loaded[self._name({"tools": True})].profile if self._loaded else None
 
     @property

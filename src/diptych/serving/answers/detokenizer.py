@@ -32,7 +32,7 @@ class WholeTexts(dict[int, str | None]):
 
 
 def whole_texts(fast: FastTokenizer) -> WholeTexts | None:
-    """For all sequences of a byte-level tokenizer, whose tokens are bytes and nothing else; None for other kinds."""
+    """The WholeTexts of a byte-level tokenizer, whose tokens are bytes and nothing else; None for other kinds."""
     return WholeTexts(fast) if isinstance(fast.decoder, ByteLevel) else None
 
 

@@ -139,7 +139,7 @@ class StreamJournal:
         return self._live.get(stream_id)
 
     def load(self, stream_id: str, num_seen: int) -> StreamRecord | None:
-        """See ``read_record``."""
+        """Read a stream's record as ``read_record`` does."""
         return read_record(self._directory, stream_id, num_seen)
 
     def _append(self, path: Path, data: bytes) -> None:

@@ -96,7 +96,8 @@ def entry(scope: Scope, status: int, begin: float, end: float) -> dict[str, Any]
 
 
 def _answers(generation: Generation, begin: float) -> dict[str, Any]:
-    """Of all answers of a request: prompts count once for each answer, as they were computed or found in a cache."""
+    """Log fields of all answers of a request: prompts count once for each answer, as they were computed or found in a
+    cache."""
     streams = generation.streams
     first = [stream.first_token_s for stream in streams if stream.first_token_s]
     return {

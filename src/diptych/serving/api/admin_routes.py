@@ -1,8 +1,8 @@
 """The operator's routes: what each worker is for, which workers there are.
 
-Owns ``/admin/...`` and who may use it: with an admin key, whoever has it; without one, programs on this machine that
+Owns ``/admin/...`` and who may use it: with an admin key, those who have it; without one, programs on this machine that
 call the server by one of its own names, whatever else is set. A web page of another origin is refused in either case,
-since the browser of somebody on this machine would carry its request.
+since the browser of a user of this machine would carry its request.
 """
 
 import hmac

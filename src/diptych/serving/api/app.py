@@ -415,7 +415,7 @@ def _add_information_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics(request: Request) -> Response:
-        """What Prometheus reads."""
+        """Prometheus metrics."""
         text = llm.metrics.text() + key_metrics(request, service.model_name)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 

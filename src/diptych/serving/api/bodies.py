@@ -127,13 +127,13 @@ def check_key(request: Request, model: str | None) -> None:
 
 
 def usable(request: Request, names: Sequence[str]) -> list[str]:
-    """Those of the names of models that the caller's key may use."""
+    """The names of models that the caller's key may use."""
     key = key_in(request)
     return [name for name in names if key is None or key.may_use(name)]
 
 
 def tenant_in(request: Request) -> str:
-    """See middleware.ApiKey."""
+    """The tenant of the request's API key, as middleware.ApiKey has found it."""
     return str(request.scope.get("state", {}).get("tenant", ""))
 
 

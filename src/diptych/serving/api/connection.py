@@ -3,7 +3,7 @@
 Input that is not HTTP, has too long a head, or stops in the middle is refused without a line in the log: any client can
 send it. A request to change the protocol (WebSocket, HTTP/2) is served as a plain HTTP/1.1 request.
 
-Requests may come before the replies to those before them. Only so many are read: the rest of what has arrived waits
+Requests may come before the replies to those before them. Their number is limited: the rest of what has arrived waits
 unparsed, the client is not read meanwhile, and each byte is looked at once.
 """
 
@@ -321,5 +321,5 @@ def _late(words: str) -> DiptychError:
 
 
 def _let_go(cycle: RequestResponseCycle) -> None:
-    """It is over: what its scope holds need not wait for the garbage collector."""
+    """Drop what the scope of a finished cycle holds, so that it need not wait for the garbage collector."""
     cycle.scope["extensions"].pop(DIRECT_BODY, None)

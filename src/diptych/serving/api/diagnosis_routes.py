@@ -43,7 +43,7 @@ class DiagnosisReply(BaseModel):
 
 
 class EngineDiagnosisReply(DiagnosisReply):
-    """Of the engine that loses most; servers: of all, where there are several."""
+    """The diagnosis of the engine that loses most; servers: those of all, where there are several."""
 
     engine: str
     source: str

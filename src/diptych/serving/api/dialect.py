@@ -1,4 +1,4 @@
-"""What differs between the APIs that are spoken here besides the replies: errors, and the end of a stream.
+"""Error format and stream terminator of each API: errors, and the end of a stream.
 
 Owns what a client reads when a request fails, before its reply has begun or in its stream, and what it gets while there
 is nothing to say.
@@ -90,7 +90,7 @@ RESPONSES = Dialect(
 
 
 def dialect_of(path: str) -> Dialect:
-    """Of a path of the server."""
+    """The API dialect of a path of the server."""
     if path.startswith("/v1/messages"):
         return MESSAGES
     return RESPONSES if path.startswith("/v1/responses") else CHAT

@@ -94,7 +94,6 @@ class EmbeddingsResponse(WholeResponse):
         self._model_name = model_name
 
     async def content(self, deltas: Sequence[Delta]) -> bytes:
-        """See WholeResponse."""
         streams, parts, num_numbers = self._generation.streams, [], 0
         is_base64, dimensions = self._body.encoding_format == "base64", self._body.dimensions
         for stream in streams:
@@ -183,7 +182,7 @@ async def _submit(llm: AsyncLLM, body: EmbeddingsBody, tenant: str) -> Generatio
 
 
 def _inputs(body: EmbeddingsBody) -> tuple[list[str], list[list[int]]]:
-    """As texts or as lists of token ids; the other list is empty."""
+    """The inputs as texts or as lists of token ids; the other list is empty."""
     given = body.input
     if isinstance(given, str):
         return [given], []

@@ -50,7 +50,7 @@ class FrontService:
 
     @property
     def model_name(self) -> str:
-        """For clients."""
+        """The model's name for clients."""
         return self.listed()[0]
 
     def listed(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class FrontService:
         return tuple(self.given_names) or (next(iter(self.front.engine_models), OWN_NAME),)
 
     def names(self) -> tuple[str, ...]:
-        """By which clients may call the model."""
+        """The names by which clients may call the model."""
         return (*(self.given_names or (OWN_NAME,)), *self.front.engine_models)
 
     async def relay(self, path: RelayPath, request: Request) -> Response:
@@ -201,7 +201,7 @@ def _add_information(app: FastAPI, service: FrontService) -> None:
 
     @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics(request: Request) -> Response:
-        """What Prometheus reads."""
+        """Prometheus metrics."""
         text = front.metrics.text() + key_metrics(request, front.metrics.model_name)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -77,8 +77,8 @@ class KeyLimits:
             meter.end()
 
     def _owner(self, state: dict[str, Any]) -> KeyRecord | None:
-        """Whose limits a request counts for; None: nobody's. Raises UnavailableError for a line whose key is revoked:
-        it is tried again, until its batch expires."""
+        """The key whose limits a request counts for; None if there is none. Raises UnavailableError for a line whose
+        key is revoked: it is tried again, until its batch expires."""
         name = state.get("batch_key")
         if name is None:
             return state.get("key")
@@ -144,7 +144,7 @@ def _anthropic(what: str, allowance: Allowance) -> list[tuple[bytes, bytes]]:
 
 
 def _expected_tokens(scope: Scope) -> int:
-    """Of a request whose body is not read: an estimate, until ``KeyMeter.begin``."""
+    """Estimate the tokens of a request whose body is not read, until ``KeyMeter.begin``."""
     if scope["path"] in UNCOUNTED_PATHS:
         return 0
     length = Headers(scope=scope).get("content-length", "")

@@ -1,4 +1,4 @@
-"""How the server behaves towards clients besides answering them: the settings of the layers around the routes."""
+"""HTTP policy: CORS, allowed hosts, access log, strictness: the settings of the layers around the routes."""
 
 import ipaddress
 import re
@@ -36,7 +36,7 @@ class Manners:
 
     @property
     def hosts(self) -> tuple[str, ...] | None:
-        """See CrossOrigin."""
+        """Hosts that CrossOrigin lets through; None: any."""
         return self.allowed_hosts if self.allowed_hosts or self.only_local else None
 
 

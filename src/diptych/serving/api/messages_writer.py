@@ -150,7 +150,7 @@ def _event(name: str, fields: dict[str, Any]) -> bytes:
 
 
 def _signature(thought: blake2b) -> str:
-    """For clients that do not send reasoning back without one. Nothing here asks for it."""
+    """A signature for clients that do not send reasoning back without one. Nothing here asks for it."""
     return base64.b64encode(thought.digest()).decode()
 
 

@@ -24,7 +24,7 @@ class PartBegin:
 
 
 class MultipartParser:
-    """Of one body. Raises InvalidRequestError for a content type or a body that is none."""
+    """A parser of one body. Raises InvalidRequestError for a content type or a body that is not multipart."""
 
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)

@@ -139,7 +139,7 @@ class OptionsBody(Fields):
     )
     cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prefixes.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
-        None, description="Only the last so many tokens of a prompt; -1: as many as the context has room for."
+        None, description="Keep the last N tokens of a prompt; -1: as many as the context has room for."
     )
 
 
@@ -295,8 +295,8 @@ class ErrorReply(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the prompt tokens. prefix_misses: one for each prompt of the request (null: it ended before it was computed);
-    only with return_prefix_misses."""
+    """Details of the prompt tokens. prefix_misses: one for each prompt of the request (null: it ended before it was
+    computed); only with return_prefix_misses."""
 
     cached_tokens: int
     prefix_misses: list[PrefixMissReply | None] | None = None

@@ -138,7 +138,8 @@ class ResponseStore:
     async def put_in_time(
         self, reply: dict[str, Any], tenant: str, previous: str | None, items: list[dict[str, Any]]
     ) -> str:
-        """As ``put``, but waits for it: why the response was not stored, or "". One that takes too long is not."""
+        """Store as ``put`` does, but wait for it. Returns why the response was not stored, or "". One that takes too
+        long is not."""
         stored = self._put_row(*await asyncio.to_thread(self._row, reply, tenant, previous, items))
         done, _ = await asyncio.wait((asyncio.wrap_future(stored),), timeout=edge_limits.RESPONSE_WRITE_S)
         if done:
@@ -248,7 +249,7 @@ class ResponseStore:
         [[self.num_responses]] = self._database.execute("SELECT count(*) FROM responses")
 
     def _used_bytes(self) -> int:
-        """That the database takes, without pages that are free."""
+        """Bytes that the database takes, without pages that are free."""
         [[size]] = self._database.execute("PRAGMA page_size")
         [[count]] = self._database.execute("PRAGMA page_count")
         [[free]] = self._database.execute("PRAGMA freelist_count")
@@ -278,7 +279,7 @@ class ResponseStore:
             self._delete_rows("id = ?", response_id)
 
     def _make_room(self, num_bytes: int) -> None:
-        """For so many more bytes, and one more response: forget the oldest of the tenant that has the most."""
+        """Make room for ``num_bytes`` more and one more response: forget the oldest of the tenant that has the most."""
         oldest = "rowid = (SELECT rowid FROM responses WHERE tenant = ? ORDER BY rowid LIMIT 1)"
         while self._texts and (
             self._used_bytes() + num_bytes > self.max_bytes or self.num_responses >= edge_limits.RESPONSES

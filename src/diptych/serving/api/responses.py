@@ -174,7 +174,6 @@ class GenerationResponse(WholeResponse):
         self._has_long_events = sum(map(event_size, generation.streams)) >= LONG
 
     async def content(self, deltas: Sequence[Delta]) -> bytes:
-        """See WholeResponse."""
         return await self.written(lambda: self._writer.body(deltas))
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -240,7 +239,7 @@ class GenerationResponse(WholeResponse):
         return []
 
     def _on_sent(self, silence_s: float) -> None:
-        """Something was sent. silence_s: how long it may be the last."""
+        """Note that something was sent. silence_s: how long it may be the last."""
         self._due_s = asyncio.get_running_loop().time() + silence_s
 
     def _pause_due_s(self) -> float:

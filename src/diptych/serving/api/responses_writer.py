@@ -265,7 +265,7 @@ def _summary(text: str) -> Reply:
 
 
 def _item_status(delta: Delta) -> str:
-    """Of the last item of an answer that ended so."""
+    """Status of the last item of an answer that ended so."""
     return "incomplete" if delta.finish_reason == "length" else "completed"
 
 

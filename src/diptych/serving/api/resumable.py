@@ -36,7 +36,7 @@ class ResumableWriter:
         self._num_tokens = num_tokens
 
     def opening(self) -> bytes:
-        """See Writer. It has no id: who has seen nothing else asks anew."""
+        """The first event. It has no id: a client that has seen nothing else asks anew."""
         return self._writer.opening()
 
     def pause(self) -> bytes:
@@ -45,11 +45,9 @@ class ResumableWriter:
         return COMMENT[:-1]
 
     def failure(self, error: DiptychError) -> bytes:
-        """See Writer."""
         return self._writer.failure(error)
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
-        """See Writer."""
         deltas = list(deltas)
         self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
         events = self._writer.events(deltas)
@@ -60,11 +58,9 @@ class ResumableWriter:
         return b"%bid: %b.%d\n%b" % (events[:begin], self._stream_id, self._num_tokens, events[begin:])
 
     def last_events(self) -> bytes:
-        """See Writer."""
         return self._writer.last_events()
 
     def body(self, deltas: Iterable[Delta]) -> bytes:
-        """See Writer."""
         return self._writer.body(deltas)
 
 

@@ -32,8 +32,8 @@ HEARTBEAT = b": nothing new\n\n"
 
 Since = Annotated[str | None, Query(description="What comes after this record: its number, or the id of an event")]
 Workers = Annotated[str | None, Query(description="Only these workers, such as 0,2")]
-Limit = Annotated[str | None, Query(description=f"At most so many records: 1 to {edge_limits.TIMELINE_PAGE_RECORDS}")]
-Last = Annotated[str | None, Query(description="Only so many seconds before now")]
+Limit = Annotated[str | None, Query(description=f"Most records of the reply: 1 to {edge_limits.TIMELINE_PAGE_RECORDS}")]
+Last = Annotated[str | None, Query(description="Seconds before now from which records are wanted")]
 
 
 class TimelinePage(BaseModel):

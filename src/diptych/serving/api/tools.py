@@ -40,12 +40,12 @@ class ToolRequest:
 
     @property
     def callable_schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """Of the tools that may be called."""
+        """Schemas of the tools that may be called."""
         return {name: schema for name, schema in self.schemas.items() if name in self.allowed}
 
     @property
     def enforced_schemas(self) -> Mapping[str, Mapping[str, Any]]:
-        """Of the tools that may be called: the schemas of strict ones, any object for the others."""
+        """Schemas of the tools that may be called: those of strict ones, any object for the others."""
         anything: Mapping[str, Any] = {"type": "object"}
         return {name: schema if name in self.strict else anything for name, schema in self.callable_schemas.items()}
 

@@ -75,7 +75,7 @@ class PhaseView(BaseModel):
 
 
 class Objectives(BaseModel):
-    """Of requests that name none; null: no objective."""
+    """Objectives of requests that name none; null: no objective."""
 
     ttft_ms: float | None
     tpot_ms: float | None
@@ -191,7 +191,8 @@ class UiState(BaseModel):
 
 
 async def _to_live_page(request: Request) -> Response:
-    """Of the address alone, which people click. The way there is relative, as in ``without_slash``."""
+    """Redirect the bare address, which people click, to the live page. The way there is relative, as in
+    ``without_slash``."""
     return RedirectResponse("ui", 307)
 
 

@@ -29,7 +29,7 @@ class AppLines:
         self._entry = entry
 
     async def __call__(self, path: str, body: bytes, tenant: str, key: str) -> LineReply:
-        """See LineExecutor. A failure of the route is a reply of status 500."""
+        """Run a line as a request to the route. A failure of the route is a reply of status 500."""
         scope = self._scope(path, body, tenant, key)
         request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         parts: list[bytes] = []

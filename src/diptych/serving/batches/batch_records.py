@@ -24,7 +24,7 @@ class _TokenDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """By the names of completions and embeddings, or by those of responses."""
+    """Token usage by the names of completions and embeddings, or by those of responses."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -60,7 +60,7 @@ class LineUsage(msgspec.Struct, frozen=True):
         )
 
     def json(self) -> dict[str, Any]:
-        """As clients see it."""
+        """The usage as clients see it."""
         return {
             "input_tokens": self.input,
             "input_tokens_details": {"cached_tokens": self.cached},
@@ -133,7 +133,7 @@ class StoredFile:
     expires_s: int | None = None
 
     def json(self) -> dict[str, Any]:
-        """As clients see it."""
+        """The file as clients see it."""
         return {
             "id": self.id,
             "object": "file",
@@ -157,7 +157,7 @@ class LineFault:
     param: str | None = None
 
     def json(self) -> dict[str, Any]:
-        """As clients see it."""
+        """The fault as clients see it."""
         return {"code": self.code, "line": self.line, "message": self.message, "param": self.param}
 
 
@@ -214,7 +214,7 @@ class Batch:
         return self.status in OPEN
 
     def json(self) -> dict[str, Any]:
-        """As clients see it."""
+        """The batch as clients see it."""
         has_files = not self.is_open
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         return {

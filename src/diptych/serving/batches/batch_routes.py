@@ -27,7 +27,7 @@ Seconds = Annotated[int, Field(ge=edge_limits.FILE_LEAST_S, le=edge_limits.BATCH
 
 
 class ExpiryBody(Fields):
-    """For how long files are kept."""
+    """How long files are kept."""
 
     anchor: Literal["created_at"]
     seconds: Seconds

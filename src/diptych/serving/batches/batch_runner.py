@@ -42,7 +42,7 @@ PART_BYTES = 4 * 2**20
 
 
 class LineIntake:
-    """Of one batch, from the beginning: what an earlier attempt has noted is forgotten."""
+    """The lines of one batch, from the beginning: what an earlier attempt has noted is forgotten."""
 
     def __init__(self, store: BatchStore, batch: Batch, models: Collection[str]) -> None:
         self._store = store
@@ -121,7 +121,7 @@ class InThread(Protocol):
     """Runs a function in the thread of the store, in the order of the calls."""
 
     async def __call__(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Its result."""
+        """Run ``work`` in a thread. Returns its result."""
         ...
 
 
@@ -206,8 +206,8 @@ class BatchRunner:
         self._wake.set()
 
     async def run(self) -> None:
-        """Until it is cancelled, or fails by a defect, which is raised. Lines that run then are ended; their rows that
-        are ready are still written."""
+        """Run until cancelled, or until a defect, which is raised. Lines that run then are ended; their rows that are
+        ready are still written."""
         writing = start_watched(self._write(), "the writer of batches", self._on_defect)
         try:
             while not await self._has_begun():
@@ -399,7 +399,7 @@ class BatchRunner:
             self._wake.set()
 
     def _on_defect(self, error: BaseException) -> None:
-        """Of a task beside the loop, which raises it."""
+        """Note the defect of a task beside the loop, which raises it."""
         self._defect = self._defect or error
         self._wake.set()
 

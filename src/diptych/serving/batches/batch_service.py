@@ -111,13 +111,13 @@ class BatchService:
                 await running
 
     def close(self) -> None:
-        """After ``stop``: let another server have the folder."""
+        """Let another server have the folder, after ``stop``."""
         self._is_closed = True
         self._pool.shutdown()
         self.store.close()
 
     async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """See InThread."""
+        """Run a blocking function in the service's pool of threads."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class BatchService:
             raise self.disk_failed(error) from None
 
     async def for_client(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """As ``in_thread``, for a request that waits for it. Raises UnavailableError when the disk fails, DrainingError
+        """Run ``in_thread`` for a request that waits for it. Raises UnavailableError when the disk fails, DrainingError
         after ``close``."""
         if self._is_closed:
             raise DrainingError
@@ -148,7 +148,7 @@ class BatchService:
         return UnavailableError(f"files and batches cannot be used: {words}", retry_after_s=60.0, code="disk_failed")
 
     def count_incoming(self, num_bytes: int) -> None:
-        """So many more bytes are being uploaded (less: when an upload is over)."""
+        """Count ``num_bytes`` more bytes that are being uploaded (negative when an upload is over)."""
         self._incoming_bytes += num_bytes
 
     def new_file(self, file_id: str, tenant: str, filename: str, num_bytes: int, expiry_s: int | None) -> StoredFile:

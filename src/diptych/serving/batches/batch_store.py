@@ -51,7 +51,7 @@ class BatchStore:
         os.close(self._lock)
 
     def _recover(self) -> None:
-        """After a start: no half uploads, no files without an owner, no rows behind the marked ends."""
+        """Recover after a start: no half uploads, no files without an owner, no rows behind the marked ends."""
         open_batches = self.tables.open_batches()
         known = self.tables.all_file_ids()
         known |= {name for batch in open_batches for name in (batch.output_file, batch.error_file)}

@@ -95,7 +95,7 @@ class BatchTables:
         return [StoredFile(*row) for row in rows]
 
     def all_file_ids(self) -> set[str]:
-        """Of every tenant."""
+        """File ids of every tenant."""
         return {row[0] for row in self._database.execute("SELECT id FROM files")}
 
     def count_files(self) -> tuple[int, int]:
@@ -217,7 +217,7 @@ class BatchTables:
         )
 
     def add_usage(self, batch: int, usage: LineUsage) -> None:
-        """Lines that are done took so many tokens."""
+        """Add the tokens of lines that are done."""
         self._database.execute(
             "INSERT INTO usage VALUES (?, ?, ?, ?, ?) ON CONFLICT (batch) DO UPDATE SET "
             "input = input + excluded.input, cached = cached + excluded.cached, output = output + excluded.output, "

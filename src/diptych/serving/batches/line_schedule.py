@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from diptych.control.errors import ConfigError
 from diptych.serving.batches.batch_records import Batch, End, LinePlace
 
-PACE_LINES = 256  # the pace is that of the last so many lines
+PACE_LINES = 256  # lines over which the pace is taken
 SPARE = 2.0  # a batch is urgent when it needs this share less of the time that is left
 LONGEST_GAP_S = 60.0  # between two lines: longer ones were pauses
 
@@ -46,7 +46,7 @@ class Pace:
         self._last: float | None = None
 
     def on_done(self, count: int, now: float) -> None:
-        """So many lines are done."""
+        """Count ``count`` lines as done."""
         if self._last is not None and now - self._last <= LONGEST_GAP_S:
             self._gaps.append((max(0.0, now - self._last), count))
         self._last = now
@@ -58,7 +58,7 @@ class Pace:
         return sum(entry[0] for entry in self._gaps) / count if count else None
 
     def slack_s(self, num_left: int, created: float, expires: float, now: float) -> float:
-        """For how long a batch with so many lines left can wait for a quiet time; less than 0: no longer."""
+        """Seconds for which a batch with ``num_left`` lines left can wait for a quiet time; negative: no longer."""
         line_s, time_left = self.line_s, expires - now
         if line_s is None:
             return time_left - (expires - created) / SPARE
@@ -121,7 +121,7 @@ class LineSchedule:
 
     @property
     def num_beside(self) -> int:
-        """Of these, lines that run beside other requests."""
+        """Lines that run beside other requests."""
         return sum(not line.gives_way_s for running in self.batches.values() for line in running.held.values())
 
     def add(self, batch: Batch) -> None:
@@ -141,8 +141,8 @@ class LineSchedule:
             running.buffer.append(WaitingLine(place, text))
 
     def take(self, running: RunningBatch, now: float) -> WaitingLine | None:
-        """Its next line, which is held from now on; None when none is here, or none of them may run yet. While many are
-        to be tried again, no new ones begin."""
+        """The batch's next line, which is held from now on; None when none is here, or none of them may run yet. While
+        many are to be tried again, no new ones begin."""
         if running.end is not None:
             return None
         if running.later and running.later[0][0] <= now:

@@ -48,7 +48,7 @@ class CoreFailure:
 
 
 class FailureBoard:
-    """Of one server. clock: seconds."""
+    """The failures of one server. clock: seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.recent: deque[CoreFailure] = deque(maxlen=MAX_KEPT)
@@ -78,7 +78,7 @@ class FailureBoard:
             self.report(f"worker {worker}", loss.error.message, loss.recording, is_elsewhere=loss.is_elsewhere)
 
     def replaced(self, core: str) -> None:
-        """Its replacement has begun, or it is wanted no more."""
+        """Note that a failed core's replacement has begun, or is wanted no more."""
         self._down.pop(core, None)
 
     @property

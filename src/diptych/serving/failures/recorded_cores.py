@@ -20,17 +20,17 @@ TIMELESS = frozenset(("ahead", "configure", "rescale", "observe"))  # rows of an
 
 
 def time_of_event(row: Row) -> int | None:
-    """Of the row of a cluster or a planner."""
+    """Time of a row of a cluster or a planner, in nanoseconds; None if it has none."""
     return int(row[0])
 
 
 def time_of_input(row: Row) -> int | None:
-    """Of the row of an engine."""
+    """Time of a row of an engine, in nanoseconds; None if it has none."""
     return None if row[0] in TIMELESS else int(row[1])
 
 
 def weigh_cluster_row(row: Row) -> int:
-    """Of a RecordingClusterCore."""
+    """Weight of a row of a RecordingClusterCore."""
     event, commands = row[1], row[2]
     weight = ROW_WEIGHT * len(commands)
     if isinstance(event, Reported):
@@ -46,7 +46,7 @@ def weigh_cluster_row(row: Row) -> int:
 
 
 def weigh_engine_row(row: Row) -> int:
-    """Of a RecordingEngineCore."""
+    """Weight of a row of a RecordingEngineCore."""
     kind = row[0]
     if kind == "begin":
         output = row[2]
@@ -70,7 +70,7 @@ def weigh_engine_row(row: Row) -> int:
 
 
 def weigh_planner_row(row: Row) -> int:
-    """Of a RecordingPlannerCore."""
+    """Weight of a row of a RecordingPlannerCore."""
     return ROW_WEIGHT * len(row[2])
 
 
@@ -94,17 +94,17 @@ def written_to(recent: RecentRows, recorder: Recorder | None) -> tuple[Write, Wr
 
 
 def recent_of_cluster() -> RecentRows:
-    """For a RecordingClusterCore."""
+    """The recent rows of a RecordingClusterCore."""
     return RecentRows(weigh_cluster_row, time_of_event)
 
 
 def recent_of_engine() -> RecentRows:
-    """For a RecordingEngineCore."""
+    """The recent rows of a RecordingEngineCore."""
     return RecentRows(weigh_engine_row, time_of_input)
 
 
 def recent_of_planner() -> RecentRows:
-    """For a RecordingPlannerCore."""
+    """The recent rows of a RecordingPlannerCore."""
     return RecentRows(weigh_planner_row, time_of_event)
 
 

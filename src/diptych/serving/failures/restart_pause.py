@@ -7,7 +7,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S, HEALTHY_S = 0.5, 30.0, 60.0
 
 
 class RestartPause:
-    """Of one thing that fails and is replaced. clock: seconds."""
+    """The pauses before restarts of one thing that fails and is replaced. clock: seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -15,11 +15,11 @@ class RestartPause:
         self._begun_s = clock()
 
     def begun(self) -> None:
-        """It runs, from now on."""
+        """Note that it runs from now on."""
         self._begun_s = self._clock()
 
     def next_s(self) -> float:
-        """It has failed: the pause."""
+        """The pause after another failure, in seconds."""
         pause_s = FIRST_PAUSE_S if self._clock() - self._begun_s > HEALTHY_S else self._pause_s
         self._pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return pause_s

@@ -1,4 +1,4 @@
-"""Tasks that run beside requests, and nobody waits for: the end of one by an exception is reported, never lost."""
+"""Background tasks that no other code awaits: the end of one by an exception is reported, never lost."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

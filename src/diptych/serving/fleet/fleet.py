@@ -73,7 +73,8 @@ logger = logging.getLogger(__name__)
 
 
 class Fleet:
-    """The workers. ``start`` it in the loop that will use it; submit only while ``is_routable``.
+    """The workers of a front end: a ChangingFleet and a JoiningFleet. ``start`` it in the loop that will use it; submit
+    only while ``is_routable``.
 
     ``timeline`` is fed with everything that the workers report, in their order. clock: nanoseconds, the clock of the
     workers' events and of the loop's timers. processor: whose cores the workers share (None: this machine's).
@@ -205,7 +206,7 @@ class Fleet:
         return worker
 
     async def start_worker(self, worker: int) -> None:
-        """See ChangingFleet. Raises the error of a worker that cannot start."""
+        """Start a worker. Raises its error if it cannot start."""
         if self.fleet.join is not None and self.fleet.ray is None and not self.fleet.roles:
             raise ConflictError("the workers of this server join by themselves: start one where it is to run")
         port = self._launch(worker)
@@ -218,7 +219,6 @@ class Fleet:
             raise
 
     async def stop_worker(self, worker: int) -> None:
-        """See ChangingFleet."""
         await self.workers[worker].stop(is_removed=True)
         self._note_state(worker, WorkerState.STOPPED)
         self.metrics.fleet.on_worker_removed(worker)
@@ -248,24 +248,20 @@ class Fleet:
     # -- workers of other hosts (see JoiningFleet) --------------------------------------------------------------------
 
     def take_in(self, port: JoinedWorker) -> None:
-        """See JoiningFleet."""
         self.workers[port.number : port.number + 1] = [port]
         port.start(self)
         self.changes.on_joined(port.number)
         self._note_state(port.number, WorkerState.STARTING)
 
     def options_of(self, worker: int) -> EngineOptions:
-        """See JoiningFleet."""
         assert self._plan is not None
         return self._plan.options[worker]
 
     async def remove_joined(self, worker: int) -> None:
-        """See JoiningFleet."""
         await self.changes.remove(worker)
 
     @property
     def joined(self) -> frozenset[int]:
-        """See ChangingFleet."""
         ports = self.door.joined if self.door is not None else ()
         return frozenset(port.number for port in ports if port.state is not WorkerState.STOPPED)
 
@@ -287,29 +283,27 @@ class Fleet:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, submissions: Iterable[Submission], num_tokens: int = 0) -> None:
-        """Requests whose answers the streams know, which go on after so many tokens. Raises CoreFailedError when the
-        core has failed before."""
+        """Submit requests whose answers the streams know, and which resume after ``num_tokens`` tokens. Raises
+        CoreFailedError when the core has failed before."""
         if self.failures.final is not None:
             raise self.failures.final.exception()
         self.tell(*(Arrived(submission, num_tokens) for submission in submissions))
 
     def abort(self, generation: Generation) -> None:
-        """Its client wants no more of it: cancel it wherever it is."""
+        """Cancel a generation that its client no longer wants, wherever it is."""
         self._cancel(self.streams.abandon(generation), FinishReason.ABORT)
 
     # -- what an operator changes (see ChangingFleet) ------------------------------------------------------------------
 
     @property
     def members(self) -> Membership:
-        """See ChangingFleet."""
         return self.core.members
 
     def progress(self) -> Mapping[str, int]:
-        """See ChangingFleet."""
         return self.streams.progress()
 
     def show(self, worker: int, at_ns: int | None = None) -> None:
-        """See ChangingFleet. at_ns: when it changed, if not now."""
+        """Report a worker's present state. at_ns: when it changed, if not now."""
         known = self.timeline.workers[worker]
         state = known.state
         if state in RUNNING_STATES:
@@ -447,7 +441,7 @@ class Fleet:
             self._carry_out(command)
 
     def on_defect(self, where: str, error: BaseException) -> None:
-        """See WorkerListener. Every open request ends with a 500; the server ends, see ``failures``."""
+        """End every open request with a 500; the server ends, see ``failures``."""
         failed = self._guard.report(where, error)
         self._happened, self._orders = deque(), {}
         self._timer.cancel()
@@ -531,7 +525,7 @@ FirstTokens = Mapping[str, tuple[int, TokenLogprobs | None]]  # of attempts that
 
 
 class Takeovers:
-    """Of one fleet."""
+    """The migrations of one fleet's streams from worker to worker."""
 
     def __init__(self, streams: OutputStreams, metrics: ServingMetrics, timeline: Timeline) -> None:
         self._streams = streams
@@ -567,7 +561,7 @@ class DueTimer:
         self._due_ns: int | None = None
 
     def set(self, due_ns: int | None) -> None:
-        """When it is due (None: never), in place of what was set before."""
+        """Set when it is due (None: never), in place of what was set before."""
         if due_ns == self._due_ns:
             return
         self.cancel()
@@ -577,7 +571,7 @@ class DueTimer:
             self._handle = asyncio.get_running_loop().call_later(delay_s, self._fire)
 
     def cancel(self) -> None:
-        """It is not due any more."""
+        """Cancel what was set."""
         if self._handle is not None:
             self._handle.cancel()
         self._handle = self._due_ns = None

@@ -99,7 +99,7 @@ class FleetOptions:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Of all workers in their order: prefill, decode, both."""
+        """Roles of all workers in their order: prefill, decode, both."""
         if self.groups:
             return tuple(group.role for group in self.groups_of_workers)
         num_both = int(not self.prefill and not self.decode) if self.both is None else self.both

@@ -78,7 +78,8 @@ class FleetPlan:
 
     @property
     def host_domain(self) -> int | None:
-        """Of all workers: those of one copy read each other's host blocks. None: nobody reads another's."""
+        """The domain whose workers read each other's host blocks: those of one model copy. None: no worker reads
+        another's."""
         return 0 if self.host_fds else None
 
     def close(self) -> None:
@@ -144,8 +145,8 @@ def worker_options(options: EngineOptions, fleet: FleetOptions) -> list[EngineOp
 
 
 def _core_shares(options: EngineOptions, fleet: FleetOptions, processor: Processor) -> tuple[CoreShare | None, ...]:
-    """Of each worker. CPUs that were named get a thread each. Under a quota of time nothing is pinned: other groups of
-    the host would be pinned to the same CPUs."""
+    """The cores of each worker. CPUs that were named get a thread each. Under a quota of time nothing is pinned: other
+    groups of the host would be pinned to the same CPUs."""
     named, num_workers = options.device.cores, len(fleet.roles)  # those that are added share the cores of others
     if not num_workers or fleet.ray is not None:
         return ()
@@ -228,7 +229,7 @@ def _num_blocks(options: EngineOptions, num_workers: int) -> int:
 
 
 def _share(memory: SharedMemory | None, number: int) -> PoolShare | None:
-    """Of the worker that is the ``number``-th of its copy."""
+    """The part of the pool for the worker that is the ``number``-th of its model copy."""
     if memory is None:
         return None
     return PoolShare(

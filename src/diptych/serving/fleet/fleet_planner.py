@@ -109,7 +109,7 @@ class FleetPlanner:
 
     @property
     def planner(self) -> PlannerCore:
-        """That decides now."""
+        """The PlannerCore that decides now."""
         return self._parts.planner
 
     async def run(self) -> None:
@@ -296,7 +296,7 @@ def pools_of(
 
 
 def _engine_of(options: EngineOptions, slo: Slo) -> EngineConfig:
-    """Of a worker that starts with these options."""
+    """Engine configuration of a worker that starts with these options."""
     return EngineConfig(
         cache=CacheConfig(UNKNOWN_BLOCKS, options.memory.block_size),
         scheduler=options.scheduler,

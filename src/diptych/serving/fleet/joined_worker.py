@@ -39,10 +39,9 @@ CLOCK_SAMPLES = 64  # of the distance between two clocks; clocks drift apart, so
 
 
 class JoinedWorker:
-    """See WorkerPort. ``attach`` each connection that its agent makes.
-
-    The times of events are put on this host's clock, as well as that can be known (for people and statistics; nothing
-    is decided by them): the quickest sign of life of late is taken to have travelled for no time at all."""
+    """A WorkerPort to a worker of another host. ``attach`` each connection that its agent makes. The times of events
+    are put on this host's clock, as well as that can be known (for people and statistics; nothing is decided by them):
+    the quickest recent heartbeat is taken to have travelled for no time at all."""
 
     def __init__(self, number: int, site: WorkerSite, agent: bytes) -> None:
         self.number = number
@@ -69,7 +68,6 @@ class JoinedWorker:
         return self.site.role or "both"
 
     def start(self, listener: WorkerListener) -> None:
-        """See WorkerPort."""
         self._listener = listener
         self.ready = asyncio.get_running_loop().create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -91,7 +89,6 @@ class JoinedWorker:
         link.on_defect = self._on_defect
 
     def send(self, message: FrontendMessage) -> None:
-        """See WorkerPort."""
         if self._link is not None:
             self._link.relay(encode(message))
 
@@ -101,7 +98,7 @@ class JoinedWorker:
             self._link.tell(told(Beat()))
 
     def pulse(self) -> Pulse | None:
-        """See WorkerPort: the agent's durations, as of when they came."""
+        """The agent's durations, as of when they came."""
         if self._vital is None:
             return None
         now, vital = self._vital
@@ -109,8 +106,8 @@ class JoinedWorker:
         return Pulse(now - vital.age_ns, vital.num_turns, busy_since, vital.predicted_ns)
 
     def kill(self, because: str) -> None:
-        """See WorkerPort. The connection ends; the process is killed when it is what hangs: where the agent itself is
-        not heard, the path between the hosts may be broken, and the process is kept for when it is whole again."""
+        """End the connection; the process is killed if it is what hangs. Where the agent itself is silent, the path
+        between the hosts may be broken, and the process is kept for when it is whole again."""
         link, vital = self._link, self._vital
         if link is None:
             return
@@ -123,7 +120,7 @@ class JoinedWorker:
         self._lose(why, at_once=False)
 
     async def stop(self, *, is_removed: bool = False) -> None:
-        """See WorkerPort. The process of a worker that is not removed waits for another front end."""
+        """End the connection. The process of a worker that is not removed waits for another front end."""
         self.state = WorkerState.STOPPED
         link, self._link = self._link, None
         if link is not None:

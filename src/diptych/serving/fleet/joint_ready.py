@@ -14,8 +14,8 @@ def longest_sequence(ready: Ready) -> int:
 
 
 def joint_ready(roles: Mapping[int, Role], known: Mapping[int, Ready]) -> Ready:
-    """Of the workers in ``roles``: what all know, and what the decode worker with the longest context can hold:
-    longer prompts go there. Raises ConfigError for workers that cannot serve one model together."""
+    """What all workers in ``roles`` know, and the longest context of a decode worker, to which longer prompts go.
+    Raises ConfigError for workers that cannot serve one model together."""
     workers = [known[number] for number in roles]
     if len({ready.block_size for ready in workers}) > 1:
         raise ConfigError("the workers' block sizes differ", param="block_size")
@@ -44,7 +44,7 @@ def joint_ready(roles: Mapping[int, Role], known: Mapping[int, Ready]) -> Ready:
 
 
 def fleet_summary(roles: Sequence[Role], workers: Sequence[Ready]) -> str:
-    """For people: "1 prefill + 1 decode worker, 1 core each"."""
+    """The fleet in words: "1 prefill + 1 decode worker, 1 core each"."""
     counts = [f"{roles.count(role)} {role}" for role in ROLES if role in roles]
     if set(roles) == {"both"}:
         counts = [str(len(roles))]
@@ -61,7 +61,7 @@ def _units(share: ComputeShare) -> str:
 
 
 def _description(roles: Sequence[Role], workers: Sequence[Ready]) -> str:
-    """For people: the roles, and each kind of worker once."""
+    """The roles, and each kind of worker once, in words."""
     if len(workers) == 1:
         return workers[0].description
     counts = " + ".join(f"{roles.count(role)} {role}" for role in ROLES if role in roles)

@@ -34,7 +34,7 @@ class Job(Protocol):
     """A process that was placed on a host."""
 
     async def wait(self) -> str:
-        """Until it has ended; why, as words."""
+        """Wait until the job has ended. Returns why, in words."""
         ...
 
     async def kill(self) -> None:
@@ -70,14 +70,13 @@ class LaunchedWorker(JoinedWorker):
         self._running: asyncio.Task[None] | None = None
 
     def start(self, listener: WorkerListener) -> None:
-        """See WorkerPort."""
         super().start(listener)
         self.state, self.agent = WorkerState.STARTING, secrets.token_bytes(16)
         name = f"the job of worker {self.number}"
         self._running = start_watched(self._run(), name, partial(listener.on_defect, name))
 
     async def stop(self, *, is_removed: bool = False) -> None:
-        """See WorkerPort. One that is removed is asked first; the process does not outlive its front end either."""
+        """Stop the worker; one that is removed is asked first. The process does not outlive its front end either."""
         await super().stop(is_removed=is_removed)
         running, self._running = self._running, None
         if running is None:
@@ -129,17 +128,15 @@ class JobLauncher:
         self._front_end = ""
 
     async def open(self, door_port: int) -> None:
-        """See Launcher."""
         own = await self._jobs.open()
         host = own if self._join.is_everywhere else self._join.host
         self._front_end = f"[{host}]:{door_port}" if ":" in host else f"{host}:{door_port}"
 
     async def close(self) -> None:
-        """See Launcher."""
         await self._jobs.close()
 
     def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> LaunchedWorker:
-        """See Launcher. The model and the key lie under the same paths on every host."""
+        """Start a worker through the cluster manager. The model and the key lie under the same paths on every host."""
         role: Role = options.place.role if options.place is not None else "both"
         device, threads = options.device.device, options.device.threads or int(self._ray.num_cpus)
 

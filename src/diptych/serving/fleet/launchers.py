@@ -8,7 +8,7 @@ from diptych.serving.ray.ray_jobs import RayJobs
 
 
 def launcher_of(fleet: FleetOptions) -> Launcher:
-    """As the settings say. Raises ConfigError when what it needs is not installed."""
+    """The launcher that the settings name. Raises ConfigError when what it needs is not installed."""
     if fleet.ray is None or fleet.join is None:
         return LocalLauncher()
     return JobLauncher(RayJobs(fleet.ray), fleet.ray, fleet.join)

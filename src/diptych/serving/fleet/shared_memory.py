@@ -49,7 +49,8 @@ class SharedMemory:
 
 
 def create_shared_memory(geometry: KVGeometry, num_blocks: Sequence[int]) -> SharedMemory:
-    """Files for workers with so many blocks each. They are empty: memory is taken when a worker maps its share.
+    """Create files for workers with ``num_blocks`` blocks each. They are empty: memory is taken when a worker maps its
+    share.
 
     The pool's size is sealed, so that no process can cut off what others have mapped.
     """

@@ -30,18 +30,17 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S, HEALTHY_S = 0.5, 30.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class LocalLauncher:
-    """Workers are processes of this host, started with ``command``."""
+    """A Launcher whose workers are processes of this host, started with ``command``."""
 
     command: tuple[str, ...] = (sys.executable, "-m", "diptych.serving.worker")
 
     async def open(self, door_port: int) -> None:
-        """See Launcher."""
+        """Do nothing: this host is there."""
 
     async def close(self) -> None:
-        """See Launcher."""
+        """Do nothing: workers end with their supervisors."""
 
     def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> "Supervisor":
-        """See Launcher."""
         return Supervisor(number, options, self.command, pass_fds=pass_fds)
 
 

@@ -92,7 +92,7 @@ class WorkerChanges:
         self._is_adding = False
 
     def change_role(self, worker: int, role: Role) -> None:
-        """From now on this worker has another role and the settings that go with it; its streams go to others when it
+        """Give a worker another role from now on, and the settings that go with it; its streams go to others when it
         only prefills. Raises ConflictError when no worker would be left for a phase, NotFoundError when there is no
         such worker."""
         members = self._fleet.members
@@ -108,8 +108,8 @@ class WorkerChanges:
         self._divide_cores()
 
     def change_share(self, worker: int, share: ComputeShare) -> None:
-        """From its next step on, also when it is started again, this worker computes on this share. Raises
-        InvalidRequestError for one of another kind of device, NotFoundError without such a worker."""
+        """Let a worker compute on this share from its next step on, also when it is started again. Raises
+        InvalidRequestError for a share of another kind of device, NotFoundError without such a worker."""
         self.check_share(worker, share)
         if share != self._fleet.members.infos[worker].share:
             logger.warning("worker %d: it is to compute on %s", worker, share)
@@ -151,9 +151,9 @@ class WorkerChanges:
             raise InvalidRequestError(message, param="multiprocessors")
 
     def change_scheduler(self, worker: int, scheduler: SchedulerConfig) -> None:
-        """From its next step on this worker schedules by these settings, also when it is started again. Raises
-        ConfigError for more sequences at once than the workers were started for, NotFoundError without such a
-        worker."""
+        """Let a worker schedule by these settings from its next step on, also when it is started again. Raises
+        ConfigError for more sequences at once than the workers were started for, NotFoundError without such a worker.
+        """
         self._require(worker)
         self._started[worker].check_change_to(scheduler)
         self._schedulers[worker] = scheduler
@@ -165,7 +165,7 @@ class WorkerChanges:
         self.change_scheduler(worker, reshaped(self._base(worker), shape))
 
     def shape(self, worker: int) -> PresetName:
-        """By which it schedules, when it does both phases."""
+        """The preset by which a worker schedules when it does both phases."""
         return "unified" if self._base(worker).budget.kind == "whole" else "chunked"
 
     def drain(self, worker: int) -> None:
@@ -280,7 +280,7 @@ class WorkerChanges:
         return prefill_scheduler(base, self._slo) if role == "prefill" else base
 
     def _base(self, worker: int) -> SchedulerConfig:
-        """Its settings before those of its role."""
+        """The worker's settings before those of its role."""
         return self._schedulers.get(worker, self._started[worker])
 
     def _require(self, worker: int) -> None:

@@ -55,7 +55,7 @@ class JoiningFleet(Protocol):
         ...
 
     def on_defect(self, where: str, error: BaseException) -> None:
-        """See WorkerListener."""
+        """Report a defect, as a WorkerListener does."""
         ...
 
 
@@ -144,7 +144,7 @@ class WorkerDoor:
         return link
 
     def _greet(self, link: FramedLink) -> None:
-        """It knows the key: it is to say what it is, soon."""
+        """Wait for the hello of a link that has proved the key."""
         if len(self._unknown) >= edge_limits.UNREGISTERED_WORKERS:
             self._forget(next(iter(self._unknown)), "too many connections without a registration")
         loop = asyncio.get_running_loop()

@@ -84,7 +84,7 @@ class WorkerPort(Protocol):
         ...
 
     def pulse(self) -> Pulse | None:
-        """Its newest sign of life, on this host's clock; None where there is none to read."""
+        """The worker's newest heartbeat, on this host's clock; None where there is none to read."""
         ...
 
     def kill(self, because: str) -> None:
@@ -102,11 +102,11 @@ class Launcher(Protocol):
     join by themselves have ports and no launcher."""
 
     async def open(self, door_port: int) -> None:
-        """Before the first launch. door_port: where workers of other hosts join (0: none may). Raises ConfigError."""
+        """Prepare the first launch. door_port: where workers of other hosts join (0: none may). Raises ConfigError."""
         ...
 
     async def close(self) -> None:
-        """After the last port was stopped."""
+        """Release everything, after the last port was stopped."""
         ...
 
     def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> WorkerPort:

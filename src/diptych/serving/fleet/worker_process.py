@@ -57,7 +57,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while it runs."""
+        """Id of the process while it runs."""
         return self._process.pid if self._process and self._process.returncode is None else None
 
     async def run(self) -> int:

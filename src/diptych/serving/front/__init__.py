@@ -1,1 +1,1 @@
-"""Engines that others run, as workers behind our edge: vLLM, SGLang, llama.cpp, any OpenAI-compatible server."""
+"""Adapters that put external engines behind the router: vLLM, SGLang, llama.cpp, any OpenAI-compatible server."""

@@ -58,13 +58,13 @@ class EngineFacts:
     kv_sources: tuple[str, str] = ("", "")
 
     def num_blocks_of(self, block_size: int) -> int:
-        """Of its KV cache, in blocks of so many tokens."""
+        """Size of the engine's KV cache, in blocks of ``block_size`` tokens."""
         if not self.num_blocks:
             return UNKNOWN_BLOCKS
         return max(1, self.num_blocks * max(1, self.block_size) // block_size)
 
     def ready(self, url: str, block_size: int) -> Ready:
-        """What the fleet is told of it, in blocks of so many tokens."""
+        """What the fleet knows of the engine, in blocks of ``block_size`` tokens."""
         num_blocks = self.num_blocks_of(block_size)
         num_tokens = num_blocks * block_size
         return Ready(
@@ -125,7 +125,7 @@ class EngineAdapter(Protocol):
         ...
 
     async def text_of(self, pool: ConnectionPool, token_ids: Sequence[int], model: str) -> str | None:
-        """Of tokens that it named; None where it cannot say. Raises ConnectionError or TimeoutError."""
+        """Text of tokens that the engine named; None where it cannot say. Raises ConnectionError or TimeoutError."""
         ...
 
 

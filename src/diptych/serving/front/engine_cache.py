@@ -66,7 +66,7 @@ class EngineCache:
 
     @property
     def num_blocks(self) -> int:
-        """That are known or assumed."""
+        """Blocks that are known or assumed to be cached."""
         if self._source is None:
             return len(self._assumed)
         bridge = self._source.bridge
@@ -96,7 +96,7 @@ class EngineCache:
         self._report([KVSnapshot(self._clock(), self._sequence, hashes)])
 
     def _unknown(self, hashes: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        """Those that the engine's events do not speak of as held."""
+        """The hashes that the engine's events do not name as held."""
         if self._source is None or not hashes:
             return hashes
         bridge = self._source.bridge

@@ -195,12 +195,12 @@ class ConnectionPool:
 
 
 def pool_to(host: str, port: int, headers: Mapping[str, str], *, is_tls: bool) -> ConnectionPool:
-    """To the server of an engine."""
+    """A pool of connections to an engine's server."""
     return ConnectionPool(host, port, headers, ssl.create_default_context() if is_tls else None)
 
 
 class _Connection(asyncio.Protocol):
-    """One connection. The parser calls the methods without an underscore."""
+    """One connection, for its EngineCall. The parser calls the methods without an underscore."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
@@ -232,19 +232,16 @@ class _Connection(asyncio.Protocol):
         self._transport.write(request)
 
     def ignore(self) -> None:
-        """See EngineCall.release."""
         self.resume()
         self._listener = _Ignored()
         self.on_chunk = None
 
     def pause(self) -> None:
-        """See EngineCall."""
         if not self._is_paused and self.is_usable:
             self._is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """See EngineCall."""
         if self._is_paused and self.is_usable:
             self._is_paused = False
             self._transport.resume_reading()
@@ -258,7 +255,7 @@ class _Connection(asyncio.Protocol):
     # -- what the loop calls ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is connected."""
+        """Take in that the connection is open."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
@@ -297,7 +294,7 @@ class _Connection(asyncio.Protocol):
             self._finish()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is closed, by either side."""
+        """Take in that the connection was closed, by either side."""
         call, listener = self._call, self._listener
         try:
             self._on_closed(exc)
@@ -387,7 +384,7 @@ class _Connection(asyncio.Protocol):
 
 
 class _Ignored:
-    """A ReplyListener of what nobody reads."""
+    """A ReplyListener that drops what comes."""
 
     def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
         """Nothing."""
@@ -402,7 +399,6 @@ class _Ignored:
         """Nothing."""
 
     def on_defect(self, error: Exception) -> None:
-        """See ReplyListener."""
         raise error
 
 

@@ -52,7 +52,7 @@ class ExchangeOwner(Protocol):
 
     @property
     def bytes_per_token(self) -> float:
-        """See the class."""
+        """Bytes of text that a token is taken for."""
         ...
 
     def report(self, events: Sequence[Event], tokens: StepTokens | None = None) -> None:
@@ -80,11 +80,11 @@ class ExchangeOwner(Protocol):
         ...
 
     def on_over(self, exchange: "EngineExchange") -> None:
-        """It is over, whatever follows."""
+        """Take in that an exchange is over, whatever follows."""
         ...
 
     def on_lost(self, exchange: "EngineExchange", words: str) -> None:
-        """It broke off: the engine may be gone."""
+        """Take in that an exchange broke off: the engine may be gone."""
         ...
 
     def on_defect(self, attempt_id: str, error: BaseException) -> None:
@@ -150,7 +150,7 @@ class EngineExchange:
         self._call = pool.send("POST", question.path, question.body, self, headers=id_header(self.attempt_id))
 
     def cancel(self) -> None:
-        """Nobody wants the rest. Nothing is reported."""
+        """Cancel what is left. Nothing is reported."""
         if not self.is_over:
             self._over()
 
@@ -167,7 +167,6 @@ class EngineExchange:
     # -- ReplyListener ------------------------------------------------------------------------------------------------
 
     def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
-        """See ReplyListener."""
         self._status = status
         is_events = headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
         self._is_events = status == 200 and is_events
@@ -177,7 +176,6 @@ class EngineExchange:
             self._retry_after = retry_after_of(status, headers)
 
     def on_data(self, data: bytes) -> None:
-        """See ReplyListener."""
         if self.is_over:
             return
         if self._is_events:
@@ -189,7 +187,6 @@ class EngineExchange:
             self.break_off(f"the reply (status {self._status}) is longer than {limit} bytes")
 
     def on_end(self) -> None:
-        """See ReplyListener."""
         if self.is_over:
             return
         if self._status != 200:
@@ -200,11 +197,10 @@ class EngineExchange:
             self._on_whole(bytes(self._body))
 
     def on_failure(self, words: str) -> None:
-        """See ReplyListener."""
         self.break_off(words)
 
     def on_defect(self, error: Exception) -> None:
-        """See ReplyListener. What the client has of it may not be counted: it is not asked again."""
+        """Fail the exchange. What the client has of it may not be counted: it is not asked again."""
         self.is_over, self.stream.on_read = True, None
         self._owner.on_defect(self.attempt_id, error)
 
@@ -265,7 +261,7 @@ class EngineExchange:
         return None
 
     def _on_chunk(self, data: bytes) -> bool:
-        """See EngineCall: what ``on_data`` does for a chunk of the usual form."""
+        """Do what ``on_data`` does, for a chunk of the usual form."""
         form, stream = self._forms.form, self.stream
         if form is None or self._splitter.rest or (found := form.read(data)) is None:
             return False

@@ -91,7 +91,7 @@ class PrefillLeg:
         self._call = pool.send("POST", question.path, question.body, self, headers=id_header(self.attempt_id))
 
     def cancel(self) -> None:
-        """Nobody wants it any more."""
+        """Cancel a prefill that is not wanted any more."""
         self._end(is_whole=False)
 
     def release(self) -> None:
@@ -99,7 +99,7 @@ class PrefillLeg:
         self._end(is_whole=True)
 
     def break_off(self, words: str) -> None:
-        """It takes too long, or the connection ended."""
+        """Break off: it takes too long, or the connection ended."""
         if not self.is_over:
             self._end(is_whole=False)
             self._owner.on_leg_lost(self, words)
@@ -107,11 +107,10 @@ class PrefillLeg:
     # -- ReplyListener ------------------------------------------------------------------------------------------------
 
     def on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
-        """See ReplyListener."""
         self._status = status
 
     def on_data(self, data: bytes) -> None:
-        """See ReplyListener. (The engine's own answer is read to its end, and is not needed.)"""
+        """Drop the engine's own answer, which is read to its end and not needed."""
         if self._kind == "nixl" or self._status != 200:
             self._body += data
             limit = edge_limits.ENGINE_REPLY_BYTES if self._status == 200 else edge_limits.ENGINE_REFUSAL_BYTES
@@ -119,7 +118,6 @@ class PrefillLeg:
                 self.break_off(f"the reply (status {self._status}) is longer than {limit} bytes")
 
     def on_end(self) -> None:
-        """See ReplyListener."""
         if self.is_over:
             return
         if self._status != 200:
@@ -143,11 +141,9 @@ class PrefillLeg:
         self._slot.give({"kv_transfer_params": reply.kv_transfer_params})
 
     def on_failure(self, words: str) -> None:
-        """See ReplyListener."""
         self.break_off(words)
 
     def on_defect(self, error: Exception) -> None:
-        """See ReplyListener."""
         self.is_over = True
         self._owner.on_defect(self.attempt_id, error)
 

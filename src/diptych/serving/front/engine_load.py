@@ -30,7 +30,8 @@ SATURATED_NS = 60 * NS_PER_S  # of work, at an engine that does not say how busy
 
 @dataclass(slots=True)
 class ReplySums:
-    """Of recent replies: how many, and the sums of squares and products of prompt tokens, answer tokens and time."""
+    """Sums over recent replies: how many, and the sums of squares and products of prompt tokens, answer tokens and
+    time."""
 
     count: float = 0.0
     prompt2: float = 0.0
@@ -59,7 +60,7 @@ class ReplyTimes:
         self._own, self._all = ReplySums(), all_sums
 
     def observe(self, num_prompt: int, num_answer: int, duration_ns: int) -> None:
-        """A reply took so long, while so many prompt tokens were computed."""
+        """Learn from a reply that took ``duration_ns`` and computed ``num_prompt`` prompt tokens."""
         own, every = self._own, self._all
         own.add(num_prompt, num_answer, duration_ns)
         every.add(num_prompt, num_answer, duration_ns)
@@ -157,7 +158,7 @@ class EngineLoad:
 
     @property
     def token_ns(self) -> float:
-        """Of a prompt token that is computed, as the front counts them."""
+        """Price of a prompt token that is computed, as the front counts them, in nanoseconds."""
         if not (self._has_learned or self._steps.is_trusted):
             return self._shared.token_ns
         if self._steps.is_trusted:
@@ -175,7 +176,7 @@ class EngineLoad:
         self._mean_prompt += (num_tokens - self._mean_prompt) / 32
 
     def on_first_token(self, attempt_id: str, now: int) -> None:
-        """Its prompt is computed."""
+        """Take in that an attempt's prompt is computed."""
         held = self._held.get(attempt_id)
         if held is not None and not (held.is_computed or held.is_whole):
             held.is_computed = True
@@ -213,8 +214,8 @@ class EngineLoad:
         self._gap_ns += (self._whole.gap_ns - self._gap_ns) * min(1.0, num_tokens / 64)
 
     def on_prompt(self, num_tokens: int, num_cached: int | None, num_said: int = 0) -> None:
-        """A prompt of so many tokens was computed, but for those that were found (None: the engine does not say).
-        num_said: the engine's own count of them all (0: it does not say)."""
+        """Record a prefill of ``num_tokens`` tokens, of which ``num_cached`` were cache hits (None: unknown). num_said:
+        the engine's own count of all its prompt tokens (0: unknown)."""
         self._has_learned = True
         if num_said:
             self._said_share += (num_said / num_tokens - self._said_share) / 32
@@ -246,7 +247,7 @@ class EngineLoad:
                 unseen -= 1
 
     def on_refused(self, now: int) -> None:
-        """It takes no more for the moment."""
+        """Take in that the engine takes no more for the moment."""
         self._refused_ns = now
 
     def is_saturated(self, now: int) -> bool:
@@ -255,7 +256,7 @@ class EngineLoad:
         return is_stale or (self._refused_ns > 0 and now - self._refused_ns < NS_PER_S)
 
     def report(self, now: int) -> LoadReport:
-        """For the router: what is there besides our own requests, which it counts itself."""
+        """The load for the router: what is there besides our own requests, which it counts itself."""
         held = list(self._held.values())
         computed = [name for name, known in self._held.items() if known.is_whole and known.is_computed]
         own_blocks = sum(-(-(known.num_tokens + known.num_output_tokens) // self._block_size) for known in held)
@@ -282,7 +283,7 @@ class EngineLoad:
         )
 
     def _prices(self) -> LearnedPrices:
-        """Its own, which others may assume from now on; or theirs, while it has none."""
+        """The engine's own prices, which others may assume from now on; or theirs, while it has none."""
         shared = self._shared
         if self._steps.is_trusted:
             fixed_ns, _, pair_ns, sequence_ns, context_ns = self._steps.coefficients
@@ -297,7 +298,7 @@ class EngineLoad:
         return shared
 
     def stats(self) -> EngineStats:
-        """For metrics: of the engine where it says so, else of our own requests there."""
+        """The engine's figures for metrics where it reports them, else those of our own requests there."""
         running = max(self._gauges.num_running, len(self._held) - self._gauges.num_waiting)
         prefilling = min(self._num_pending, running)  # (of whole replies it is not known)
         return EngineStats(
@@ -320,7 +321,7 @@ class EngineLoad:
 
 
 def gauges_of(values: Mapping[str, float]) -> EngineGauges:
-    """Of what was read of a page; names are the fields of EngineGauges."""
+    """Gauges from the values read of a page; names are the fields of EngineGauges."""
     usage = values.get("kv_usage")
     return EngineGauges(
         num_running=int(values.get("num_running", 0)),

@@ -18,8 +18,8 @@ FEWEST_NS = 2 * NS_PER_S  # from the first page to the last
 
 
 def page_of_rank(page: bytes, rank: int | None) -> bytes:
-    """Of a page on which vLLM's ranks of data parallelism speak (label ``engine``), what this one says, and what speaks
-    of none (None: all of it)."""
+    """The lines of this rank on a metrics page of several ranks of data parallelism (label ``engine``), and those of no
+    rank (None: the whole page)."""
     if rank is None:
         return page
     mine = b'engine="%d"' % rank

@@ -32,7 +32,7 @@ class EngineQuestion:
 
 
 def id_header(attempt_id: str) -> bytes:
-    """By which an engine that reports its steps names the request in them, and others in their logs."""
+    """The header by which an engine that reports its steps names the request in them, and others in their logs."""
     return b"X-Request-Id: %b\r\n" % attempt_id.encode()
 
 
@@ -47,7 +47,7 @@ class RequestFields:
     writes_as: str = ""
 
     def question(self, stream: RelayStream, more: Mapping[str, Any] = {}) -> EngineQuestion:
-        """As it is sent, with more fields."""
+        """The request as it is sent, with more fields."""
         body = encode_json({**self.fields, **more})
         if self.resumes or self.writes_as:
             return EngineQuestion(self.path, body, resumes=self.resumes, writes_as=self.writes_as)
@@ -61,8 +61,8 @@ class RequestFields:
 
 
 def fields_of(stream: RelayStream, model: str, changes: Mapping[str, Any], max_model_len: int) -> RequestFields:
-    """For an engine that calls the model so. changes: what its adapter adds. max_model_len: of prompt and answer (0:
-    not known)."""
+    """The request's fields for an engine that calls the model so. changes: what its adapter adds. max_model_len: of
+    prompt and answer (0: not known)."""
     request = stream.request
     if stream.num_tokens:
         assert stream.prompt_ids is not None
@@ -73,7 +73,8 @@ def fields_of(stream: RelayStream, model: str, changes: Mapping[str, Any], max_m
 
 
 def token_fields_of(stream: RelayStream, model: str, attempt_id: str) -> RequestFields | None:
-    """For an engine that takes the tokens of a chat from their beginning; None: it must get the client's request."""
+    """The request's fields for an engine that takes the tokens of a chat from their beginning; None: it must get the
+    client's request."""
     question = stream.request.question
     if question is None or stream.num_tokens:
         return None

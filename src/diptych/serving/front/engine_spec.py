@@ -153,7 +153,7 @@ class EngineSpec:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The engine's name for people."""
         host, port = self.address
         return f"{self.kind} {host}:{port}" + ("" if self.rank is None else f" rank {self.rank}")
 
@@ -310,5 +310,5 @@ def read_engines(path: Path) -> list[EngineSpec]:
 
 
 def in_order(engines: Sequence[EngineSpec]) -> tuple[EngineSpec, ...]:
-    """In the order in which a fleet numbers its workers: by role; within a role as they are given."""
+    """The engines in the order in which a fleet numbers its workers: by role; within a role as they are given."""
     return tuple(sorted(engines, key=lambda engine: ROLES.index(engine.role)))

@@ -41,31 +41,24 @@ class ExternalChanges(WorkerChanges):
     """What an operator may change of engines that others run."""
 
     def change_role(self, worker: int, role: Role) -> None:
-        """See WorkerChanges."""
         raise ConflictError(NOT_OURS.format("its role"))
 
     def change_scheduler(self, worker: int, scheduler: SchedulerConfig) -> None:
-        """See WorkerChanges."""
         raise ConflictError(NOT_OURS.format("its scheduler"))
 
     def change_split(self, split: CoreSplit) -> None:
-        """See WorkerChanges."""
         raise ConflictError(NOT_OURS.format("its cores"))
 
     def check_share(self, worker: int, share: ComputeShare) -> None:
-        """See WorkerChanges."""
         raise ConflictError(NOT_OURS.format("what it computes on"))
 
     def pin(self, worker: int, is_pinned: bool) -> None:
-        """See WorkerChanges."""
         raise ConflictError("there is no planner in front of engines that are not this server's", param="pin")
 
     async def remove(self, worker: int, limit_s: float = DRAIN_LIMIT_S) -> None:
-        """See WorkerChanges."""
         raise ConflictError("an engine is drained here, and removed from the list with which this server is started")
 
     async def add(self) -> int:
-        """See WorkerChanges."""
         raise ConflictError("an engine is added to the list with which this server is started")
 
 
@@ -79,13 +72,12 @@ class ExternalLauncher:
         self._prices = LearnedPrices()
 
     async def open(self, door_port: int) -> None:
-        """See Launcher."""
+        """Do nothing: the engines run already."""
 
     async def close(self) -> None:
-        """See Launcher."""
+        """Do nothing: the engines go on."""
 
     def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> WorkerPort:
-        """See Launcher."""
         assert self.fleet is not None
         fleet = self.fleet
 
@@ -107,8 +99,8 @@ class ExternalLauncher:
 
 
 class ExternalFleet(Fleet):
-    """See the module. slo: objectives of requests that name none. record: a file for the decisions. failures: see
-    EngineOptions."""
+    """A Fleet of external engines. slo: objectives of requests that name none. record: a file for the decisions.
+    failures: see EngineOptions."""
 
     def __init__(
         self,
@@ -158,8 +150,8 @@ class ExternalFleet(Fleet):
         return stream if isinstance(stream, RelayStream) else None
 
     def progress(self) -> Mapping[str, int]:
-        """See Fleet; this is asked when streams are to leave an engine. One that turned out to be no stream of plain
-        text (its tokens are not known) cannot: it counts as complete, so that it ends where it is."""
+        """Progress of each open answer, asked when streams are to leave an engine. A stream that turned out to be no
+        plain text (its tokens are not known) cannot move: it counts as complete, so that it ends where it is."""
         found = dict(super().progress())
         for request_id in found:
             stream = self.relay_of(request_id)
@@ -168,20 +160,16 @@ class ExternalFleet(Fleet):
         return found
 
     def make_changes(self, started: Sequence[SchedulerConfig], cores: HostCores) -> WorkerChanges:
-        """See Fleet."""
         return ExternalChanges(self, started, self.options.slo, cores)
 
     def make_plan(self) -> FleetPlan:
-        """See Fleet."""
         count = len(self.front.engines)
         return FleetPlan((self.options,) * count, self.fleet.cluster, (0,) * count)
 
     def recording_path(self, num_workers: int) -> Path | None:
-        """See Fleet."""
         return None if self.options.record is None else Path(self.options.record)
 
     async def first_starts(self) -> None:
-        """See Fleet."""
         assert self.ready is not None
         await self._first_ready.wait()
         if not self.ready.done():
@@ -189,7 +177,6 @@ class ExternalFleet(Fleet):
             self.ready.set_result(self.joint_ready)
 
     def on_ready(self, worker: int, ready: Ready) -> None:
-        """See Fleet."""
         super().on_ready(worker, ready)
         known = {number: self.known[number] for number in sorted(self.known) if number in self.core.members.infos}
         roles = {number: self.role(number) for number in known}

@@ -1,6 +1,6 @@
-"""An engine that somebody else runs, as a worker of the fleet (a WorkerPort): it is not started, only looked for.
+"""A WorkerPort for an external engine. It never starts the engine; it polls until the engine answers.
 
-    STARTING: asked for a real token, again and again ---> READY ---> LOST: it does not answer ---> asked again ...
+STARTING: asked for a real token, again and again ---> READY ---> LOST: it does not answer ---> asked again ...
 
 Owns the life of the connection, the exchanges that are under way, and what is known of the engine's load and cache. A
 request that breaks off is given back to the core when the engine still answers, and with all others when it does not:
@@ -63,8 +63,9 @@ STALE_PROBES = 4
 
 
 class ExternalWorker:
-    """See WorkerPort. relay_of: the open stream of a request. on_gaps: see ServingMetrics. num_up: how many engines
-    there are to try. prices: of all engines. leave: writes down what is known of a failure, and returns where."""
+    """A WorkerPort for an external engine. relay_of: the open stream of a request. on_gaps: called for lost KV events
+    (see ServingMetrics). num_up: how many engines there are to try. prices: those of all engines. leave: writes down
+    what is known of a failure, and returns where."""
 
     def __init__(
         self,
@@ -115,13 +116,11 @@ class ExternalWorker:
 
     @property
     def bytes_per_token(self) -> float:
-        """See ExchangeOwner."""
         return self._options.bytes_per_token
 
     # -- WorkerPort ---------------------------------------------------------------------------------------------------
 
     def start(self, listener: WorkerListener) -> None:
-        """See WorkerPort."""
         assert self._life is None, "started twice"
         self._listener = listener
         self.ready = asyncio.get_running_loop().create_future()
@@ -130,7 +129,6 @@ class ExternalWorker:
         self._life = start_watched(self._live(), self.name, lambda error: listener.on_defect(self.name, error))
 
     def send(self, message: FrontendMessage) -> None:
-        """See WorkerPort."""
         if isinstance(message, Orders) and self.state is WorkerState.READY:
             for order in message.orders:
                 command = unpack_command(order.command)
@@ -237,7 +235,7 @@ class ExternalWorker:
 
     @property
     def num_blocks(self) -> int:
-        """Of its KV cache, in blocks of ours."""
+        """Size of the engine's KV cache, in blocks of ours."""
         return UNKNOWN_BLOCKS if self.facts is None else self.facts.num_blocks_of(self._options.block_size)
 
     async def _watch(self) -> None:
@@ -329,8 +327,8 @@ class ExternalWorker:
             self.report([HandoffReleased(now, attempt_id) for attempt_id in suspects])
 
     def on_defect(self, attempt_id: str, error: BaseException) -> None:
-        """See ExchangeOwner; attempt_id "": of none. Its request ends with an error: what its client has of the answer
-        may not be counted. The port counts as lost, and begins anew; other requests go on where they can."""
+        """End the attempt's request with an error (attempt_id "": no request): what its client has of the answer may
+        not be counted. The port counts as lost, and begins anew; other requests go on where they can."""
         core = f"the connection to {self.name}"
         logger.error("%s has failed", core, exc_info=error)
         failed = CoreFailedError(f"{core} has failed by a defect of the server: {error_words(error)}")
@@ -421,15 +419,12 @@ class ExternalWorker:
 
     @property
     def handoff_kind(self) -> HandoffKind:
-        """See HandoffOwner."""
         return self.facts.capabilities.handoff if self.facts is not None else ""
 
     def stream_of(self, request_id: str) -> RelayStream | None:
-        """See HandoffOwner."""
         return self._relay_of(request_id)
 
     def asked(self, stream: RelayStream) -> RequestFields:
-        """See HandoffOwner."""
         assert self.facts is not None
         return fields_of(
             stream, self.facts.model, self._adapter.changes(stream.request, self.facts), self.facts.max_model_len
@@ -443,27 +438,23 @@ class ExternalWorker:
     # -- what exchanges tell (see ExchangeOwner) ----------------------------------------------------------------------
 
     def report(self, events: Sequence[Event], tokens: StepTokens | None = None) -> None:
-        """See ExchangeOwner."""
         if self._listener is not None and self.state is WorkerState.READY:
             hand_over(self._listener, self.number, StepReport(pack_events(events), tokens))
 
     def on_gaps(self, attempt_id: str, gaps: Mapping[float, int], num_tokens: int) -> None:
-        """See ExchangeOwner."""
         self.load.on_gaps(attempt_id, gaps, num_tokens)
         self._on_gaps(gaps, num_tokens)
 
     def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
-        """See ExchangeOwner."""
         if self._listener is not None and self.state is WorkerState.READY:
             report = StepReport(pack_events(events), first_tokens={attempt_id: (token_id, None)})
             hand_over(self._listener, self.number, report)
 
     def on_first_token(self, exchange: EngineExchange) -> None:
-        """See ExchangeOwner."""
         self.load.on_first_token(exchange.attempt_id, exchange.first_ns)
 
     def on_prompt_computed(self, stream: RelayStream) -> None:
-        """See ExchangeOwner. The client gets its token first: the blocks of long prompts are many."""
+        """Report a prompt as computed. The client gets its token first: the blocks of long prompts are many."""
         asyncio.get_running_loop().call_soon(self._note_computed, stream.hashes, self.clock())
 
     def _note_computed(self, hashes: Sequence[bytes], now: int) -> None:
@@ -473,7 +464,6 @@ class ExternalWorker:
             self.on_defect("", error)
 
     def on_usage(self, exchange: EngineExchange, usage: EngineUsage) -> int:
-        """See ExchangeOwner."""
         cached = self.cached_of(exchange.stream, usage)
         if not exchange.stream.request.is_stream:
             computed = exchange.stream.num_estimated_tokens - cached
@@ -481,7 +471,7 @@ class ExternalWorker:
         return cached
 
     def cached_of(self, stream: RelayStream, usage: EngineUsage) -> int:
-        """See HandoffOwner. The engine's tokens are scaled to the estimate that the core knows."""
+        """Cached tokens of the prompt, scaled from the engine's tokens to the estimate that the core knows."""
         said = usage.cached_tokens
         estimated, num_said = stream.num_estimated_tokens, usage.all_prompt_tokens
         stream.note_prompt(num_said, said or 0)
@@ -500,27 +490,23 @@ class ExternalWorker:
         self.report([*events, step])
 
     def on_over(self, exchange: EngineExchange) -> None:
-        """See ExchangeOwner."""
         self.exchanges.pop(exchange.attempt_id, None)
         self.load.on_over(exchange.attempt_id, self.clock())
 
     def on_lost(self, exchange: EngineExchange, words: str) -> None:
-        """See ExchangeOwner."""
         self.on_silent(exchange.attempt_id, words)
 
     def on_silent(self, attempt_id: str, words: str) -> None:
-        """See BoundaryOwner."""
         self._log.warning("broke off", "%s: request %s broke off: %s", self.name, attempt_id, words)
         self._suspects[attempt_id] = words
         self._check_soon()
 
     async def text_of(self, token_ids: Sequence[int]) -> str | None:
-        """See BoundaryOwner."""
         assert self.facts is not None
         return await self._adapter.text_of(self.pool, token_ids, self.facts.model)
 
     def on_refused(self, exchange: EngineExchange, status: int) -> bool:
-        """See ExchangeOwner. Each engine is asked once."""
+        """Try a refused exchange elsewhere, each engine once. Returns whether it is tried."""
         self.load.on_refused(self.clock())
         refused_by = exchange.stream.refused_by
         refused_by.add(self.number)
@@ -534,14 +520,11 @@ class ExternalWorker:
     # -- what prefill legs tell (see PrefillOwner) --------------------------------------------------------------------
 
     def on_leg_computed(self, leg: PrefillLeg) -> None:
-        """See PrefillOwner."""
         self.handoffs.on_computed(leg)
 
     def on_leg_lost(self, leg: PrefillLeg, words: str) -> None:
-        """See PrefillOwner."""
         self.handoffs.on_over(leg)
         self.on_silent(leg.attempt_id, words)
 
     def on_leg_refused(self, leg: PrefillLeg, status: int, body: bytes) -> None:
-        """See PrefillOwner."""
         self.handoffs.on_refused(leg, status, body)

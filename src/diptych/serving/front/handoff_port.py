@@ -55,12 +55,12 @@ class HandoffOwner(PrefillOwner, Protocol):
         ...
 
     def on_prompt_computed(self, stream: RelayStream) -> None:
-        """Its engine's cache holds the prompt."""
+        """Take in that the engine's cache holds the prompt."""
         ...
 
 
 class HandoffPort:
-    """See the module."""
+    """The handoffs that one engine has a part in; carries out the core's commands for them."""
 
     def __init__(self, worker: HandoffOwner) -> None:
         self.legs: dict[str, PrefillLeg] = {}
@@ -69,7 +69,7 @@ class HandoffPort:
         self._reserved: dict[str, None] = {}  # attempts that this engine will continue
 
     def reserve(self, command: Reserve) -> None:
-        """See commands.Reserve: an engine has room when it says nothing else."""
+        """Carry out commands.Reserve: an engine has room unless it says otherwise."""
         worker, attempt_id = self._worker, command.attempt_id
         stream = worker.stream_of(command.request_id)
         if stream is None or not worker.handoff_kind or not stream.can_resume:
@@ -81,7 +81,7 @@ class HandoffPort:
         slot.await_parameters(lambda parameters: self._decode(attempt_id, stream, slot.prefill, parameters))
 
     def prefill(self, command: Prefill) -> None:
-        """See commands.Prefill."""
+        """Carry out commands.Prefill: ask the engine to compute the prompt for another engine."""
         worker, kind = self._worker, self._worker.handoff_kind
         stream = worker.stream_of(command.request_id)
         if stream is None or not kind or not stream.can_resume:

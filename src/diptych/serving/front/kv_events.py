@@ -123,7 +123,7 @@ class KVEventReader:
         self._other_groups: set[int] = set()
 
     async def run(self) -> None:
-        """For ever; cancel it."""
+        """Read for ever; cancel it to stop."""
         import zmq
         import zmq.asyncio
 

@@ -145,7 +145,6 @@ class PassMetricsFeed:
             self._tell(number, step)
 
     def described(self) -> dict[str, Any]:
-        """See StepSource."""
         return self._whose
 
     def _tell(self, number: int, step: ReportedPass) -> None:

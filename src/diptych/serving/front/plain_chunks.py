@@ -75,7 +75,7 @@ class ChunkForm:
 
 
 class ChunkForms:
-    """Of one stream. form: that its chunks have now (None: none that is known)."""
+    """Known forms of one stream's chunks. form: the one that its chunks have now (None: no known one)."""
 
     __slots__ = ("_num_read", "_num_tries", "form")
 
@@ -100,7 +100,7 @@ class ChunkForms:
 
 
 def _text_of(chunk: EngineChunk) -> tuple[ChunkChoice, str] | None:
-    """Of a chunk that brings one token and text, and nothing else that decides anything."""
+    """Choice and text of a chunk that brings one token and text, and nothing else that decides anything."""
     has_more = chunk.usage or chunk.error or chunk.prompt_token_ids or chunk.kv_transfer_params
     if has_more or len(chunk.choices) != 1:
         return None

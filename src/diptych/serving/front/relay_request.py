@@ -107,7 +107,7 @@ class RelayRequest:
 
     @property
     def token_ids(self) -> tuple[int, ...] | None:
-        """Of the prompt, where they are known."""
+        """Token ids of the prompt; None where they are not known."""
         return None if self.tokenized is None else self.tokenized.token_ids
 
     @property
@@ -133,12 +133,12 @@ class RelayRequest:
 
     @property
     def prompt_head(self) -> bytes:
-        """Its first characters, which say what it is."""
+        """The prompt's first characters, which say what it is."""
         return bytes(self.prompt[:64]).lstrip()
 
     @property
     def max_tokens(self) -> int:
-        """Of the answer at most; one for what gives no tokens."""
+        """Most tokens of the answer that were asked for; one for what gives no tokens."""
         if self.path in WHOLE_PATHS:
             return 1
         wish = self.body.max_completion_tokens if self.body.max_completion_tokens is not None else self.body.max_tokens
@@ -148,8 +148,8 @@ class RelayRequest:
 
     @property
     def most_tokens(self) -> int:
-        """Of an answer that is still believed: what was asked for, if anything was. (Engines differ in what they give
-        then.)"""
+        """Most tokens of an answer that is still believed: what was asked for, if anything was. (Engines differ in what
+        they give then.)"""
         asked = self.body.max_tokens is not None or self.body.max_completion_tokens is not None
         return self.max_tokens if asked or self.path in WHOLE_PATHS else MOST_TOKENS
 

@@ -84,7 +84,7 @@ def retry_after_of(status: int, headers: Mapping[bytes, bytes]) -> str:
 
 
 class _NoTokenizer:
-    """Of answers whose text the engine makes."""
+    """The tokenizer of answers whose text the engine makes."""
 
     def detokenizer(self, prompt_token_ids: Any, shown: Any = None) -> None:
         """None."""
@@ -168,13 +168,13 @@ class RelayStream(AnswerStream):
 
     @property
     def num_answers(self) -> int:
-        """See AnswerStream; here one stream has all answers of its request."""
+        """Answers of the request: here one stream has them all."""
         return 0 if self.request.path in WHOLE_PATHS else self.request.num_choices
 
     @property
     def num_used_tokens(self) -> int:
-        """See AnswerStream. As the engine counted them at the end, for it may give several in a chunk without a word;
-        those that came, until then."""
+        """Tokens as the engine counted them at the end, since it may send several in a chunk without saying so; until
+        then, those that came."""
         return self.num_tokens if self.num_said_answer is None else self.num_said_answer
 
     def note_prompt(self, num_tokens: int, num_cached: int) -> None:
@@ -193,8 +193,8 @@ class RelayStream(AnswerStream):
         return self._num_unread > edge_limits.UNREAD_BYTES_AT_FRONT
 
     def note_chunk(self, num_tokens: int, num_new: int, num_left: int, *, has_text: bool) -> None:
-        """A chunk came with so many tokens. num_new: of these, how many the answer did not have yet. num_left: how many
-        it has that have yet to come again (see ``again``)."""
+        """Count a chunk of ``num_tokens`` tokens. num_new: how many the answer did not have yet. num_left: how many it
+        has that have yet to come again (see ``again``)."""
         if has_text:
             self.num_textless = num_left
             self.most_textless = num_left + max(0, num_tokens - 1)
@@ -209,7 +209,7 @@ class RelayStream(AnswerStream):
         self.token_ids[end - len(token_ids) : end] = token_ids
 
     def has_text_up_to(self, num_textless: int) -> None:
-        """It was found out how many of the last tokens have given the client no text."""
+        """Take in how many of the last tokens have given the client no text."""
         self.num_textless = self.most_textless = num_textless
 
     def add(self, data: bytes) -> None:
@@ -264,7 +264,6 @@ class RelayStream(AnswerStream):
         return data
 
     def end(self, finished: RequestFinished) -> None:
-        """See AnswerStream."""
         self.finished = finished
         self.generation.num_open -= 1
         said = self.num_said_cached if self.num_said_tokens else finished.num_cached_tokens
@@ -330,24 +329,23 @@ class RelayGeneration(Generation):
 
     @property
     def is_begun(self) -> bool:
-        """See Generation. What an engine has, it is taken to compute: of a reply that is no stream, it says nothing
-        until it is whole."""
+        """Whether an engine computes the request. It is taken to as soon as it has it: of a reply that is no stream
+        nothing is known until it is whole."""
         return self.relay.is_with_engine or super().is_begun
 
     def admit(self) -> None:
-        """See Generation; here that is said by ``accept``: an engine may have computed the prompt, and another refuse
-        to go on."""
+        """Do nothing: ``accept`` admits here, since an engine may have computed the prompt, and another refuse to go
+        on."""
 
     def accept(self) -> None:
-        """See RelayStream."""
+        """Count the request as begun: the engine that gives the answer has begun its reply."""
         super().admit()
 
     def fail(self, error: Exception) -> None:
-        """See Generation. An engine's refusal counts for more than that there was no other, not than a defect here."""
+        """Fail the request. An engine's refusal outranks "there was no other engine", but not a defect here."""
         super().fail(error if isinstance(error, CoreFailedError) else self.relay.refusal or error)
 
     def close(self) -> None:
-        """See Generation."""
         super().close()
         self.relay.write_chunk = None
 
@@ -365,7 +363,7 @@ class RelayWriter:
         return b""
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
-        """As they came."""
+        """The events as they came."""
         return b"".join([delta.data for delta in deltas if isinstance(delta, RelayDelta)])
 
     def pause(self) -> bytes:
@@ -419,7 +417,7 @@ RELAY = Dialect(_refusal_body, CHAT.done)
 
 
 class RelayResponse(GenerationResponse):
-    """See GenerationResponse. A stream's events are written without records in between."""
+    """A GenerationResponse whose events are written without records in between."""
 
     def __init__(
         self, front: ServedFleet, generation: RelayGeneration, *, stream: bool, more_headers: MoreHeaders
@@ -428,7 +426,7 @@ class RelayResponse(GenerationResponse):
         self._relay = generation
 
     async def content(self, deltas: Sequence[Delta]) -> bytes:
-        """See WholeResponse. It is there already."""
+        """The whole reply, which is there already."""
         return self._writer.body(deltas)
 
     def _pause_due_s(self) -> float:

@@ -64,7 +64,7 @@ class TokenDetails(msgspec.Struct):
 
 
 class EngineUsage(msgspec.Struct):
-    """Of a reply. total_tokens: some servers say nothing else of what has no answer (rerank)."""
+    """Token usage of a reply. total_tokens: some servers report only this for requests without an answer (rerank)."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = None
@@ -78,12 +78,12 @@ class EngineUsage(msgspec.Struct):
 
     @property
     def all_prompt_tokens(self) -> int:
-        """Of the prompts, however it is said (0: it is not)."""
+        """Tokens of the prompts, in whichever field they are reported (0: in none)."""
         return max(0, self.prompt_tokens or (self.total_tokens or 0) - (self.completion_tokens or 0))
 
     @property
     def answer_tokens(self) -> int | None:
-        """Of all answers; None: it is not said."""
+        """Tokens of all answers; None: not reported."""
         said = self.completion_tokens
         return None if said is None or said < 0 else said
 
@@ -135,7 +135,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def num_text_bytes(self) -> int:
-        """Of what a whole reply says in this choice: its text, its reasoning, its calls of tools."""
+        """Bytes of this choice in a whole reply: its text, its reasoning, its tool calls."""
         if not self.message:
             return len((self.text or "").encode())
         try:

@@ -36,12 +36,10 @@ class EngineFront(ServedFleet):
 
     @property
     def scheduling(self) -> str:
-        """See ServedFleet."""
         return "by the engines"
 
     @property
     def kv_capacity_tokens(self) -> int | None:
-        """See ServedFleet."""
         says = [engine.facts is not None and engine.facts.num_blocks > 0 for engine in self.external.engines]
         return super().kv_capacity_tokens if all(says) else None
 
@@ -135,8 +133,8 @@ class EngineFront(ServedFleet):
         return not request.is_stream or (self.front.recovery and request.is_stateless and any(names_tokens))
 
     def _cacheable(self, request: RelayRequest, hashes: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        """Of the blocks of a prompt, those that an engine may find in its cache: it holds whole blocks of its own size,
-        and computes the last token always. All, where prompts are not known as tokens."""
+        """The blocks of a prompt that an engine may find in its cache: it holds whole blocks of its own size, and
+        computes the last token always. All blocks, where prompts are not known as tokens."""
         size = self.front.block_size
         facts = [engine.facts for engine in self.external.engines if engine.facts is not None]
         largest = max((found.block_size for found in facts), default=0)
@@ -150,8 +148,8 @@ class EngineFront(ServedFleet):
         return self.front.hands_off and is_answer and not request.body_echoes
 
     async def _tokenized(self, request: RelayRequest, limit_ns: int | None) -> TokenizedPrompt | None:
-        """Its prompt as an engine sees it, where prompts are to be known as tokens; None where none can say, or not in
-        time: such a request is placed by load alone. Memory: at most MAX_TOKENISING requests wait for that."""
+        """The prompt as an engine sees it, where prompts are to be known as tokens; None where no engine can say, or
+        not in time: such a request is placed by load alone. Memory: at most MAX_TOKENISING requests wait for that."""
         known = request.tokenized
         if known is not None or not self.front.reads_events or self._num_tokenising >= MAX_TOKENISING:
             return known
@@ -165,7 +163,7 @@ class EngineFront(ServedFleet):
             self._num_tokenising -= 1
 
     async def _ask_tokens(self, request: RelayRequest) -> TokenizedPrompt | None:
-        """Of one engine, or of a second one."""
+        """Ask an engine for the prompt's tokens, and a second one if it fails."""
         engines = [
             engine
             for engine in self.external.engines

@@ -65,7 +65,6 @@ class StepFeed:
         self.take(frames[-1])
 
     def described(self) -> dict[str, Any]:
-        """See StepSource."""
         about = self.about
         return {} if about is None else {name: getattr(about, name) for name in SHOWN}
 
@@ -101,12 +100,12 @@ class StepFeed:
 
 
 async def read_steps(address: str, take: Callable[[bytes], None]) -> None:
-    """For ever; cancel it. take: gets each line."""
+    """Read steps for ever; cancel it to stop. take: gets each line."""
     await read_frames(address, TOPIC, lambda frames: take(frames[-1]))
 
 
 async def read_frames(address: str, topic: bytes, take: Callable[[Sequence[bytes]], None]) -> None:
-    """For ever; cancel it. take: gets the frames of each message."""
+    """Read messages for ever; cancel it to stop. take: gets the frames of each message."""
     import zmq
     import zmq.asyncio
 

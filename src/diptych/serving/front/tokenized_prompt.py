@@ -56,7 +56,7 @@ class _Rendered(msgspec.Struct):
 
     @property
     def num_plain(self) -> int:
-        """See TokenizedPrompt."""
+        """Leading tokens that are text (TokenizedPrompt.num_plain)."""
         placeholders = self.features.mm_placeholders if self.features is not None else {}
         return min([len(self.token_ids), *(found.offset for ranges in placeholders.values() for found in ranges)])
 

@@ -60,13 +60,13 @@ class FramedLink(asyncio.Protocol):
             self._transport.abort() if at_once else self._transport.close()
 
     def silent_s(self) -> float:
-        """For how long nothing has come."""
+        """Seconds for which nothing has come."""
         return asyncio.get_running_loop().time() - self.heard_s
 
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol: both ends have proved that they know the key."""
+        """Begin: both ends have proved that they know the key."""
         self._transport = cast(asyncio.Transport, transport)
         self.peer = _words(transport.get_extra_info("peername"))
         self.own_host = (transport.get_extra_info("sockname") or ("",))[0]
@@ -77,7 +77,6 @@ class FramedLink(asyncio.Protocol):
             self._fail(error)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         self.heard_s = asyncio.get_running_loop().time()
         try:
             frames = self._unpacker.feed(data)
@@ -98,7 +97,6 @@ class FramedLink(asyncio.Protocol):
             self._fail(error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._transport = None
         self._why = self._why or (str(error) if error else "the other end closed the connection")
         try:

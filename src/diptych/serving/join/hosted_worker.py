@@ -25,8 +25,8 @@ END_S = 5.0  # for a process that is asked to end
 
 
 class HostedWorker:
-    """At most one process. on_data gets its messages, on_ended its end when nobody here has asked for it. Both are
-    called in the loop."""
+    """At most one worker process on this host. on_data gets its messages, on_ended its end unless it was asked for
+    here. Both are called in the loop."""
 
     def __init__(
         self, command: Sequence[str], on_data: Callable[[bytes], None], on_ended: Callable[[Ended], None]
@@ -64,7 +64,7 @@ class HostedWorker:
             self._process.send(data)
 
     def vital(self) -> Vital:
-        """Its newest sign of life, as durations."""
+        """The process's newest heartbeat, as durations."""
         pulse = self._process.pulse() if self._process is not None else None
         now = time.monotonic_ns()
         if pulse is None:

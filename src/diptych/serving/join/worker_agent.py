@@ -1,8 +1,8 @@
 """``diptych worker --join``: one worker on this host, for a front end on another.
 
-Dials the front end, registers, runs the worker process with the options that it is given, and passes messages on.
-While there is no front end, the process keeps its weights and its cache for a grace period, and drops what it computed:
-nobody reads it.
+Dials the front end, registers, runs the worker process with the options that it is given, and passes messages on. While
+there is no front end, the process keeps its weights and its cache for a grace period, and drops what it computed, since
+no front end reads it.
 """
 
 import asyncio

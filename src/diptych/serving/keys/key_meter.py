@@ -44,7 +44,7 @@ class KeyMeter:
         return self._generation is None or not self._generation.is_begun
 
     def begin(self, generation: Generation) -> None:
-        """Its prompts are known. Holds from now on what they take, and what is expected of the answers."""
+        """Begin when the prompts are known. Holds from now on what they take, and what is expected of the answers."""
         self._generation = generation
         prompt, _ = _prompt(generation)
         expected = prompt + sum(_expected(stream) for stream in generation.streams)
@@ -52,14 +52,14 @@ class KeyMeter:
         self._held = expected
 
     def used(self) -> TokensUsed:
-        """Until now. Nothing where no worker had begun with it."""
+        """Tokens used until now; none if no worker had begun with the request."""
         generation = self._generation
         if generation is None or self.is_waiting:
             return TokensUsed()
         return TokensUsed(*_prompt(generation), sum(stream.num_used_tokens for stream in generation.streams))
 
     def end(self) -> None:
-        """It is over, however."""
+        """End, however the request ended."""
         used, usage = self.used(), self._usage
         usage.prompt += used.prompt
         usage.cached += used.cached

@@ -71,7 +71,7 @@ class Keyring:
     # -- who asks -----------------------------------------------------------------------------------------------------
 
     def find(self, key: bytes) -> KeyRecord | None:
-        """Who a key belongs to; None for one that is unknown. (What is compared is a hash: the time that takes tells
+        """The record of a key; None for one that is unknown. (What is compared is a hash: the time that takes tells
         nothing of a key.) Whether it has expired is for the caller to ask."""
         if not key or len(key) > edge_limits.KEY_CHARACTERS:
             return None

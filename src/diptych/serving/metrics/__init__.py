@@ -1,1 +1,1 @@
-"""What Prometheus reads."""
+"""Prometheus metrics."""

@@ -1,4 +1,4 @@
-"""What Prometheus reads about batches."""
+"""Prometheus metrics of the Batch API."""
 
 from collections.abc import Iterator
 

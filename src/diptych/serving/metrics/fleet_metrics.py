@@ -1,4 +1,4 @@
-"""What Prometheus reads about the workers, one by one, and about what passes between them.
+"""Prometheus metrics of each worker, and of what passes between workers.
 
 Owns the latest statistics of each worker and the counts of transfers. Costs a few additions per handoff: families are
 made when Prometheus asks for them.
@@ -142,7 +142,7 @@ class FleetMetrics:
         return dict(sorted(total.items()))
 
     def on_transfer(self, num_bytes: int, transfer_ns: int) -> None:
-        """A decode worker took over a request; so many bytes had to travel."""
+        """Count a request that a decode worker took over, with ``num_bytes`` that had to travel."""
         self.num_transfers += 1
         self.transferred_bytes += num_bytes
         self.transfer_seconds.observe(transfer_ns / NS_PER_S)

@@ -34,7 +34,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of the values in the window, in seconds; exact to 1 %."""
+    """Percentiles of the values in the window, in seconds; exact to 1 %."""
 
     count: int
     p50_s: float
@@ -89,7 +89,7 @@ class Recent:
         return self.count(name) / self.span_s if self.span_s else None
 
     def percentiles(self, name: str) -> Percentiles | None:
-        """Of the values of a histogram; None when there were none."""
+        """Percentiles of a histogram's recent values; None if there were none."""
         buckets: Counter[int] = Counter()
         for part in self._slices:
             buckets.update(part.buckets[name])

@@ -1,4 +1,4 @@
-"""What Prometheus reads: vLLM's metric names, so that its dashboards work, and Diptych's own.
+"""Prometheus metrics: vLLM's names, so that its dashboards work, and Diptych's own.
 
 Owns the counts. Costs a few additions per step: gaps between tokens are gathered per step, where most sequences share
 one value, and added in bulk; the text format is made when Prometheus asks for it.

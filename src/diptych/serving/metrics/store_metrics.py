@@ -1,4 +1,4 @@
-"""What Prometheus reads of the responses that are stored."""
+"""Prometheus metrics of stored responses."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -38,7 +38,7 @@ def store_families(store: CountedStore, model: str) -> Iterator[Metric]:
 
 
 def journal_families(num_not_recorded: int, model: str) -> Iterator[Metric]:
-    """What Prometheus reads of the streams that are recorded, so that they survive a restart."""
+    """Prometheus metrics of recorded streams, which survive a restart."""
     text = "Streams that cannot be resumed, since their record could not be written"
     counter = CounterMetricFamily("diptych:streams_not_recorded", text, labels=["model_name"])
     counter.add_metric([model], num_not_recorded)

@@ -36,7 +36,7 @@ class TextDifference:
 
 
 def difference(before: Sequence[int], was: Sequence[int], now: Sequence[int], decode: Decode) -> TextDifference:
-    """Of two prompts that go on with the token ids ``was`` and ``now`` behind ``before``."""
+    """The difference between two prompts that continue with the token ids ``was`` and ``now`` behind ``before``."""
     was, now = was[:MAX_TOKENS], now[:MAX_TOKENS]
     before_text = decode(before[-BEFORE_TOKENS:])
     ends = alike_again(was, now)
@@ -51,7 +51,7 @@ def difference(before: Sequence[int], was: Sequence[int], now: Sequence[int], de
 
 
 def alike_again(was: Sequence[int], now: Sequence[int]) -> tuple[int, int] | None:
-    """After how many tokens of each they go on alike, with as few as possible left out; None: they do not."""
+    """Tokens of each after which they go on alike, with as few as possible left out; None: they do not."""
     for count in range(len(was) + len(now)):
         for in_now in range(max(0, count - len(was)), min(count, len(now)) + 1):
             in_was = count - in_now

@@ -35,7 +35,8 @@ class ExplainedMiss:
 
 
 class MissWatch:
-    """Of one front end. keeps_text: token ids stay readable. stream_of: the open answer of a request, by its id."""
+    """The prefix-cache misses of one front end. keeps_text: token ids stay readable. stream_of: the open answer of a
+    request, by its id."""
 
     def __init__(
         self,
@@ -58,11 +59,12 @@ class MissWatch:
 
     @property
     def now_ns(self) -> int:
-        """On the clock of the misses."""
+        """The time on the clock of the misses."""
         return self._clock()
 
     def spent_within(self, window_ns: int) -> dict[str, int]:
-        """What the prompt tokens of the last SHOWN_MISSES requests of so many nanoseconds were computed for."""
+        """What the prompt tokens of the last SHOWN_MISSES requests, within the last ``window_ns`` nanoseconds, were
+        computed for."""
         since_ns, spent = self._clock() - window_ns, Counter[str]()
         for explained in self.recent:
             if explained.miss.time_ns >= since_ns:

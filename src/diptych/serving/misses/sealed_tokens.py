@@ -62,7 +62,6 @@ class SealedTokens:
         return whole
 
     def piece(self, index: int) -> bytes:
-        """See PromptTokens."""
         begin = index * self._block_size
         data = array("I", self._ids[begin : begin + self._block_size]).tobytes()
         if self._key is None:
@@ -72,7 +71,7 @@ class SealedTokens:
         return (int.from_bytes(data, "big") ^ int.from_bytes(pad, "big")).to_bytes(len(data), "big")
 
     def chunks(self, start: int) -> list[tuple[int, int, bytes]]:
-        """See PromptTokens. Chunks of one salt or one tenant are never those of another: what was computed again says
+        """Chunks from ``start`` on. Those of one salt or one tenant never equal another's: what was computed again says
         nothing about the texts of others."""
         data = array("I", self._ids[start:]).tobytes()
         key, owner = self._key or b"", self._owner

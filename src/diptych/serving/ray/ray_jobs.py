@@ -25,7 +25,7 @@ def import_ray() -> Any:
 
 
 class RayJob:
-    """One actor and its child. ``ended``: the reference of the call that waits for the child."""
+    """A Job: one actor and its child. ``ended``: the reference of the call that waits for the child."""
 
     def __init__(self, ray: Any, actor: Any, ended: Any) -> None:
         self._ray = ray
@@ -33,7 +33,6 @@ class RayJob:
         self._ended = ended
 
     async def wait(self) -> str:
-        """See Job."""
         try:
             status = await _answer(self._ended)
         except self._ray.exceptions.RayError as error:
@@ -42,13 +41,12 @@ class RayJob:
         return f"it has ended with status {status}"
 
     async def kill(self) -> None:
-        """See Job."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             await asyncio.to_thread(self._ray.kill, self._actor, no_restart=True)
 
 
 class RayJobs:
-    """See Jobs. ray: the package (for tests: something like it)."""
+    """The Jobs of a Ray cluster. ray: the package (a stand-in, in tests)."""
 
     def __init__(self, options: RayOptions, ray: Any = None) -> None:
         self._options = options
@@ -56,7 +54,7 @@ class RayJobs:
         self._actor_type: Any = None
 
     async def open(self) -> str:
-        """See Jobs. Raises ConfigError when there is no such cluster."""
+        """Connect to the cluster. Raises ConfigError when there is no such cluster."""
         ray, address = self._ray, self._options.address
         try:  # (outside of the main thread Ray leaves the handlers of signals alone)
             await asyncio.to_thread(ray.init, address=address, namespace="diptych", log_to_driver=False)
@@ -68,7 +66,6 @@ class RayJobs:
         return str(own)
 
     async def begin(self, name: str, arguments: Sequence[str]) -> RayJob:
-        """See Jobs."""
         options, ray = self._options, self._ray
         made = self._actor_type.options(
             name=name,
@@ -97,7 +94,6 @@ class RayJobs:
         return RayJob(ray, actor, actor.wait.remote())
 
     async def close(self) -> None:
-        """See Jobs."""
         await asyncio.to_thread(self._ray.shutdown)
 
 

@@ -30,7 +30,7 @@ class AwaitedGrammars:
         grammars.on_compiled = self._wake
 
     def fileno(self) -> int:
-        """For a poller."""
+        """A descriptor for a poller."""
         return self._reading
 
     def holds(self, order: Order, command: WorkerCommand) -> bool:
@@ -68,7 +68,7 @@ class AwaitedGrammars:
         self._held.clear()
 
     def _wake(self) -> None:
-        """In the thread that compiles."""
+        """Wake the worker; called in the thread that compiles."""
         with contextlib.suppress(BlockingIOError):  # full: the reader wakes anyway
             os.write(self._writing, b"x")
 

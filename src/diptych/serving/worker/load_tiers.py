@@ -90,7 +90,7 @@ def open_tiers(options: EngineOptions, runner: "ModelRunner", kv_format: "KVForm
 
 
 def _memory_digest(runner: "ModelRunner", kv_format: "KVFormat") -> bytes:
-    """Of what a block in host memory means: equal for processes that have loaded the same files in the same way."""
+    """Digest of what a block in host memory means: equal for processes that loaded the same files in the same way."""
     files = [path.stat() for path in open_checkpoint(runner.model_config).files]
     identities = [(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in files]
     words = (sorted(dataclasses.asdict(kv_format).items()), runner.loaded.instruction_set, identities)

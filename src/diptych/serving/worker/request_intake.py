@@ -110,7 +110,7 @@ class RequestIntake:
         return _Unpacked(wire, prompt, output, hash_blocks(prompt + output, self._block_size, wire.options.cache_salt))
 
     def _request(self, attempt_id: str, tokens: _Unpacked) -> Request:
-        """As the control code sees it: what earlier attempts have sampled is part of the prompt."""
+        """The request as the control code sees it: what earlier attempts have sampled is part of the prompt."""
         return Request.for_sampling(
             attempt_id,
             len(tokens.prompt),

@@ -87,7 +87,7 @@ def cpu_wait_ns(tasks: Path = TASKS) -> int:
 
 
 class WithheldTokens:
-    """Those of one worker."""
+    """Tokens of one worker that are computed and not given yet."""
 
     def __init__(self, core: WorkerCore) -> None:
         self._core = core
@@ -108,7 +108,7 @@ class WithheldTokens:
         return given
 
     def release(self) -> StepTokens | None:
-        """Those that may be given since the last call; what became of dropped attempts is forgotten."""
+        """The tokens that may be given since the last call; what became of dropped attempts is forgotten."""
         free = [name for name in self._tokens if not self._core.is_withheld(name)]
         released = StepTokens([], [])
         for name in free:

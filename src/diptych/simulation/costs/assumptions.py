@@ -11,8 +11,8 @@ from diptych.simulation.weight_precision import WeightPrecision
 def assumptions_of(
     hardware: Hardware, parallelism: Parallelism, weights: WeightPrecision, *, measured_experts: bool = False
 ) -> tuple[str, ...]:
-    """Of a device's constants, the links between devices, and how they share the work. measured_experts: with the
-    balance that they have between groups of devices."""
+    """Assumptions about a device's constants, the links between devices, and how they share the work. measured_experts:
+    with the balance that they have between groups of devices."""
     found = [
         *_device(hardware, weights, parallelism.stage_devices),
         *_network(hardware, parallelism),
@@ -27,7 +27,7 @@ def assumptions_of(
 
 
 def model_assumptions(model: ModelSpec, weights: WeightPrecision) -> tuple[str, ...]:
-    """Of the parts of a model that no kernel was measured for."""
+    """Assumptions about the parts of a model that no kernel was measured for."""
     found = []
     if model.window:
         layers = f"{model.window.layers} of the {model.layers} layers of {model.name}"

@@ -1,7 +1,7 @@
 """Layers whose cost stops growing with the context: attention to a window, and linear attention.
 
-A layer with a window attends to at most so many tokens; beyond, a decode step costs the same whatever the context. A
-layer with linear attention reads and writes a state of fixed size for each sequence in a decode step; in a prompt it
+A layer with a window attends to a limited number of tokens; beyond, a decode step costs the same whatever the context.
+A layer with linear attention reads and writes a state of fixed size for each sequence in a decode step; in a prompt it
 computes chunks of CHUNK tokens with matrix products (the chunkwise form of the gated delta rule, arXiv:2412.06464,
 section 3.3). Its kernels were not measured: they are taken to reach what attention reaches on the device.
 """
@@ -36,7 +36,7 @@ class AttentionOp:
     launch_ns: float
 
     def decode_ns(self, num_seqs: float, context: float) -> float:
-        """Of the sequences of a step, without the launch."""
+        """Nanoseconds for the sequences of a step, without the launch."""
         memory = self.context_ns * context + self.row_ns * num_seqs
         return max(memory, self.context_compute_ns * context) + self.seq_ns * num_seqs
 
@@ -54,11 +54,11 @@ class WindowedAttention:
         return max(self.op.context_ns, self.op.context_compute_ns)
 
     def decode_ns(self, num_seqs: int, context: float) -> float:
-        """Of a decode step: so many sequences with so much context in all."""
+        """Nanoseconds of a decode step: ``num_seqs`` sequences with ``context`` tokens in all."""
         return self.slope_ns * min(context, float(self.tokens * num_seqs)) + self.op.seq_ns * num_seqs
 
     def prefill_ns(self, chunks: Sequence[ScheduledPrefill], num_tokens: int, groups: int) -> float:
-        """Of the chunks of a step, ``num_tokens`` of them in the fullest of so many groups."""
+        """Nanoseconds for the chunks of a step, with ``num_tokens`` of them in the fullest of ``groups`` groups."""
         pairs = fullest([window_pairs(chunk.start, chunk.num_tokens, self.tokens) for chunk in chunks], groups)
         starts = fullest([min(chunk.start, self.tokens) for chunk in chunks], groups)
         return self.op.pair_ns * pairs + self.op.token_ns * num_tokens + self.op.start_ns * starts

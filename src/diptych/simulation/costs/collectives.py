@@ -27,12 +27,12 @@ class MessageCost:
         return MessageCost(count * self.latency_s, count * num_bytes * self.byte_s)
 
     def seconds(self, num_bytes: float) -> float:
-        """Of a message."""
+        """Seconds that a message takes."""
         return self.latency_s + num_bytes * self.byte_s
 
 
 def num_hosts(hardware: Hardware, num_devices: int) -> int:
-    """Hosts that so many devices fill. Raises ConfigError where there is no network to join several."""
+    """Hosts that ``num_devices`` devices fill. Raises ConfigError where there is no network to join several."""
     within = hardware.interconnect.max_devices
     hosts = -(-num_devices // within)
     if hosts > 1 and hardware.network is None:

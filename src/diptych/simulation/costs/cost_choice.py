@@ -145,7 +145,8 @@ def _check_no_engine(engine: str | None, cost: str) -> None:
 def _weights(
     model: ModelSpec, hardware: Hardware, weight_bits: int | None, quantize: QuantizeName | None
 ) -> WeightPrecision:
-    """As the settings say; where they say nothing, as the checkpoint is published. Raises ConfigError."""
+    """The weights' precision as the settings say; where they say nothing, as the checkpoint is published. Raises
+    ConfigError."""
     if weight_bits is not None or hardware.kind == "cpu":
         return weight_precision(hardware, weight_bits or 16, quantize)
     weights = weight_precision(hardware, 16 if quantize else model.checkpoint_bits, quantize)

@@ -22,11 +22,9 @@ class EngineCost:
         self._later = lru_cache(CACHE_LIMIT)(self._make_later)
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
-        """See CostModel."""
         return self._later(self.device.decode_line(num_seqs, context), num_seqs)
 
     def step_ns(self, output: SchedulerOutput) -> int:
-        """See CostModel."""
         num_seqs = output.features.decode_seqs + len(output.prefills)
         return self.device.step_ns(output) + self._host_ns(num_seqs)
 

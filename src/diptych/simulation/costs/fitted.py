@@ -26,9 +26,9 @@ from diptych.simulation.serving_engine import FrontEnd
 FORMAT, VERSION = "diptych calibration", 1
 BELIEF, LIVE_BELIEF = 0.01, 8.0  # how many measured steps a belief counts for, in tables of single and live steps
 OUTLIER = 6
-FIRM = 8  # the mean of so many recorded steps is worth judging by
+FIRM = 8  # recorded steps whose mean is worth judging by
 MOST_REPEATS = 64  # a point that is the mean of more steps weighs no more
-HELD_OUT = 4  # one point in so many is kept out of the fit that is judged
+HELD_OUT = 4  # one point in HELD_OUT is kept out of the fit that is judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class MeasuredPoint:
 
     @staticmethod
     def of(num_seqs: int, context: int, prompt: int) -> StepFeatures:
-        """The features of a step with so many decodes of this context each, and a whole prompt of this length."""
+        """Features of a step with ``num_seqs`` decodes of ``context`` tokens each, and a whole prompt of ``prompt``
+        tokens."""
         return StepFeatures(prompt, chunk_attention(0, prompt), num_seqs, num_seqs * context)
 
 
@@ -67,14 +68,12 @@ class FittedCost:
                 )
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
-        """See CostModel."""
         return DecodeLine.of(
             interpolate(self.seq_knots, self.seq_ns, num_seqs),
             max(0.0, interpolate(self.seq_knots, self.context_ns, num_seqs)),
         )
 
     def step_ns(self, output: SchedulerOutput) -> int:
-        """See CostModel."""
         return self.features_ns(output.features)
 
     def features_ns(self, features: StepFeatures) -> int:
@@ -290,7 +289,7 @@ def gather(steps: Iterable[tuple[StepFeatures, int]]) -> list[MeasuredPoint]:
 
 
 def fit_front_end(samples: Iterable[tuple[int, int]]) -> FrontEnd:
-    """From (prompt tokens, nanoseconds) of single requests: a line through the medians of each length."""
+    """Fit (prompt tokens, nanoseconds) of single requests: a line through the medians of each length."""
     by_length: dict[int, list[int]] = {}
     for prompt_tokens, delay_ns in samples:
         by_length.setdefault(prompt_tokens, []).append(max(1, delay_ns))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from diptych.simulation.models import ModelSpec, MoESpec
 from diptych.simulation.parallelism import Parallelism
 
-# The busiest of several groups of experts computes so many times its share of the visits. Measured where popularity
+# The busiest of several groups of experts computes this factor times its share of the visits. Measured where popularity
 # falls as rank ** -1.01 (aiconfigurator's MoE tables, 16,384 tokens, 8 groups, beside even popularity): H100 1.17,
 # B200 1.41, L40S 1.0.
 EXPERT_IMBALANCE = 1.2
@@ -87,8 +87,8 @@ def expert_shape(model: ModelSpec, parallelism: Parallelism) -> ExpertShape | No
 
 
 def touched_share(moe: MoESpec, num_tokens: int) -> float:
-    """Expected share of the experts that at least one of so many tokens visits, each choosing at random:
-    1 - (1 - k/E)^n."""
+    """Expected share of the experts that at least one of ``num_tokens`` tokens visits, each choosing at random: 1 - (1
+    - k/E)^n."""
     return 1.0 - _power(1.0 - moe.experts_per_token / moe.experts, num_tokens)
 
 

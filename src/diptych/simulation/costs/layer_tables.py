@@ -87,7 +87,7 @@ class LayerTables:
     shared: Curve | None = None
 
     def rising(self) -> "LayerTables":
-        """Without the noise that makes more work faster than less: no curve falls any more."""
+        """The tables without the noise that makes more work faster than less: no curve falls any more."""
         mixed = self.mixed_attention
         return LayerTables(
             tokens=self.tokens.rising(),
@@ -121,12 +121,11 @@ class LayerTableCost:
         return LayerTableCost(info, replace(self.tables, overhead=host_us))
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
-        """See CostModel: the segment of the interpolated table around the mean context."""
+        """The segment of the interpolated table around the mean context."""
         ends, lines = self._lines(num_seqs)
         return lines[bisect_right(ends, context)]
 
     def step_ns(self, output: SchedulerOutput) -> int:
-        """See CostModel."""
         features, chunks = output.features, output.prefills
         if not chunks:
             return self.decode_line(features.decode_seqs, features.decode_context).step_ns(features.decode_context)

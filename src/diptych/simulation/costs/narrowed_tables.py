@@ -106,7 +106,7 @@ def _by_roofline(
 
 
 def _scaled(curve: Curve, ratio: Callable[[float], float]) -> Curve:
-    """With knots beyond the last one, so that the ratio holds there too."""
+    """The curve with knots beyond the last one, so that the ratio holds there too."""
     knots = (*curve.knots, *(curve.knots[-1] * 2**octave for octave in range(1, OCTAVES_BEYOND + 1)))
     return Curve(knots, tuple(ratio(knot) * curve(knot) for knot in knots))
 

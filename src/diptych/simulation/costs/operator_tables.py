@@ -144,8 +144,8 @@ def layer_tables(
 
 
 def _prefill_surface(operators: OperatorTables, model: ModelSpec, tensor_parallel: int, kv_bits: int) -> Surface:
-    """By (chunk, tokens before it). With fewer bits of KV than 16: what was measured with them, but never longer than
-    with 16 bits, nor shorter than a launch with 16 bits."""
+    """Prefill times by (chunk, tokens before it). With fewer bits of KV than 16: what was measured with them, but never
+    longer than with 16 bits, nor shorter than a launch with 16 bits."""
     table = operators.prefill_attention
 
     def surface(bits: int) -> Surface:
@@ -159,8 +159,8 @@ def _prefill_surface(operators: OperatorTables, model: ModelSpec, tensor_paralle
 
 
 def _decode_surface(operators: OperatorTables, model: ModelSpec, tensor_parallel: int, kv_bits: int) -> Surface:
-    """By (batch, context of each). With fewer bits of KV than 16: what was measured with them, but never longer than
-    with 16 bits; where nothing was, the time with 16 bits, scaled by the rooflines of both."""
+    """Decode times by (batch, context of each). With fewer bits of KV than 16: what was measured with them, but never
+    longer than with 16 bits; where nothing was, the time with 16 bits, scaled by the rooflines of both."""
     table = operators.decode_attention
     wide = _attention(table, _heads(model, tensor_parallel, 16))
     if kv_bits == 16:
@@ -176,8 +176,8 @@ def _decode_surface(operators: OperatorTables, model: ModelSpec, tensor_parallel
 
 
 def _heads(model: ModelSpec, tensor_parallel: int, kv_bits: int) -> list[AttentionHeads]:
-    """Those of one device; where it has the copy of a KV head, also with twice, four times ... as many of that head's
-    queries."""
+    """The heads of one device; where it has the copy of a KV head, also with twice, four times ... as many of that
+    head's queries."""
     heads, kv_heads = model.heads // tensor_parallel, -(-model.kv_heads // tensor_parallel)
     most = kv_heads * model.heads // model.kv_heads
     found = [AttentionHeads(model.head_dim, kv_bits, heads, kv_heads)]
@@ -194,7 +194,7 @@ def _attention(table: AttentionTable, heads: Sequence[AttentionHeads]) -> Surfac
 def _kv_ratio(
     operators: OperatorTables, model: ModelSpec, tensor_parallel: int, kv_bits: int
 ) -> Callable[[float, float], float]:
-    """Roofline of decode attention with so many bits of KV over that with 16, by (batch, context of each)."""
+    """Roofline of decode attention with ``kv_bits`` bits of KV over that with 16, by (batch, context of each)."""
     narrow, wide = (
         attention_op(model, operators.hardware, tensor_parallel, bits, model.layers) for bits in (kv_bits, 16)
     )

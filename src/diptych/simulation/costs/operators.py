@@ -109,7 +109,7 @@ class AttentionTable:
     surfaces: Mapping[AttentionHeads, Surface]
 
     def has_bits(self, kv_bits: int) -> bool:
-        """Whether anything was measured with so many bits of KV."""
+        """Whether anything was measured with ``kv_bits`` bits of KV."""
         return any(heads.kv_bits == kv_bits for heads in self.surfaces)
 
     def surface(self, heads: AttentionHeads) -> Surface:
@@ -157,7 +157,7 @@ class ExpertKey:
 
     @classmethod
     def of(cls, model: ModelSpec, parallelism: Parallelism) -> "ExpertKey":
-        """Of a model with experts."""
+        """The key of a model with experts."""
         assert model.moe is not None
         moe = replace(model.moe, shared=0, dense_layers=0)
         return cls(moe, model.hidden, parallelism.stage_devices // parallelism.expert, parallelism.expert)
@@ -190,7 +190,8 @@ class ExpertTable:
     curves: Mapping[int, Mapping[ExpertKey, Curve]]
 
     def curve(self, model: ModelSpec, parallelism: Parallelism, bits: int = 16) -> Curve:
-        """Of a model with experts: measured, or of the nearest shape and split, scaled by the rooflines of both."""
+        """The curve of a model with experts: measured, or that of the nearest shape and split, scaled by the rooflines
+        of both."""
         key = ExpertKey.of(model, parallelism)
         narrow = self._nearest(model, key, bits)
         if bits == 16:
@@ -244,7 +245,7 @@ class OperatorTables:
         return replace(self, hardware=hardware, linear=linear, experts=replace(self.experts, hardware=hardware))
 
     def linear_us(self, bits: int, m: int, shape: MatrixShape) -> float:
-        """Microseconds of one product of ``m`` rows with weights of so many bits (16, 8 or 4)."""
+        """Microseconds of one product of ``m`` rows with weights of ``bits`` bits (16, 8 or 4)."""
         n, k = shape.outputs, shape.inputs
         wide = self.linear[16].us(m, n, k)
         if bits == 16:
@@ -256,8 +257,8 @@ class OperatorTables:
         return us if bits == 8 else us * self._law(4, m, shape) / self._law(8, m, shape)
 
     def all_reduce_us(self, num_devices: int, num_values: float) -> float:
-        """Microseconds of a sum of so many 16-bit values; over several hosts, of a sum inside each that was measured
-        and one between them (costs/collectives.py). Raises ConfigError."""
+        """Microseconds of a sum of ``num_values`` 16-bit values; over several hosts, of a sum inside each that was
+        measured and one between them (costs/collectives.py). Raises ConfigError."""
         inside = -(-num_devices // num_hosts(self.hardware, num_devices))
         between = between_hosts(self.hardware, num_devices).seconds(ACTIVATION_BYTES * num_values)
         return self.all_reduce[inside](num_values) + US * between if inside > 1 else US * between

@@ -38,7 +38,7 @@ CACHE_LIMIT = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One way to multiply: max(compute * rows, weight + io * rows) + launch nanoseconds for so many rows."""
+    """One way to multiply: max(compute * rows, weight + io * rows) + launch nanoseconds for ``rows`` rows."""
 
     compute_ns: float
     weight_ns: float
@@ -46,7 +46,7 @@ class Kernel:
     launch_ns: float
 
     def ns(self, rows: float, matrices: float = 1.0) -> float:
-        """Of ``rows`` rows, of which each meets one of ``matrices`` matrices that are read."""
+        """Nanoseconds for ``rows`` rows, each of which meets one of ``matrices`` matrices that are read."""
         compute, memory = self.compute_ns * rows, self.weight_ns * matrices + self.io_ns * rows
         return (compute if compute > memory else memory) + self.launch_ns
 
@@ -110,12 +110,10 @@ class RooflineCost:
         self._lines = cache(self._decode_lines)
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
-        """See CostModel."""
         line, switch, later = self._lines(num_seqs)
         return line if context < switch else later
 
     def step_ns(self, output: SchedulerOutput) -> int:
-        """See CostModel."""
         features = output.features
         num_seqs, context = features.decode_seqs, features.decode_context
         if not output.prefills:
@@ -176,8 +174,8 @@ class RooflineCost:
         return self._head.total_ns(num_sampled) + self._sampled_ns * num_sampled if num_sampled else 0.0
 
     def _price_tokens(self, num_tokens: int, of_all: int) -> float:
-        """Everything but attention over the context and the sampling, for a step of so many tokens of one group, and
-        of all groups together."""
+        """Nanoseconds of all but attention over the context and sampling, for a step of ``num_tokens`` tokens of one
+        group and ``of_all`` of all groups."""
         total = self._step_ns + self._token_ns * num_tokens + sum([op.total_ns(num_tokens) for op in self._ops])
         return total + self._experts.total_ns(of_all) if self._experts else total
 
@@ -210,7 +208,7 @@ class ExpertOps:
         return cls(model.moe, ops, shape.experts, groups, EXPERT_IMBALANCE if groups > 1 else 1.0)
 
     def total_ns(self, num_tokens: int) -> float:
-        """Of all layers, for so many tokens of the whole worker."""
+        """Nanoseconds of all layers, for ``num_tokens`` tokens of the whole worker."""
         visits = num_tokens * self.moe.experts_per_token
         share = min(visits, visits * self.imbalance / self.groups)
         touched = self.experts * touched_share(self.moe, num_tokens)
@@ -253,8 +251,8 @@ def expert_exchange(model: ModelSpec, hardware: Hardware, parallelism: Paralleli
 
 
 def attention_op(model: ModelSpec, hardware: Hardware, tensor_parallel: int, kv_bits: int, layers: int) -> AttentionOp:
-    """Attention of one device's heads in so many layers. Grouped heads share a read of the KV; the latent is read once
-    for all heads, decode computes in it (queries absorb the up-projection: DeepSeek-V2, section 2.1.3)."""
+    """Attention of one device's heads in ``layers`` layers. Grouped heads share a read of the KV; the latent is read
+    once for all heads, decode computes in it (queries absorb the up-projection: DeepSeek-V2, section 2.1.3)."""
     achieved, heads = hardware.achieved, model.heads // tensor_parallel
     compute = NS * layers / (hardware.flops["bf16"] * achieved.attention_compute)
     io = NS * layers / (hardware.memory_bandwidth * achieved.attention_io)

@@ -11,8 +11,8 @@ from diptych.simulation.costs.cost_model import FRACTION_BITS, DecodeLine
 
 @dataclass(frozen=True, slots=True)
 class StepTermsCost:
-    """t = step + token * prompt tokens + pair * (query, key) pairs + sequence * streams + context * their tokens, in
-    nanoseconds (see control.engine.scheduler.step_time)."""
+    """A CostModel: t = step + token * prompt tokens + pair * (query, key) pairs + sequence * streams + context * their
+    tokens, in nanoseconds (see control.engine.scheduler.step_time)."""
 
     step_term_ns: float
     token_ns: float
@@ -22,11 +22,9 @@ class StepTermsCost:
     name: str = "step-time model"
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
-        """See CostModel."""
         return DecodeLine.of(self.step_term_ns + self.sequence_ns * num_seqs, self.context_ns)
 
     def step_ns(self, output: SchedulerOutput) -> int:
-        """See CostModel."""
         features = output.features
         line = self.decode_line(features.decode_seqs, features.decode_context)
         if not features.prefill_tokens:

@@ -36,7 +36,7 @@ class ClientRequest:
 
     @property
     def request_id(self) -> str:
-        """By which the front end of the present knows it."""
+        """The id by which the present front end knows the request."""
         return self.attempt_id.partition("~")[0]
 
     @property
@@ -59,7 +59,7 @@ class ClientRequest:
                 self.first_token_ns = time_ns
 
     def kept(self, worker: int, tokens: dict[str, int], num_lost: int, max_model_len: int) -> int:
-        """That worker died: how many tokens of the answer the client has (``tokens``: what each attempt had been given
+        """Tokens of the answer that the client keeps when a worker died (``tokens``: what each attempt had been given
         there, of which the last ``num_lost`` may never have left)."""
         count = int(self.has_token)
         is_here = worker == self.worker and (not self.is_handoff or self.is_taken_over)

@@ -132,7 +132,7 @@ class ControlChannels:
         self._begun[worker].clear()
 
     def on_down(self, worker: int) -> None:
-        """Its end is known: reports that were not read yet are lost."""
+        """Take in a worker's end: reports that were not read yet are lost."""
         self._from[worker].cut()
 
     def on_cut(self, worker: int) -> None:

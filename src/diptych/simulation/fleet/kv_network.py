@@ -60,7 +60,7 @@ class KVNetwork:
         return self._channels.get((source, target)) if self._channels else None
 
     def cut(self, worker: int) -> None:
-        """Its process has died: what is on its way to it and from it is lost."""
+        """Take in that a process has died: what is on its way to it and from it is lost."""
         for pair, channel in self._channels.items():
             if worker in pair:
                 channel.cut()
@@ -72,7 +72,7 @@ class KVNetwork:
                 channel.connect()
 
     def _cards(self, name: str) -> list[Link]:
-        """For each worker the cards of its replica, in one direction."""
+        """The cards of each worker's replica, in one direction."""
         of_replica: dict[int, Link] = {}
         for place in self._places:
             if place.replica not in of_replica:

@@ -40,7 +40,7 @@ def fleet(scenario: Scenario) -> list[Member]:
 
 
 def _members(engine: EngineConfig, num_workers: int, pools: Pools | None) -> list[Member]:
-    """On whole devices. Those that share memory number their blocks one after the other."""
+    """The fleet's members, on whole devices. Those that share memory number their blocks one after the other."""
     if pools is None:
         return [Member(_info(worker, "both", engine, "local", None, 0), engine) for worker in range(num_workers)]
     members = []
@@ -62,7 +62,8 @@ def _members(engine: EngineConfig, num_workers: int, pools: Pools | None) -> lis
 
 
 def _info(worker: int, role: Role, config: EngineConfig, host: str, domain: int | None, host_domain: int) -> WorkerInfo:
-    """As a worker of these settings presents itself. host_domain: of its host, should its blocks be read there."""
+    """The WorkerInfo with which a worker of these settings presents itself. host_domain: of its host, should its blocks
+    be read there."""
     cache = config.cache
     capacity = (cache.num_blocks - cache.watermark_blocks) * cache.block_size
     longest = max(1, min(config.max_model_len, capacity))

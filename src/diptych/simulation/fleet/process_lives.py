@@ -25,11 +25,11 @@ class FrontEndOfWorkers(Protocol):
         ...
 
     def on_down(self, worker: int, tokens: dict[str, int], *, crashed: bool) -> None:
-        """Its death is known, or it was not heard for too long (then it did not crash, as far as is known)."""
+        """Take in a worker's death, or that it was silent for too long (then it did not crash, as far as is known)."""
         ...
 
     def on_cut(self, worker: int) -> None:
-        """Its connection breaks; the process goes on."""
+        """Take in that a worker's connection breaks; the process goes on."""
         ...
 
     def on_up(self, worker: int) -> None:

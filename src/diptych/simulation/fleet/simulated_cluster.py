@@ -121,7 +121,7 @@ class SimulatedCluster:
         return self.core.router.hit_error if isinstance(self.core.router, CostRouter) else None
 
     def run(self, until_ns: int | None = None) -> None:
-        """From the first arrival until nothing is left to happen. Raises AssertionError when requests never end."""
+        """Run from the first arrival until nothing is left to happen. Raises AssertionError when requests never end."""
         for worker in range(len(self.workers)):
             self._begin_life(worker)
         self.lives.schedule(self._scenario.faults)
@@ -218,7 +218,7 @@ class SimulatedCluster:
             self._tell(started)
 
     def divide(self, shares: Mapping[int, ComputeShare]) -> None:
-        """From now on these workers are to compute on these shares."""
+        """Let these workers compute on these shares from now on."""
         self._tell(PartitionChanged(tuple(sorted(shares.items()))))
 
     def _tokens_of(self, worker: int) -> dict[str, int]:
@@ -411,11 +411,11 @@ class SimulatedCluster:
             self.transfers.lose(worker)
 
     def on_cut(self, worker: int) -> None:
-        """Its connection breaks."""
+        """Take in that a worker's connection breaks."""
         self._channels.on_cut(worker)
 
     def on_down(self, worker: int, tokens: dict[str, int], *, crashed: bool) -> None:
-        """It is lost; what it had sent and the front end has not read is lost, too."""
+        """Take in a worker's loss; what it had sent and the front end has not read is lost, too."""
         self._channels.on_down(worker)
         progress = {
             request_id: self._kept(request, worker, tokens)
@@ -431,7 +431,7 @@ class SimulatedCluster:
         return request.kept(worker, tokens, self._rng.randrange(most + 1) if most else 0, longest)
 
     def on_front_end_lost(self, until_ns: int) -> None:
-        """It is gone with its core; every stream ends, with what its client has by then."""
+        """Lose the front end with its core; every stream ends, with what its client has by then."""
         given = self.lives.lose_front_end(until_ns + 1)
         self._orders.clear()
         self._tick_ns = None

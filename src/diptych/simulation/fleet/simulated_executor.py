@@ -55,8 +55,8 @@ class _Answer:
 
 
 class SimulatedExecutor:
-    """Only requests with something to report are tracked: those that stop before max_tokens or have output hashes, and
-    all where tokens are guessed."""
+    """An executor without a model. Only requests with something to report are tracked: those that stop before
+    max_tokens or have output hashes, and all where tokens are guessed."""
 
     def __init__(self, cost: CostModel, block_size: int, guesses: Guesses | None = None) -> None:
         self.cost = cost

@@ -38,7 +38,7 @@ class SimulatedLoads:
         self._read_until = self._environment.now
 
     def begin(self, load: LoadBlocks) -> None:
-        """It is read behind those that were begun before."""
+        """Read a load behind those that were begun before."""
         begin_ns = max(self._environment.now, self._read_until) + self._latency_ns
         self._read_until = begin_ns + len(load.hashes) * self._block_ns
         timer = self._environment.at(self._read_until, MESSAGE, partial(self._loaded, load, begin_ns))
@@ -52,7 +52,7 @@ class SimulatedLoads:
             self._environment.at(self._environment.now, MESSAGE, partial(self._loaded, load, begin_ns))
 
     def _loaded(self, load: LoadBlocks, begin_ns: int) -> None:
-        """As much of it as was read by now, and is there."""
+        """Deliver as much of a load as was read by now, and is there."""
         if self._timers.pop(load.load_id, None) is None:
             return
         duration_ns = max(0, self._environment.now - begin_ns)

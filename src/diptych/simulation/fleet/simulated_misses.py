@@ -25,11 +25,11 @@ class SimulatedTokens:
         self.num_tokens = num_tokens
 
     def piece(self, index: int) -> bytes:
-        """Not known."""
+        """Nothing: the tokens are not known."""
         return b""
 
     def chunks(self, start: int) -> list[tuple[int, int, bytes]]:
-        """Not known."""
+        """Nothing: the tokens are not known."""
         return []
 
 
@@ -46,7 +46,6 @@ class SimulatedMisses:
         return self._explainer.summary
 
     def on_event(self, event: ClusterEvent, commands: list[Command], now: int) -> None:
-        """See SimulatedCluster.watcher."""
         explainer = self._explainer
         match event:
             case Reported():

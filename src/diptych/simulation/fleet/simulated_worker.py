@@ -153,12 +153,12 @@ class SimulatedWorker:
         self._wake()
 
     def on_transfer(self, event: TransferEvent) -> None:
-        """Something happened to a transfer."""
+        """Take in an event of a transfer."""
         self._transfers.append(event)
         self._wake()
 
     def _on_tier(self, event: TierEvent) -> None:
-        """Something happened to the disk."""
+        """Take in an event of the disk."""
         self._moved.append(event)
         self._wake()
 
@@ -209,7 +209,7 @@ class SimulatedWorker:
         self._hung_until = max(self._hung_until, until_ns)
 
     def wake(self) -> None:
-        """After a hang: continue."""
+        """Continue after a hang."""
         if not self.is_hung:
             self._wake()
 
@@ -226,7 +226,7 @@ class SimulatedWorker:
         return {request_id: self._num_outputs(request, now) for request_id, request in self.engine.requests.items()}
 
     def abandon(self) -> None:
-        """The front end is lost: nobody wants the attempts that are here."""
+        """Drop the attempts that are here: the front end is lost."""
         self.post([self.core.drop_all])
 
     def start_over(self, is_back: Callable[[], bool]) -> None:
@@ -273,8 +273,8 @@ class SimulatedWorker:
     # -- turns --------------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Something came: a turn now, or when the step under way is over. The front end may answer a report at once:
-        the turn that reports looks at the inbox again before it ends."""
+        """Take a turn for what came: now, or when the step under way is over. The front end may answer a report at
+        once: the turn that reports looks at the inbox again before it ends."""
         if self.is_hung or self._in_turn:
             return
         if self._run is None:
@@ -283,7 +283,7 @@ class SimulatedWorker:
             self._cut(self._environment.now)
 
     def _turn(self) -> None:
-        """See WorkerCore; a step that has ended was taken in already."""
+        """Run one turn of the loop; a step that has ended was taken in already."""
         now = self._environment.now
         self._in_turn = True
         self._take_inbox(now)
@@ -413,8 +413,8 @@ class SimulatedWorker:
             run.timer = self._environment.at(end_ns, STEP_END + self.number, partial(self._end, run))
 
     def _break_off(self, now: int) -> None:
-        """If the step under way gives way to a newcomer, it is over now, and has done nothing. Those of its run before
-        it have ended as any."""
+        """End the step under way if it gives way to a newcomer: it has done nothing. Those of its run before it have
+        ended as any."""
         self._cut(now)
         run = self._run
         if run is None or run.end_ns <= now or not self.engine.gives_way_to(DEFAULT_OPTIONS):

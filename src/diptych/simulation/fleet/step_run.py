@@ -37,8 +37,8 @@ class StepRun:
         self.last_start_ns = end_ns - line.step_ns(context - seqs)
 
     def until(self, cost: CostModel, now: int, most: int | None = None) -> tuple[int, int, int]:
-        """How many steps have begun by now (``most``: of the first so many), when the last of them began, and when it
-        ends."""
+        """How many of the steps (``most``: of the first ones) have begun by now, when the last of them began, and when
+        it ends."""
         seqs = self.output.num_decodes
         context = self.output.features.decode_context
         end_ns, steps, last_start_ns = self.start_ns, 0, self.start_ns

@@ -41,8 +41,8 @@ def workload_figures(requests: Iterable[RequestSpec]) -> dict[str, Any]:
 
 
 def measured_figures(table: RequestTable) -> dict[str, Any]:
-    """Of the requests that ran, where the workload cannot be asked again, as that of a closed loop: answers are those
-    that were given, and what is shared is not known."""
+    """Figures of the requests that ran, where the workload cannot be generated again, as that of a closed loop: answers
+    are those that were given, and what is shared is not known."""
     outputs = [table.output_tokens[row] for row in table.completed_rows()]
     return figures_of(sorted(table.arrival_ns), table.prompt_tokens, outputs, None)
 

@@ -207,7 +207,7 @@ def title(settings: Settings, sweeps: Sequence[Sweep] = ()) -> str:
 
 
 def _devices(settings: Settings) -> str | None:
-    """Of one replica; None: they are those of a calibration."""
+    """Devices of one replica; None: they are those of a calibration."""
     devices = settings.parallelism.devices
     if settings.hardware is None:
         return None
@@ -258,7 +258,7 @@ def search_lead(settings: Settings, asked: str, found: Mapping[str, Any], *, is_
 
 
 def objectives(settings: Settings) -> list[str]:
-    """Those that requests have unless they name their own, in words."""
+    """The objectives that requests have unless they name their own, in words."""
     pairs = (("first token", settings.slo.ttft_ms), ("each later one on average", settings.slo.tpot_ms))
     return [f"{words} within {value:g} ms" for words, value in pairs if value is not None]
 
@@ -280,8 +280,8 @@ def fleet(settings: Settings) -> str:
 
 
 def sweep_tables(names: Sequence[str], points: Sequence[Mapping[str, Any]], asked: str | None = None) -> list[Table]:
-    """Of the points of a sweep: what came of them (asked: what was searched at each), what they cost, and what they
-    were."""
+    """Tables of the points of a sweep: what came of them (asked: what was searched at each), what they cost, and what
+    they were."""
     first = sweep_table(names, points) if asked is None else answer_table(asked, names, points)
     prices = price_table(names, points)
     return [first, *([] if prices is None else [prices]), subject_table(names, points)]

@@ -99,8 +99,8 @@ def best_of(found: Sequence[AdvisedShape], rate: float) -> AdvisedShape:
 
 
 def tied(best: AdvisedShape, found: Sequence[AdvisedShape], rate: float) -> list[AdvisedShape]:
-    """Those that the rule does not tell from ``best`` but by being less simple: all hold the load, and either all hold
-    it at ease or carry nearly the same rate."""
+    """The shapes that the rule does not tell from ``best`` but by being less simple: all hold the load, and either all
+    hold it at ease or carry nearly the same rate."""
     if best.attainment < TARGET:
         return []
     others = [shape for shape in found if shape is not best and shape.attainment >= TARGET]

@@ -1,4 +1,4 @@
-"""The requests of a small scenario, written in an address, and the scenario that a panel simulates with them.
+"""A small scenario encoded in the query of a URL, and the scenario that a panel simulates with them.
 
 Owns the grammar "ARRIVAL_MS:PROMPT:OUTPUT,..." and the limits that keep a panel fast. What is simulated and how is
 diptych.simulation's business.
@@ -137,7 +137,7 @@ def _scenario(settings: bytes) -> Scenario:
 
 
 def requests_of_kind(data: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
-    """Of a Playback's JSON."""
+    """Events of these kinds in a Playback's JSON."""
     return [request for request in data["requests"] if request["kind"] in kinds]
 
 

@@ -126,14 +126,14 @@ def plans(chosen: Machine, query: ChooseQuery, shape: LayoutName) -> list[Plan]:
 
 
 def words(plan: Plan) -> str:
-    """On a page."""
+    """The plan in words, for a page."""
     if plan.prefill:
         return f"{plan.prefill} prefill + {plan.decode} decode"
     return f"{plan.workers} {plan.shape} worker{'s' if plan.workers > 1 else ''}"
 
 
 def num_requests(rate: float) -> int:
-    """Of one simulation."""
+    """Requests of one simulation at this rate."""
     return int(min(MOST_REQUESTS, max(LEAST_REQUESTS, rate * SECONDS)))
 
 
@@ -232,7 +232,7 @@ def _prefill_seconds(cost: CostModel, query: ChooseQuery) -> float:
 
 
 def _decode_seconds(cost: CostModel, query: ChooseQuery) -> float:
-    """Of one answer, its share of the batches that keep the objective."""
+    """Decode seconds of one answer: its share of the batches that keep the objective."""
     context = query.prompt + query.output // 2
     batch = 1
     while batch < 256 and step_ns(cost, None, batch * 2, batch * 2 * context) <= query.tpot_ms * 1e6:

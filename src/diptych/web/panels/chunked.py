@@ -83,7 +83,7 @@ def measure(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def scheduler_settings(query: ChunkedQuery, chunk: int) -> dict[str, Any]:
-    """Of diptych.simulation.settings.SchedulerSettings."""
+    """Fields of diptych.simulation.settings.SchedulerSettings."""
     if query.mode == "whole":
         return {"order": query.order}
     settings: dict[str, Any] = {

@@ -70,7 +70,7 @@ def panel(query: DisaggregatedQuery) -> dict[str, Any]:
 
 
 def victim(query: DisaggregatedQuery) -> int | None:
-    """The number of the worker to kill; None: nobody is. Raises ConfigError when there is no such worker."""
+    """The number of the worker to kill; None if none is. Raises ConfigError when there is no such worker."""
     if query.kill == NOBODY:
         return None
     role, _, place = query.kill.partition("-")

@@ -31,7 +31,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def scaled(value: float, unit: str) -> str:
-    """With a decimal prefix: scaled(671e6, "B") is "671 MB"."""
+    """A value with a decimal prefix: scaled(671e6, "B") is "671 MB"."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{significant(value / size)} {prefix}{unit}"

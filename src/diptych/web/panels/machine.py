@@ -131,8 +131,8 @@ def _smallest_with(model: ModelSpec, hardware: Hardware, num_gpus: int, weight_b
 
 
 def step_ns(cost: CostModel, chunk: tuple[int, int] | None, decode_seqs: int, decode_context: int) -> int:
-    """Duration of one step: the last chunk (first token, tokens) of a prompt, if any, and so many decodes that attend
-    to ``decode_context`` tokens together."""
+    """Duration of one step: the last chunk (first token, tokens) of a prompt, if any, and ``decode_seqs`` decodes that
+    attend to ``decode_context`` tokens together."""
     start, num_tokens = chunk or (0, 0)
     features = StepFeatures(num_tokens, chunk_attention(start, num_tokens), decode_seqs, decode_context)
     prefills = (ScheduledPrefill("prompt", start, num_tokens, (), is_last=True),) if num_tokens else ()

@@ -60,7 +60,7 @@ def matrix_work(model: ModelSpec, num_tokens: int, num_sampled: int, weight_bits
 
 
 def untouched_parameters(model: ModelSpec, num_tokens: int) -> float:
-    """Of the experts that no token visits: E * (1 - k/E)^n of E, each token choosing k of them at random."""
+    """Parameters of the experts that no token visits: E * (1 - k/E)^n of E, each token choosing k of them at random."""
     if model.moe is None:
         return 0.0
     share = 1.0

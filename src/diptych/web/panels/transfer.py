@@ -63,7 +63,8 @@ class TransferQuery(Query, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """When each chunk is computed, begins to be sent and has arrived, in nanoseconds from the start of the prefill."""
+    """Times at which each chunk is computed, begins to be sent and has arrived, in nanoseconds from the start of the
+    prefill."""
 
     computed_ns: tuple[int, ...]
     sending_ns: tuple[int, ...]
@@ -71,7 +72,7 @@ class Streamed:
 
     @property
     def exposed_ns(self) -> int:
-        """From the end of the prefill to the arrival of the last chunk."""
+        """Time from the end of the prefill to the arrival of the last chunk."""
         return self.arrived_ns[-1] - self.computed_ns[-1]
 
 
@@ -169,7 +170,7 @@ def panel(query: TransferQuery) -> dict[str, Any]:
 
 
 def bits_on_wire(codec: str, cache_bits: int) -> float:
-    """Of one number. A codec that would make it larger is not used."""
+    """Bits of one number on the wire. A codec that would make it larger is not used."""
     return min(CODEC_BITS.get(codec, cache_bits), cache_bits)
 
 

@@ -67,6 +67,8 @@ class BlockPool:
         free = self._free
         taken = min(count, len(free))
         blocks = free[len(free) - taken :]
+        # The order in which ``take_one`` would give them: the ids of blocks are part of the decisions that are
+        # replayed.
         blocks.reverse()
         del free[len(free) - taken :]
         for _ in range(count - taken):
@@ -110,9 +112,11 @@ class BlockPool:
                 if references[block_id] != 1:
                     raise BrokenInvariantError(f"block {block_id} released more often than held")
                 references[block_id] = 0
+            # As the loop below leaves them, so that both ways give the same ids later.
             free.extend(reversed(blocks))
             self._num_held -= len(blocks)
             return
+        # Tails go first: what is evicted next is the end of a prefix, never a block that others still build on.
         for block_id in reversed(blocks):
             count = references[block_id] - 1
             if count < 0:
@@ -126,7 +130,8 @@ class BlockPool:
                     free.append(block_id)
 
     def evict_first(self, blocks: Iterable[int]) -> None:
-        """Those of these blocks that nobody holds, and whose content can be found, are evicted before all others."""
+        """Let those of these blocks that no request holds, and whose content can be found, be evicted before all
+        others."""
         self.version += 1
         for block_id in blocks:
             if block_id in self._cached:
@@ -157,7 +162,8 @@ class BlockPool:
         return changes
 
     def drain_evictors(self) -> tuple[tuple[str, int], ...]:
-        """For which requests the evicted ones of the next ``drain_changes`` made room; empty unless that is noted."""
+        """The requests for which the evicted blocks of the next ``drain_changes`` made room; empty unless that is
+        noted."""
         if not self._evicted_for:
             return ()
         evicted_for = tuple(self._evicted_for)

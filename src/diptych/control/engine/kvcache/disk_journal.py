@@ -1,4 +1,4 @@
-"""What has come to a disk and gone from it since somebody looked: the net of it, for the index of a router."""
+"""What has come to a disk and gone from it since the last look: the net changes, for the index of a router."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -34,7 +34,7 @@ class DiskJournal:
                 self._removed[block_hash] = None
 
     def begin_again(self, hashes: Iterable[bytes]) -> None:
-        """Who looks knows nothing from now on; the disk holds these."""
+        """Begin anew for a reader that knows nothing from now on; the disk holds these."""
         self._removed.clear()
         self._added = dict.fromkeys(hashes)
 

@@ -95,17 +95,18 @@ class KVCacheManager:
             self._forget_in_progress(block_hash)
 
     def resume_progress(self, request: Request) -> None:
-        """It is not set aside any more."""
+        """Set the request aside no longer."""
         for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.borrowed_block_ids else ():
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
 
     def fits_now(self, request: Request, cached: list[int], *, alone: bool, given_up: int = 0) -> bool:
-        """Whether there are blocks for the whole prompt (``alone``: nothing else is admitted, all may be used), if
-        others give up so many."""
+        """Whether there are blocks for the whole prompt if other requests release ``given_up`` blocks (``alone``:
+        nothing else is admitted, all blocks may be used)."""
         if request.borrowed_block_ids:
             return True
         new_blocks = self.num_blocks_for(request.num_tokens) - len(cached)
         spare = 0 if alone else self.config.watermark_blocks
+        # Cached blocks that no request holds are available until this one shares them: they must not count twice.
         return new_blocks + spare <= self.pool.num_available - self.pool.num_idle(cached) + given_up
 
     def fits_later(
@@ -124,6 +125,7 @@ class KVCacheManager:
         """
         if request.borrowed_block_ids:
             return True
+        # The sum of all expectations bounds their peak: where even that fits, the costly question is not asked.
         total = self._num_reserved - given_up[1] + self.num_blocks_for(request.num_tokens + expected_tokens)
         if self.config.admission == "greedy" or total + self.config.watermark_blocks <= self.pool.num_blocks:
             return True
@@ -146,6 +148,7 @@ class KVCacheManager:
             request.num_computed_tokens = request.num_scheduled_tokens = self.num_cached_tokens(request, cached)
             return list(zip(cached[first:], request.block_ids[first:], strict=False))
         self._reserve(request, request.num_tokens + expected_tokens)
+        # Before ``allocate``: it evicts cached blocks that no request holds, which these still are.
         self.pool.share(cached)
         self.pool.taker = request.request_id
         total = self.num_blocks_for(request.num_tokens)
@@ -188,6 +191,7 @@ class KVCacheManager:
         if request.borrowed_block_ids:
             request.block_ids = []
         elif request.block_ids:
+            # It computes these no more: prompts that begin alike need not wait for them.
             for block_hash in request.block_hashes[request.num_hashed_blocks :]:
                 self._forget_in_progress(block_hash)
             self.pool.release(request.block_ids)
@@ -203,6 +207,7 @@ class KVCacheManager:
         count = self.num_blocks_for(num_tokens)
         if count == 0 or count > self.host.num_available:
             return None
+        # Paired before ``release``: this plan may give the device blocks to others, since executors copy out first.
         copies = list(zip(request.block_ids[:count], host_blocks := self.host.allocate(count), strict=True))
         self.release(request)
         request.host_block_ids = host_blocks

@@ -3,8 +3,8 @@
 Owns what a block from there costs, as measured, how many are being read, and whether loads keep up with computing.
 """
 
-LEARN_SHARE = 4  # a measured load changes the price of a block by one part in so many of the difference
-SLOW_LOADS = 4  # so many in a row that were slower than computing: the source is left alone for SLOW_REST_NS
+LEARN_SHARE = 4  # a measured load changes the price of a block by 1 / LEARN_SHARE of the difference
+SLOW_LOADS = 4  # loads in a row slower than computing, after which the source is left alone for SLOW_REST_NS
 SLOW_REST_NS = 30_000_000_000
 
 
@@ -45,11 +45,11 @@ class LoadSource:
         return self._num_ahead * self.load_block_ns
 
     def begun(self, num_blocks: int) -> None:
-        """A load of so many blocks begins."""
+        """Count a load of ``num_blocks`` blocks that begins."""
         self._num_ahead += num_blocks
 
     def given_up(self, num_blocks: int) -> None:
-        """Nobody waits for a load of so many blocks any more."""
+        """Discount a load of ``num_blocks`` blocks that no request waits for any more."""
         self._num_ahead -= num_blocks
 
     def ended(self, num_blocks: int, num_missed: int) -> None:
@@ -59,7 +59,7 @@ class LoadSource:
         self._slow_in_row = 0
 
     def measured(self, num_blocks: int, duration_ns: int) -> None:
-        """So many blocks came, in this time."""
+        """Learn from a load: ``num_blocks`` blocks arrived in ``duration_ns``."""
         self.loaded_blocks += num_blocks
         if num_blocks:
             self.load_block_ns += (duration_ns // num_blocks - self.load_block_ns) // LEARN_SHARE

@@ -27,7 +27,7 @@ from diptych.control.engine.kvcache.tier_records import (
 from diptych.control.errors import BrokenInvariantError
 from diptych.control.request import Request, Standing
 
-MARGIN = 2  # a load is to take at most one part in so many of the time of computing
+MARGIN = 2  # computing must take at least this factor longer than a load
 
 WorkNs = Callable[[int, int], int]  # (start, num_tokens) -> predicted nanoseconds of computing them
 
@@ -82,7 +82,7 @@ class TierLoads:
 
     @property
     def hashes(self) -> Iterable[bytes]:
-        """Of the blocks known to be on disk."""
+        """Hashes of the blocks known to be on disk."""
         return self._on_disk
 
     def holds(self, block_hash: bytes) -> bool:
@@ -99,13 +99,13 @@ class TierLoads:
                 self.journal.add(block_hash)
 
     def pays(self, start: int, num_blocks: int, work_ns: WorkNs) -> bool:
-        """Whether reading so many blocks of a prompt from disk, from the block ``start`` on, would pay if nothing else
-        was read."""
+        """Whether reading ``num_blocks`` blocks of a prompt from disk, from block ``start`` on, pays if nothing else is
+        read."""
         price_ns = num_blocks * (self.disk.load_block_ns + self._copy_block_ns)
         return MARGIN * price_ns < work_ns(start * self._block_size, num_blocks * self._block_size)
 
     def requests(self) -> list[Request]:
-        """Those that wait, in no order that means anything (but always the same)."""
+        """The requests that wait, in no order that means anything (but always the same)."""
         return [request for load in self._loads.values() for request in load.requests.values()]
 
     def begin(
@@ -163,7 +163,7 @@ class TierLoads:
         actions.append(LoadBlocks(load_id, run, tuple(blocks), peer))
 
     def leave(self, request: Request, actions: list[TierAction]) -> bool:
-        """The request ends, if it waits here. A load that nobody waits for is cancelled."""
+        """Take out a request that ends, if it waits here. A load that no request waits for is cancelled."""
         load_id = self._waits_for.pop(request.request_id, None)
         if load_id is None:
             return False

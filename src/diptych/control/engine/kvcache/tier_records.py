@@ -41,7 +41,7 @@ class StoreBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ShareBlocks:
-    """From now on, until something else is written there, ``host_blocks[i]`` holds the content of ``hashes[i]``: other
+    """``host_blocks[i]`` holds, from now on until something else is written there, the content of ``hashes[i]``: other
     workers of the host may read it. Not answered."""
 
     hashes: tuple[bytes, ...]

@@ -36,7 +36,7 @@ from diptych.control.request import Request
 EXTENT_BLOCKS = 64  # of one chain, written and read together
 MAX_WANTED_BLOCKS = 8192  # that wait to be copied for the disk; what comes beyond is not stored
 LEAST_SHARE, MOST_SHARE = 10, 200  # of a step that computes, what copying down may take, in thousandths: the least
-HIT_SHARE = 4  # while nothing is found below, and more by one part in so many of the share of tokens that are
+HIT_SHARE = 4  # while nothing is found below; more by 1 / HIT_SHARE of the share of tokens that are
 IDLE_COPY_NS = 2_000_000  # where nothing is computed, it may take so long at a time
 UNPRICED_COPIES = 64  # in a step, where a copy costs no time
 
@@ -85,7 +85,7 @@ class Tiers:
 
     @property
     def num_watched_blocks(self) -> int:
-        """With fewer free blocks on the device, each that is given out may cause a copy."""
+        """The number of free device blocks below which each that is given out may cause a copy."""
         return self.config.clean_blocks if self.host.num_blocks else 0
 
     @property
@@ -100,6 +100,7 @@ class Tiers:
         left to compute."""
         if not len(self.host.prefix_cache) or not request.reads_prefix_cache or not self._reads:
             return []
+        # The last token is computed in any case: its logits give the first token of the answer.
         limit = (request.num_tokens - 1) // self._block_size
         return self.host.prefix_cache.longest_prefix(request.block_hashes[first:limit])
 
@@ -114,6 +115,7 @@ class Tiers:
     def attach(self, request: Request, blocks: Sequence[int]) -> None:
         """The request was admitted and will have these copied up; what it held while it waited is given back."""
         self._admitted_tokens += request.num_tokens
+        # Before ``release``: these may be the same blocks, which must not become free in between.
         self.host.share(blocks)
         if request.host_block_ids:
             self.host.release(request.host_block_ids)
@@ -183,7 +185,7 @@ class Tiers:
                 self._num_wanted += 1
 
     def _allowed(self, predicted_ns: int, step_id: int) -> int:
-        """Copies that this step may do: where one takes more than its share of a step, one in every so many steps."""
+        """Copies that this step may do: where one copy takes more than its share of a step, one every N steps."""
         share = LEAST_SHARE + 1000 * self.host_hit_tokens // (HIT_SHARE * max(1, self._admitted_tokens))
         price, share_ns = self.config.copy_block_ns, max(1, predicted_ns * min(share, MOST_SHARE) // 1000)
         if not price:
@@ -262,7 +264,7 @@ class Tiers:
     # -- what the driver reports --------------------------------------------------------------------------------------
 
     def on_event(self, event: TierEvent, now: int) -> list[Request]:
-        """Something happened to the disk. Returns the requests that need not wait for it any more."""
+        """Take in an event of the disk. Returns the requests that need not wait for it any more."""
         if isinstance(event, RunLoaded):
             return self.loads.end(event, self.actions, now)
         if isinstance(event, RunStored):

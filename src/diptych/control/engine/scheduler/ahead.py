@@ -1,8 +1,7 @@
-"""Prompts that are computed here before the workers that will decode them have blocks for them.
+"""Prompts prefilled before the decode worker has reserved blocks.
 
-Owns how many blocks these hold and which of them wait for room. A prompt of any length would still find room beside
-them: so these never keep one from being computed that a decode worker holds blocks for, and workers do not wait for one
-another in a circle.
+Owns how many blocks these hold and which of them wait for room. Early prefills leave room for one prompt of maximum
+length, so a prompt whose decode blocks are reserved always fits, and workers do not wait for one another in a circle.
 """
 
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
@@ -35,7 +34,7 @@ class Ahead:
             self._blocks[request.request_id] = len(request.block_ids)
 
     def forget(self, request_id: str) -> None:
-        """Not one of these, or not any more."""
+        """Stop counting this request as prefilled early."""
         self._blocks.pop(request_id, None)
 
     def take_unparked(self) -> list[Request]:

@@ -31,7 +31,8 @@ class Budget(Protocol):
         ...
 
     def copies(self, count: int, price_ns: int) -> int:
-        """How many of ``count`` copies from the host, of so many nanoseconds each, are in this step; they are taken."""
+        """Take copies from the host into this step. Returns how many of ``count``, of ``price_ns`` nanoseconds each,
+        fit."""
         ...
 
     def room(self) -> tuple[int, float]:
@@ -40,7 +41,8 @@ class Budget(Protocol):
 
 
 class WholeBudget:
-    """Prompts run whole and before decodes: the unified shape. One prompt may exceed the limit when it is alone."""
+    """A Budget under which prompts run whole and before decodes: the unified shape. One prompt may exceed the limit
+    when it is alone."""
 
     mixes_phases = False
 
@@ -49,28 +51,24 @@ class WholeBudget:
         self._taken = 0
 
     def open(self, decode: StepFeatures, batch: DecodeBatch) -> None:
-        """See Budget."""
         self._taken = 0
 
     def copies(self, count: int, price_ns: int) -> int:
-        """See Budget."""
         return count
 
     def room(self) -> tuple[int, float]:
-        """See Budget."""
         return self._limit - self._taken, math.inf
 
     def chunk(self, start: int, remaining: int, *, is_stream: bool = False) -> int:
-        """See Budget."""
         return remaining if self._taken == 0 or self._taken + remaining <= self._limit else 0
 
     def take(self, start: int, num_tokens: int) -> None:
-        """See Budget."""
         self._taken += num_tokens
 
 
 class FixedBudget:
-    """Decodes first, then prompt tokens up to a fixed number: chunked prefill as Sarathi-Serve describes it."""
+    """A Budget that takes decodes first, then prompt tokens up to a fixed number: chunked prefill as Sarathi-Serve
+    describes it."""
 
     mixes_phases = True
 
@@ -79,33 +77,28 @@ class FixedBudget:
         self._left = 0
 
     def open(self, decode: StepFeatures, batch: DecodeBatch) -> None:
-        """See Budget."""
         self._left = self._limit - decode.decode_seqs
 
     def copies(self, count: int, price_ns: int) -> int:
-        """See Budget."""
         return count
 
     def room(self) -> tuple[int, float]:
-        """See Budget."""
         return self._left, math.inf
 
     def chunk(self, start: int, remaining: int, *, is_stream: bool = False) -> int:
-        """See Budget."""
         return min(remaining, self._left)
 
     def take(self, start: int, num_tokens: int) -> None:
-        """See Budget."""
         self._left -= num_tokens
 
 
 class SloBudget:
-    """The largest chunk whose predicted step still keeps the objective of every running stream.
+    """A Budget of the largest chunk whose predicted step still keeps the objective of every running stream.
 
-    A stream whose objective the decodes alone already miss is hopeless and does not shrink the step for the others
-    (the rule of xLLM). The prediction is stretched by the model's recent spread, so that an honest but noisy model
-    keeps its promise nine times out of ten. A stream that is computed once more may lengthen the step by a
-    quarter, whatever the objectives: it has no token at all meanwhile.
+    A stream whose objective the decodes alone already miss is hopeless and does not shrink the step for the others (the
+    rule of xLLM). The prediction is stretched by the model's recent spread, so that an honest but noisy model keeps its
+    promise nine times out of ten. A stream that is computed once more may lengthen the step by a quarter, whatever the
+    objectives: it has no token at all meanwhile.
     """
 
     mixes_phases = True
@@ -120,7 +113,6 @@ class SloBudget:
         self._is_empty = True
 
     def open(self, decode: StepFeatures, batch: DecodeBatch) -> None:
-        """See Budget."""
         self._tokens_left = self._config.max_batched_tokens - decode.decode_seqs
         base_ns = self._model.predict_ns(decode)
         scale = self._config.margin / self._model.spread
@@ -135,7 +127,6 @@ class SloBudget:
         self._is_empty = True
 
     def copies(self, count: int, price_ns: int) -> int:
-        """See Budget."""
         least = 1 if self._is_empty else 0
         count = min(count, max(int(self._ns_left) // price_ns, least)) if price_ns else count
         self._is_empty = self._is_empty and not count
@@ -144,11 +135,9 @@ class SloBudget:
         return count
 
     def room(self) -> tuple[int, float]:
-        """See Budget."""
         return self._tokens_left, self._ns_left
 
     def chunk(self, start: int, remaining: int, *, is_stream: bool = False) -> int:
-        """See Budget."""
         ns_left = self._stream_ns_left if is_stream else self._ns_left
         fits = min(self._model.largest_chunk(start, ns_left), self._tokens_left)
         if remaining <= fits:
@@ -160,7 +149,6 @@ class SloBudget:
         return fits - fits % ALIGNMENT if fits >= 2 * ALIGNMENT else fits
 
     def take(self, start: int, num_tokens: int) -> None:
-        """See Budget."""
         self._is_empty = False
         self._tokens_left -= num_tokens
         work_ns = self._model.prefill_work_ns(start, num_tokens)

@@ -1,10 +1,10 @@
 """The requests that decode: a token each per decode step, with bookkeeping that a steady step does not touch.
 
 Time here is counted in ticks: the number of decode steps handed out so far. A member's counts follow from the tick at
-which it joined, and whatever will happen to it (it needs a block, it reaches its length limit) is written in a
-calendar under the tick at which it happens. A step therefore costs what changes in it, not what runs in it.
+which it joined, and whatever will happen to it (it needs a block, it reaches its length limit) is written in a calendar
+under the tick at which it happens. A step therefore costs what changes in it, not what runs in it.
 
-A member that got more than one token in a step is as one that joined with so many more: a new stay replaces the old.
+After a step that gave it n > 1 tokens, a member joins again with its new length.
 """
 
 from collections.abc import Callable, Iterator
@@ -100,6 +100,7 @@ class DecodeBatch:
         due = self._block_due.pop(self.ticks_scheduled, None)
         if not due:
             return []
+        # Stays that were replaced or ended are still in the calendar: they are passed over here, never searched for.
         return [stay.request for stay in due if self._is_current(stay)]
 
     def block_came_early(self, request: Request) -> None:
@@ -107,8 +108,8 @@ class DecodeBatch:
         self._begin_again(self._stays[request.request_id], 0)
 
     def got_more(self, request: Request, num_tokens: int) -> bool:
-        """The decode step that was just completed gave the member so many tokens more than one. Returns whether they
-        end its answer."""
+        """Count ``num_tokens`` tokens beyond the one that the completed decode step gives each member. Returns whether
+        they end its answer."""
         stay = self._stays[request.request_id]
         self.context += num_tokens
         self._outputs_before += num_tokens
@@ -188,14 +189,17 @@ class DecodeBatch:
         stay = _Stay(old.request, old.joined_tick, old.tokens_at_join + num_more, old.outputs_at_join + num_more)
         self._stays[stay.request.request_id] = stay
         last_tick = stay.joined_tick + stay.request.max_tokens - stay.outputs_at_join - 1
+        # Else this was its last step: the caller ends the request, and nothing may become due for it.
         if last_tick >= self.ticks_completed:
             self._note(self._end_due, self._end_ticks, last_tick, stay)
             self._schedule_block(stay)
 
     def _schedule_block(self, stay: _Stay) -> None:
         room = len(stay.request.block_ids) * self._block_size - stay.tokens_at_join
+        # A tick that has passed is possible where a stay begins again behind several tokens: then the block is due now.
         due = stay.joined_tick + room
         last_tick = stay.joined_tick + stay.request.max_tokens - stay.outputs_at_join - 1
+        # No block for a token that the answer cannot have.
         if due <= last_tick:
             self._note(self._block_due, self._block_ticks, max(due, self.ticks_scheduled), stay)
 

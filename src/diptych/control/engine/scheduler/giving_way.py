@@ -31,7 +31,7 @@ class GivingWay:
         self._ends: list[tuple[int, int, Request]] = []  # heap of (when it stops to give way, number, request)
 
     def __iter__(self) -> Iterator[Request]:
-        """Those that are set aside."""
+        """Iterate over the requests that are set aside."""
         yield from self.streams.values()
         yield from self.prompts.values()
 
@@ -44,7 +44,7 @@ class GivingWay:
         return bool(self._ends)
 
     def add(self, request: Request) -> None:
-        """It came, or lost its blocks."""
+        """Add a request that came, or lost its blocks."""
         if not request.gives_way or request.request_id in self.requests:
             return
         self.requests[request.request_id] = request
@@ -52,7 +52,7 @@ class GivingWay:
             heappush(self._ends, (request.arrival_ns + limit_ns, request.number, request))
 
     def remove(self, request: Request) -> None:
-        """It ends."""
+        """Remove a request that ends."""
         if self.requests.pop(request.request_id, None) is None:
             return
         self._take(request)
@@ -88,8 +88,8 @@ class GivingWay:
         return bool(streams or prompts)
 
     def go_on(self, plan: StepPlan, prefilling: dict[str, Request], num_seats: int, *, only_due: bool) -> None:
-        """Those that are set aside take their places again, as many as there are seats for; while others are here
-        (``only_due``), those alone that do not give way any more."""
+        """Give the requests that are set aside their places again, as many as there are seats for; while others are
+        here (``only_due``), only those that do not give way any more."""
         back = [request for request in self if not (only_due and request.gives_way)]
         back.sort(key=lambda request: request.order_key)
         for request in back[: max(0, num_seats)]:
@@ -117,7 +117,7 @@ class GivingWay:
         return freed, sum(other.num_reserved_blocks for other in yielding)
 
     def victim(self) -> Request | None:
-        """Who loses its blocks first: a prompt, or else the stream that came last. None: nobody that may."""
+        """The request that loses its blocks first: a prompt, or else the stream that came last. None if none may."""
         yielding = [request for request in self if self._may_lose_blocks(request)]
         return max(yielding, key=lambda request: request.order_key, default=None)
 
@@ -126,7 +126,7 @@ class GivingWay:
         return any(request.gives_way or not self._may_lose_blocks(other) for other in self)
 
     def leave_prompt(self, request: Request) -> bool:
-        """If it is a prompt that is set aside, it loses its blocks. Returns whether it is."""
+        """Take the blocks of a prompt that is set aside. Returns whether the request is one."""
         if request.request_id not in self.prompts:
             return False
         self._take(request)
@@ -137,11 +137,12 @@ class GivingWay:
         return self.streams.pop(request.request_id, None) is not None
 
     def _may_lose_blocks(self, request: Request) -> bool:
-        """Not a prompt that is computed for another worker: what is sent of its blocks may be on its way."""
+        """Whether a request may lose its blocks: not a prompt that is computed for another worker, since what is sent
+        of its blocks may be on its way."""
         return not request.hands_off
 
     def _take(self, request: Request) -> bool:
-        """It is set aside no more, if it was. Returns whether it is a stream."""
+        """Stop setting the request aside. Returns whether it is a stream."""
         if self.prompts.pop(request.request_id, None) is not None:
             self._kv.resume_progress(request)
         return self.streams.pop(request.request_id, None) is not None

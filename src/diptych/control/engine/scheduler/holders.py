@@ -113,7 +113,7 @@ class Holders:
         return self._demands_of_others() + [self._demand(request) for request in self.giving_way]
 
     def _demands_of_others(self) -> list[tuple[int, int]]:
-        """Of every one that is not set aside."""
+        """Demands of every holder of blocks that is not set aside."""
         demands = []
         for request in self.batch:
             own = len(request.block_ids) - request.num_shared_blocks

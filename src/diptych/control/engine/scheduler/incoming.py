@@ -16,9 +16,9 @@ from diptych.control.request import Request
 
 
 class Incoming:
-    """In order of arrival: ``waiting`` for blocks (by standing first), ``reserved`` until the KV has come,
-    ``delivered`` until the next plan. ``recalled``: those of the reserved whose blocks a stream needs. ``raising``:
-    those of the reserved for which copies are to come, or are in the step at hand."""
+    """Requests before they decode here, in order of arrival: ``waiting`` for blocks (by standing first), ``reserved``
+    until the KV has come, ``delivered`` until the next plan. ``recalled``: those of the reserved whose blocks a stream
+    needs. ``raising``: those of the reserved for which copies are to come, or are in the step at hand."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Request] = {}
@@ -32,11 +32,11 @@ class Incoming:
         return len(self.reserved) + len(self.delivered)
 
     def holders(self) -> list[Request]:
-        """Those that hold blocks."""
+        """The requests that hold blocks."""
         return [*self.reserved.values(), *self.delivered.values()]
 
     def add(self, request: Request) -> None:
-        """It waits for blocks, before those whose standing is higher; all before those that give way."""
+        """Let a request wait for blocks, before those whose standing is higher; all before those that give way."""
         place = (request.gives_way, request.standing)
         behind = [other for other in self.waiting.values() if (other.gives_way, other.standing) > place]
         self.waiting[request.request_id] = request
@@ -44,8 +44,8 @@ class Incoming:
             self.waiting[other.request_id] = self.waiting.pop(other.request_id)
 
     def recall(self, stream: Request, num_blocks: int) -> list[Request]:
-        """Ask for the blocks of reservations that stand behind this stream, the latest first, until these hold so many:
-        one at least. None while others are on their way back."""
+        """Ask for the blocks of reservations that rank behind this stream, the latest first, until these hold
+        ``num_blocks``: at least one reservation. Asks for none while others are on their way back."""
         if self.recalled:
             return []
         for request in reversed(self.reserved.values()):
@@ -86,7 +86,7 @@ class Incoming:
         return raised
 
     def deliver(self, request: Request) -> None:
-        """Its KV is here, and its first token is known."""
+        """Take in that a request's KV is here, and its first token is known."""
         del self.reserved[request.request_id]
         self.recalled.pop(request.request_id, None)
         request.is_lent = False
@@ -95,7 +95,7 @@ class Incoming:
         self.delivered[request.request_id] = request
 
     def take_delivered(self) -> list[Request]:
-        """Those that may join the decode batch now."""
+        """Take the requests that may join the decode batch now."""
         delivered = list(self.delivered.values())
         self.delivered.clear()
         return delivered

@@ -58,43 +58,38 @@ class RequestOrder(ABC):
 
 
 class FirstComeFirstServed(RequestOrder):
-    """By arrival."""
+    """The order of arrival."""
 
     def rank(self, request: Request) -> OrderKey:
-        """See RequestOrder."""
         return (request.arrival_ns, request.number)
 
 
 class PriorityFirst(RequestOrder):
-    """By priority, then by arrival."""
+    """The order of priority, then of arrival."""
 
     def rank(self, request: Request) -> OrderKey:
-        """See RequestOrder."""
         return (request.priority, request.arrival_ns, request.number)
 
 
 class ShortestFirst(RequestOrder):
-    """By priority, then by the work that is left, with aging."""
+    """The order of priority, then of the work that is left, with aging."""
 
     def rank(self, request: Request) -> OrderKey:
-        """See RequestOrder."""
         aged = self._work_ns(request) + int(self._config.aging * request.arrival_ns)
         return (request.priority, aged, request.number)
 
 
 class DeadlineFirst(RequestOrder):
-    """By priority, then by the latest time at which the prefill can begin and still meet the TTFT objective. A request
-    that cannot meet it any more moves back once, so that it does not make others late as well."""
+    """The order of priority, then of the latest time at which the prefill can begin and still meet the TTFT objective.
+    A request that cannot meet it any more moves back once, so that it does not make others late as well."""
 
     changes_with_time = True
 
     def rank(self, request: Request) -> OrderKey:
-        """See RequestOrder."""
         latest_ns = request.arrival_ns + self._ttft_ns(request) - self._work_ns(request)
         return (request.priority, latest_ns, request.number)
 
     def defer(self, request: Request, now: int) -> bool:
-        """See RequestOrder."""
         if request.is_stream:
             return False
         *place, latest_ns, number = request.order_key

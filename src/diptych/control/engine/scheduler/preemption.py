@@ -16,7 +16,8 @@ from diptych.control.request import Request
 
 
 def _rank(request: Request) -> tuple[bool, int, int]:
-    """Of streams, the highest rank loses its place first: one that gives way, least important, latest arrival."""
+    """Sort key of streams under pressure: the highest loses its blocks first. Best-effort streams rank highest, then
+    the least important, then the latest arrival."""
     return (request.gives_way, request.priority, request.number)
 
 
@@ -31,8 +32,9 @@ class Preemption:
         self.num_preemptions = 0
 
     def victim_for_growth(self, prefilling: Iterable[Request]) -> Request:
-        """Who makes room for a stream that needs a block (perhaps that stream itself); first of all, who is set aside.
-        A prompt that is computed for another worker keeps its blocks: what is sent of them may be on its way."""
+        """The request that makes room for a stream that needs a block (perhaps that stream itself); first of all, one
+        that is set aside. A prompt that is computed for another worker keeps its blocks: what is sent of them may be on
+        its way."""
         if (aside := self._giving_way.victim()) is not None:
             return aside
         stream = max(self._batch, key=_rank)

@@ -108,7 +108,7 @@ class Scheduler:
         self.add_computed(request)
 
     def add_computed(self, request: Request) -> None:
-        """It waits for admission; what is only on disk is computed."""
+        """Let a request wait for admission; what is only on disk is computed."""
         if request.is_lent:
             self._await_blocks(request)
             return
@@ -161,6 +161,7 @@ class Scheduler:
     def schedule(self, step_id: int, finished: tuple[str, ...], now: int) -> tuple[SchedulerOutput | None, list[Event]]:
         """The plan of the next step (None: nothing to do) and the events that planning caused."""
         plan = StepPlan(now)
+        # First: prompts that the last step completed decode in this one.
         self._settle(plan)
         self._only_others = bool(self.giving_way.requests) and self._give_way(plan)
         self._seat_incoming(plan)
@@ -171,6 +172,8 @@ class Scheduler:
             self._plan_work(plan)
         features = plan.features
         predicted_ns = self._model.predict_ns(features)
+        # Last: only now is it known how long the step takes, of which copies get a share, and nothing is allocated any
+        # more.
         plan.swap_out += self._kv.tiers.copy_down(predicted_ns if plan.prefills or plan.num_decodes else 0, step_id)
         if plan.is_empty and not finished:
             return None, plan.events
@@ -184,7 +187,9 @@ class Scheduler:
         self.batch.skip(num_steps, self._kv.grow)
 
     def _repeats(self, plan: StepPlan) -> int:
-        """For how many steps in a row nothing is to be decided unless a message arrives."""
+        """Steps in a row for which nothing is to be decided unless a message arrives."""
+        # Whatever a plan of its own would treat differently ends the run: a worker that plans each step must decide the
+        # same.
         others = (
             plan.resumed
             or plan.prefills
@@ -220,9 +225,10 @@ class Scheduler:
         self.giving_way.go_on(plan, self.prefilling, num_seats, only_due=only_due)
 
     def _stop_giving_way(self, request: Request) -> None:
-        """From now on it goes before those that still do."""
+        """Let a request go before those that still give way."""
         for queue in (self.waiting, self.ahead.parked):
             if request.request_id in queue:
+                # Out and in again: an entry of the queue keeps the key with which it was pushed.
                 queue.remove(request)
                 request.order_key = self._order.key(request)
                 queue.push(request, is_long=request.is_long)
@@ -249,7 +255,8 @@ class Scheduler:
             self._plan_decodes(plan)
 
     def _settle(self, plan: StepPlan) -> None:
-        """Those whose prompts are computed, here or elsewhere, join the decode batch, or wait to be handed off."""
+        """Let the requests whose prompts are computed, here or elsewhere, join the decode batch, or wait to be handed
+        off."""
         for request in self.incoming.take_delivered():
             request.handoff_end_ns = plan.now
             self.batch.join(request, request.num_prompt_tokens, 1)
@@ -283,6 +290,7 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan) -> None:
         """Every member of the decode batch takes a token or more; those at the end of a block get a new one first."""
         for request in self.batch.take_block_due():
+            # The victim may be this stream itself: then it has left the batch, and the loop ends without a block.
             while request.request_id in self.batch and (block_id := self._kv.grow(request)) is None:
                 self._preempt(plan, self.preemption.victim_for_growth(self.prefilling.values()))
             if request.request_id in self.batch:
@@ -335,9 +343,11 @@ class Scheduler:
             return
         self._budget.open(plan.features, self.batch)
         self.incoming.raise_blocks(plan, self._budget, self._kv)
+        # A stream that is computed once more counts under no cap: streams never wait for prompts.
         self._caps.open(request for request in self.prefilling.values() if not request.is_stream)
         for request in self.prefilling.values():
             request.order_key = self._order.key(request)
+        # Backwards: the next one is popped from the end.
         admitted = sorted(self.prefilling.values(), key=lambda request: request.order_key, reverse=True)
         skipped: list[Request] = []
         open_to_new = True
@@ -421,6 +431,7 @@ class Scheduler:
         self._kv.tiers.attach(request, below)
         if is_first:
             request.first_step_ns = plan.now
+            # Once: what a request finds after a preemption is mostly its own KV, which is no hit.
             request.num_cached_tokens = start
         num_below = len(below) * self._kv.block_size
         plan.events.append(RequestAdmitted(plan.now, request.request_id, start, is_first, num_below))
@@ -475,7 +486,7 @@ class Scheduler:
         return fits() if request.gives_way else self._clear_room(plan, fits)
 
     def _clear_room(self, plan: StepPlan, fits: Callable[[], bool]) -> bool:
-        """Those set aside lose their blocks, until it fits. Returns whether it does."""
+        """Take the blocks of requests that are set aside, until it fits. Returns whether it does."""
         while not fits():
             victim = self.giving_way.victim()
             if victim is None:

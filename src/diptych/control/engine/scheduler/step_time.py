@@ -14,9 +14,9 @@ from diptych.control.step import StepFeatures, chunk_attention
 NUM_TERMS = 5
 FORGET = 0.995  # weight of a step after one more of its kind: a memory of about 200 steps
 REFIT_EVERY = 8  # while the model is young; four times as many later
-LEARN_EVERY = 32  # of pure decode steps, which are all alike, one in so many is looked at once the model is trusted
+LEARN_EVERY = 32  # pure decode steps, all alike, from one that is looked at to the next once the model is trusted
 OUTLIER_RATIO = 4.0
-OUTLIERS_BELIEVED = 4  # so many in a row are the new truth
+OUTLIERS_BELIEVED = 4  # outliers in a row that are believed
 RIDGE = 1e-6
 KEPT = 0.001  # weight of what was measured on other compute units: all of it counts less than one new step
 # Before anything was measured: 5 ms a step, 50 us a prompt token, 0.2 ms a decode sequence. Wrong for most machines,
@@ -44,7 +44,7 @@ class _Statistics:
         self._sums = [FORGET * old + new for old, new in zip(self._sums, products, strict=True)]
 
     def rescale(self, ratio: float) -> None:
-        """As if every step had taken ``ratio`` times as long, and with little weight."""
+        """Rescale as if every step had taken ``ratio`` times as long, and with little weight."""
         num_products = len(self._sums) - NUM_TERMS
         self._sums = [
             KEPT * value / (ratio * ratio if at < num_products else ratio) for at, value in enumerate(self._sums)

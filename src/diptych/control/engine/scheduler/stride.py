@@ -1,4 +1,4 @@
-"""For how many steps a decision stands, so that nothing is asked twice for the same answer.
+"""The number of steps for which a decision stands, so that nothing is asked twice for the same answer.
 
 A steady decode decides nothing for many steps: the simulator takes these at once (SchedulerOutput.max_repeats). A
 request that was refused for lack of memory stays refused until a request leaves, or for a few steps: the answer costs a
@@ -30,7 +30,7 @@ class StandingRefusal:
         self.until_tick = 0
 
     def stand_until_departure(self) -> None:
-        """Only a request that leaves changes it."""
+        """Let the refusal stand until a request leaves."""
         self.until_tick = UNLIMITED
 
     def repeat(self, request: Request, num_departures: int, tick: int) -> bool:
@@ -47,8 +47,8 @@ class StandingRefusal:
 
 
 def steps_that_stand(batch: DecodeBatch, kv: KVCacheManager, refusals: list[StandingRefusal]) -> int:
-    """For how many steps in a row, the one just handed out included, a batch that nothing joins decides nothing.
-    refusals: of the queues in which requests wait."""
+    """Steps in a row, the one just handed out included, for which a batch that nothing joins decides nothing. refusals:
+    those of the queues in which requests wait."""
     steps = LEARN_EVERY - batch.ticks_completed % LEARN_EVERY
     for refusal in refusals:
         steps = min(steps, refusal.until_tick + 1 - batch.ticks_scheduled)

@@ -30,6 +30,8 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take the request out, wherever it stands."""
+        # Its entry stays in the heap, and no longer counts: searching a heap would cost a look at everything that
+        # waits.
         del self._entry_of[request.request_id]
 
     def head(self, *, skip_long: bool = False) -> Request | None:

@@ -40,7 +40,7 @@ _BODY = struct.Struct("<IIi")  # bytes of metadata, blocks of K or V, device (-1
 
 
 class NixlConnector(StreamConnector):
-    """See KVConnector."""
+    """A KVConnector whose receiver reads the sender's blocks through NIXL."""
 
     def __init__(self, layers: Sequence[LayerCache], kv_format: KVFormat, options: TransferOptions) -> None:
         self._reads = NixlReads(layers, kv_format, options.resume_timeout_s)
@@ -49,19 +49,18 @@ class NixlConnector(StreamConnector):
     def send(
         self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
     ) -> None:
-        """See KVConnector. The blocks are read from outside of the GPU's queue: first, what is queued must be done."""
+        """Queue KV once the GPU has done what is queued: the blocks are read from outside of its queue."""
         if self._reads.device >= 0:
             torch.cuda.current_stream(self._reads.device).synchronize()
         super().send(attempt_id, start, num_tokens, block_ids, num_layers)
 
     def close(self) -> None:
-        """See KVConnector."""
         super().close()
         self._reads.close()
 
 
 class NixlReads:
-    """See BodyFormat and BodyFormats: the only one of this connector. Owns the NIXL agent."""
+    """The only BodyFormat (and BodyFormats) of this connector. Owns the NIXL agent."""
 
     encoding = READ
 
@@ -82,19 +81,17 @@ class NixlReads:
         self._peers: dict[bytes, str] = {}  # names of agents, by their metadata
 
     def for_sending(self, receiver: KVFormat, num_tokens: int, link_bytes_per_s: float | None) -> BodyFormat:
-        """See BodyFormats. Raises ConfigError when the formats differ."""
+        """This format. Raises ConfigError when the formats of both sides differ."""
         if receiver != self._format:
             raise ConfigError(f"NIXL needs one format; here {self._format}, there {receiver}", param="kv_format")
         return self
 
     def for_receiving(self, encoding: int, sender: KVFormat) -> BodyFormat:
-        """See BodyFormats."""
         if encoding != READ or sender != self._format:
             raise ProtocolError(f"encoding {encoding}, where only blocks of one format can be read")
         return self
 
     def parts(self, start: int, num_tokens: int) -> Iterator[Part]:
-        """See BodyFormat."""
         form = self._format
         per_layer = 2 * form.bytes_per_layer_block * -(-num_tokens // form.block_size)
         height = min(form.num_layers, max(1, PART_BYTES // per_layer))
@@ -103,28 +100,25 @@ class NixlReads:
             yield Part(start, num_tokens, layer, rows, layer + rows == form.num_layers)
 
     def pack(self, block_ids: Sequence[int], part: Part) -> list[memoryview]:
-        """See BodyFormat: where the part lies."""
+        """A body that says where the part lies."""
         addresses = self._addresses(block_ids, part)
         head = _BODY.pack(len(self._metadata), len(addresses), self.device)
         return [memoryview(head), memoryview(self._metadata), memoryview(addresses.tobytes())]
 
     def num_bytes(self, part: Part) -> int:
-        """See BodyFormat."""
         size = self._format.block_size
         blocks = -(-(part.start + part.num_tokens) // size) - part.start // size
         return 2 * part.num_layers * blocks * self._format.bytes_per_layer_block
 
     def accepts(self, part: Part, body_bytes: int) -> bool:
-        """See BodyFormat."""
         addresses = 8 * (self.num_bytes(part) // self._format.bytes_per_layer_block)
         return 0 <= body_bytes - _BODY.size - addresses <= MAX_METADATA_BYTES
 
     def targets(self, block_ids: Sequence[int], part: Part) -> list[memoryview] | None:
-        """See BodyFormat."""
         return None
 
     def unpack(self, block_ids: Sequence[int], part: Part, body: memoryview) -> None:
-        """See BodyFormat: read the blocks. Returns when they are here. Raises ProtocolError when they cannot be had."""
+        """Read the blocks. Returns when they are here. Raises ProtocolError when they cannot be had."""
         metadata_bytes, count, device = _BODY.unpack_from(body)
         local = self._addresses(block_ids, part)
         if count != len(local) or len(body) != _BODY.size + metadata_bytes + 8 * count:

@@ -19,7 +19,8 @@ EMPTY = 0  # value of Frame.encoding
 
 
 class SharedMemoryConnector(StreamConnector):
-    """See KVConnector. ``send`` only reports to the receiver how far the sender is; the caches are never touched."""
+    """A KVConnector for workers with one pool of memory. ``send`` only reports to the receiver how far the sender is;
+    the caches are never touched."""
 
     def __init__(self, layers: Sequence[LayerCache], kv_format: KVFormat, options: TransferOptions) -> None:
         if not options.listen.startswith("unix:"):
@@ -28,7 +29,7 @@ class SharedMemoryConnector(StreamConnector):
 
 
 class EmptyBody:
-    """See BodyFormat and BodyFormats: the only one of this connector."""
+    """The only BodyFormat (and BodyFormats) of this connector: frames without a body."""
 
     encoding = EMPTY
 
@@ -36,34 +37,27 @@ class EmptyBody:
         self._num_layers = num_layers
 
     def for_sending(self, receiver: KVFormat, num_tokens: int, link_bytes_per_s: float | None) -> BodyFormat:
-        """See BodyFormats."""
         return self
 
     def for_receiving(self, encoding: int, sender: KVFormat) -> BodyFormat:
-        """See BodyFormats."""
         if encoding != EMPTY:
             raise ProtocolError(f"encoding {encoding}, where no KV is sent")
         return self
 
     def parts(self, start: int, num_tokens: int) -> Iterator[Part]:
-        """See BodyFormat."""
         yield Part(start, num_tokens, 0, self._num_layers, True)
 
     def pack(self, block_ids: Sequence[int], part: Part) -> list[memoryview]:
-        """See BodyFormat."""
         return []
 
     def num_bytes(self, part: Part) -> int:
-        """See BodyFormat."""
         return 0
 
     def accepts(self, part: Part, body_bytes: int) -> bool:
-        """See BodyFormat."""
         return body_bytes == 0
 
     def targets(self, block_ids: Sequence[int], part: Part) -> list[memoryview] | None:
-        """See BodyFormat."""
         return []
 
     def unpack(self, block_ids: Sequence[int], part: Part, body: memoryview) -> None:
-        """See BodyFormat."""
+        """Do nothing: the KV is in the shared pool already."""

@@ -18,14 +18,14 @@ AUTOMATIC = ("none", "int8")  # what "auto" chooses from: int4 changes too many 
 
 
 class TcpConnector(StreamConnector):
-    """See KVConnector. Authenticated, checksummed, resumable; also over unix sockets, between pools of one host."""
+    """A KVConnector over TCP, or over unix sockets between pools of one host. Authenticated, checksummed, resumable."""
 
     def __init__(self, layers: Sequence[LayerCache], kv_format: KVFormat, options: TransferOptions) -> None:
         super().__init__(CodecBodies(layers, kv_format, options.codec, options.frame_bytes), kv_format, options)
 
 
 class CodecBodies:
-    """See BodyFormats: one body format for each encoding of the codec, and the choice between them."""
+    """The BodyFormats of this connector: one for each encoding of the codec, and the choice between them."""
 
     def __init__(self, layers: Sequence[LayerCache], kv_format: KVFormat, codec: CodecName, frame_bytes: int) -> None:
         self._layers = layers
@@ -38,7 +38,6 @@ class CodecBodies:
         self._body(wire_encoding("none", kv_format, kv_format))  # checks what the tensors are
 
     def for_sending(self, receiver: KVFormat, num_tokens: int, link_bytes_per_s: float | None) -> BodyFormat:
-        """See BodyFormats."""
         codec: str = self._codec
         if codec == "auto":
             codec = "none" if link_bytes_per_s is None else self._fastest(num_tokens, link_bytes_per_s)
@@ -47,7 +46,6 @@ class CodecBodies:
         return self._chosen[codec, receiver]
 
     def for_receiving(self, encoding: int, sender: KVFormat) -> BodyFormat:
-        """See BodyFormats."""
         if not 1 <= encoding <= len(WireEncoding):
             raise ProtocolError(f"unknown encoding {encoding}")
         known = WireEncoding(encoding - 1)
@@ -71,7 +69,7 @@ class CodecBodies:
 
 
 class CodecBody:
-    """See BodyFormat: bytes in one encoding. RAW is sent from the blocks and received into them; the others pass a
+    """A BodyFormat with bytes in one encoding. RAW is sent from the blocks and received into them; the others pass a
     buffer."""
 
     def __init__(self, codec: KVCodec, frame_bytes: int) -> None:
@@ -82,8 +80,7 @@ class CodecBody:
         self._step, self._step_bytes = codec.piece_tokens, codec.piece_bytes
 
     def parts(self, start: int, num_tokens: int) -> Iterator[Part]:
-        """See BodyFormat. As many layers as fit of all tokens; or, of a long send, one layer of as many tokens as
-        fit."""
+        """Parts with as many layers as fit, for all tokens; of a long send, one layer for as many tokens as fit."""
         layers, end = self._codec.format.num_layers, start + num_tokens
         height = min(layers, max(1, self._frame_bytes // (-(-num_tokens // self._step) * self._step_bytes)))
         width = num_tokens
@@ -96,7 +93,6 @@ class CodecBody:
                 yield Part(begin, stop - begin, layer, rows, stop == end and layer + rows == layers)
 
     def pack(self, block_ids: Sequence[int], part: Part) -> list[memoryview]:
-        """See BodyFormat."""
         if self._is_raw:
             return self._codec.segments(block_ids, part.start, part.num_tokens, _layers(part))
         wire = bytearray(self.num_bytes(part))
@@ -104,21 +100,17 @@ class CodecBody:
         return [memoryview(wire)]
 
     def num_bytes(self, part: Part) -> int:
-        """See BodyFormat."""
         return part.num_layers * -(-part.num_tokens // self._step) * self._step_bytes
 
     def accepts(self, part: Part, body_bytes: int) -> bool:
-        """See BodyFormat."""
         if part.start % self._step:
             raise ProtocolError(f"KV from token {part.start} on, which is no multiple of {self._step}")
         return body_bytes == self.num_bytes(part)
 
     def targets(self, block_ids: Sequence[int], part: Part) -> list[memoryview] | None:
-        """See BodyFormat."""
         return self._codec.segments(block_ids, part.start, part.num_tokens, _layers(part)) if self._is_raw else None
 
     def unpack(self, block_ids: Sequence[int], part: Part, body: memoryview) -> None:
-        """See BodyFormat."""
         self._codec.decode(body, block_ids, part.start, part.num_tokens, _layers(part))
 
 

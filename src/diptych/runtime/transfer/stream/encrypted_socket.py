@@ -27,7 +27,7 @@ class KVEncryption:
 
 
 def kv_encryption(secret: bytes) -> KVEncryption:
-    """For connectors that share this secret."""
+    """Encryption for connectors that share this secret."""
     key = SharedKey(secret)
     return KVEncryption(key.server_tls("KV receiver", "KV sender"), key.client_tls("KV sender", "KV receiver"))
 
@@ -51,11 +51,11 @@ class EncryptedSocket:
                 raise
 
     def fileno(self) -> int:
-        """See socket."""
+        """File descriptor of the socket below."""
         return self._socket.fileno()
 
     def getsockopt(self, level: int, option: int, size: int = 0) -> int | bytes:
-        """See socket."""
+        """Option of the socket below."""
         return self._socket.getsockopt(level, option, size) if size else self._socket.getsockopt(level, option)
 
     @property
@@ -100,7 +100,7 @@ class EncryptedSocket:
             raise ConnectionRefusedError("the other end proves another secret; has it the same secret?") from error
 
     def close(self) -> None:
-        """See socket."""
+        """Close the socket below."""
         self._socket.close()
 
 

@@ -176,7 +176,7 @@ class StreamConnection(ABC):
         self.seal_out: Seal | None = None
 
     def encrypt(self, context: ssl.SSLContext, *, is_server: bool) -> None:
-        """From here on, what is written and read travels in TLS. Raises ConnectionLost."""
+        """Switch to TLS for all that is written and read from here on. Raises ConnectionLost."""
         assert isinstance(self.sock, socket.socket)
         try:
             self.sock = EncryptedSocket(self.sock, context, is_server=is_server)
@@ -225,6 +225,7 @@ class StreamConnection(ABC):
         """Write until nothing is queued or the kernel takes no more. Raises ConnectionLost."""
         while self._out:
             out = self._out[0]
+            # Held while the kernel reads the blocks: code that has closed the fence may write to them at once.
             with out.fence.lock if out.fence is not None else contextlib.nullcontext():
                 try:
                     count = self.sock.sendmsg(out.pieces[out.at : out.at + MAX_PIECES])
@@ -245,7 +246,7 @@ class StreamConnection(ABC):
         self._targets, self._at, self._left = [memoryview(self._control)], 0, count
 
     def begin_frames(self) -> None:
-        """From here on, frames."""
+        """Expect frames from here on."""
         self._in_frames = True
         self._next_header()
 
@@ -284,6 +285,7 @@ class StreamConnection(ABC):
 
     def _receive(self) -> int | None:
         with self._fence.lock if self._fence is not None else contextlib.nullcontext():
+            # The transfer was forgotten in the middle of a body: the rest must be read, and must not reach its blocks.
             if self._fence is not None and self._fence.is_closed:
                 self._fence = None
                 tail = self._targets[-1:]  # the next header
@@ -523,7 +525,7 @@ class SendTransfer(KVTransfer):
     def next_part(self, choose: Callable[[int], BodyFormat]) -> tuple[int, Part, BodyFormat, tuple[int, ...]] | None:
         """The next part to be sent: its number, how it travels, its block table; None when there is none now.
 
-        ``choose``: how so many tokens travel. A part that is sent again travels as it did the first time.
+        ``choose``: the body format for a number of tokens. A part that is sent again travels as it did the first time.
         """
         index = self._cursor - self.acknowledged
         if index == len(self._parts):
@@ -580,7 +582,7 @@ class SendTransfer(KVTransfer):
         return False
 
     def close(self) -> bool:
-        """See KVTransfer. The rest of a frame that is half sent becomes a copy of what the blocks hold now."""
+        """Close the transfer. The rest of a frame that is half sent becomes a copy of what the blocks hold now."""
         with self.fence.lock:
             was_open, self.fence.is_closed = not self.fence.is_closed, True
             if self.in_flight is not None:
@@ -608,7 +610,7 @@ class SendTransfer(KVTransfer):
 
 
 class EventQueue:
-    """In order, each beside its transfer; an eventfd says when there are some."""
+    """Events in order, each beside its transfer; an eventfd says when there are some."""
 
     def __init__(self) -> None:
         self._events: deque[tuple[KVTransfer, ConnectorEvent]] = deque()
@@ -671,7 +673,7 @@ class SenderConnection(StreamConnection):
             self.encrypt(self._identity.encryption.sender, is_server=False)
 
     def item_done(self, item: bytes) -> None:
-        """See StreamConnection: a greeting, the fixed part of a WELCOME, its format."""
+        """Take in a greeting, the fixed part of a WELCOME, or its format."""
         if not self._greeted:
             self._greeted = item
             self._said = hello(self._identity, item, str(self.peer.address), self._dial)
@@ -687,7 +689,6 @@ class SenderConnection(StreamConnection):
             self.peer.welcomed(who)
 
     def control_done(self, frame: Frame, body: bytes) -> None:
-        """See StreamConnection."""
         if frame.kind is Kind.ACK:
             self.peer.acknowledged(frame.number, frame.sequence)
         elif frame.kind is Kind.REFUSE:
@@ -738,7 +739,7 @@ class Peer:
     # Calls of the worker
 
     def news(self, transfer: SendTransfer) -> None:
-        """Something was queued: the transfer gets in line when it is its turn to send."""
+        """Take in that something was queued: the transfer gets in line when it is its turn to send."""
         is_asking = transfer.is_announced and transfer.is_resuming
         if self._receiver is None or transfer.is_ready or transfer.is_closed or is_asking:
             return
@@ -971,8 +972,8 @@ class StreamReceiver:
         return connection
 
     def introduced(self, connection: "ReceiverConnection", who: Introduction) -> None:
-        """Its handshake is done: it takes the place of the same sender's older one. Raises ProtocolError when it is
-        itself the older one."""
+        """Take in a finished handshake: the connection takes the place of the same sender's older one. Raises
+        ProtocolError when it is itself the older one."""
         if who.dial <= self._dials.get(who.line, -1):
             raise ProtocolError("a newer connection of this sender is there already")
         self._dials[who.line] = who.dial
@@ -985,7 +986,7 @@ class StreamReceiver:
         self._connections[who.line] = connection
 
     def lost(self, connection: "ReceiverConnection") -> None:
-        """It is over; its transfers wait for another connection of the same sender."""
+        """Take in that a connection is over; its transfers wait for another connection of the same sender."""
         self._unproved.pop(connection, None)
         who = connection.peer
         if who is not None and self._connections.get(who.line) is connection:
@@ -1048,7 +1049,7 @@ class ReceiverConnection(StreamConnection):
         self.expect_item(HELLO_BYTES)
 
     def item_done(self, item: bytes) -> None:
-        """See StreamConnection: the fixed part of a HELLO, then its format."""
+        """Take in the fixed part of a HELLO, then its format."""
         if not self._hello:
             self._hello = item
             self.expect_item(format_bytes_of(item))
@@ -1061,7 +1062,7 @@ class ReceiverConnection(StreamConnection):
         self.begin_frames()  # a sender whose format does not fit finds that in the answer, and reports it on its side
 
     def read(self) -> None:
-        """See StreamConnection; then acknowledges what has come."""
+        """Read what has come, then acknowledge it."""
         super().read()
         if self.is_open:
             for number, sequence in self._acks.items():
@@ -1080,7 +1081,6 @@ class ReceiverConnection(StreamConnection):
         self.refuse(number, f"the receiver has given transfer {transfer.attempt_id} up")
 
     def body_for(self, frame: Frame) -> tuple[Sequence[memoryview], Fence | None]:
-        """See StreamConnection."""
         self._current = None
         nowhere = self.discard(frame.body_bytes), None
         transfer = self._transfer_of(frame)
@@ -1111,7 +1111,6 @@ class ReceiverConnection(StreamConnection):
         return views, None if staged else transfer.fence
 
     def data_done(self, frame: Frame) -> None:
-        """See StreamConnection."""
         if self._current is None:
             return
         transfer, body_format, part, views, staged = self._current
@@ -1133,7 +1132,6 @@ class ReceiverConnection(StreamConnection):
             self._receiver.events.emit(transfer, ChunkArrived(transfer.attempt_id, transfer.arrived - transfer.start))
 
     def control_done(self, frame: Frame, body: bytes) -> None:
-        """See StreamConnection."""
         if frame.kind is Kind.OPEN:
             self._opened(frame, body)
             return
@@ -1213,7 +1211,7 @@ def _trim(memory: "OrderedDict[bytes, int] | OrderedDict[tuple[bytes, str], int]
 
 
 class StreamConnector:
-    """See KVConnector. One protocol over TCP and unix sockets; ``bodies`` say how KV becomes bodies of frames."""
+    """A KVConnector with one protocol over TCP and unix sockets; ``bodies`` say how KV becomes bodies of frames."""
 
     def __init__(self, bodies: BodyFormats, kv_format: KVFormat, options: TransferOptions) -> None:
         self._format = kv_format
@@ -1243,7 +1241,6 @@ class StreamConnector:
     # The worker's thread
 
     def expect(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
-        """See KVConnector."""
         if attempt_id in self._receiver.transfers:
             raise ValueError(f"transfer {attempt_id} is expected already")
         if block_ids:
@@ -1253,7 +1250,6 @@ class StreamConnector:
         self._receiver.transfers[attempt_id] = RecvTransfer(attempt_id, block_ids, start, num_tokens)
 
     def forget(self, attempt_id: str) -> None:
-        """See KVConnector."""
         transfer = self._receiver.transfers.pop(attempt_id, None)
         if transfer is not None:
             transfer.is_silent = True
@@ -1261,7 +1257,6 @@ class StreamConnector:
             self._notify(transfer)
 
     def open(self, attempt_id: str, address: str, start: int) -> None:
-        """See KVConnector."""
         if attempt_id in self._sending:
             raise ValueError(f"transfer {attempt_id} is open already")
         if not 0 < len(attempt_id.encode()) <= MAX_ATTEMPT_ID_BYTES:
@@ -1274,7 +1269,6 @@ class StreamConnector:
     def send(
         self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
     ) -> None:
-        """See KVConnector."""
         transfer = self._sending.get(attempt_id)
         if transfer is None or transfer.is_closed or not num_tokens:
             return
@@ -1286,7 +1280,6 @@ class StreamConnector:
             self._notify(transfer)
 
     def commit(self, attempt_id: str, payload: bytes) -> None:
-        """See KVConnector."""
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ValueError(f"a commit of {len(payload)} bytes; at most {MAX_PAYLOAD_BYTES}")
         transfer = self._sending.get(attempt_id)
@@ -1295,7 +1288,6 @@ class StreamConnector:
             self._notify(transfer)
 
     def cancel(self, attempt_id: str) -> None:
-        """See KVConnector."""
         transfer = self._sending.pop(attempt_id, None)
         if transfer is not None:
             transfer.is_silent = True
@@ -1303,7 +1295,7 @@ class StreamConnector:
             self._notify(transfer)
 
     def poll(self) -> list[ConnectorEvent]:
-        """See KVConnector. Raises WorkerError when the connector's thread has died of a bug."""
+        """The events since the last call. Raises WorkerError when the connector's thread has died of a bug."""
         if self._fault is not None:
             raise WorkerError(f"the KV connector has failed: {self._fault}") from self._fault
         happened: list[ConnectorEvent] = []
@@ -1317,11 +1309,9 @@ class StreamConnector:
         return happened
 
     def fileno(self) -> int:
-        """See KVConnector."""
         return self._events.fileno()
 
     def close(self) -> None:
-        """See KVConnector."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -170,7 +170,7 @@ class PythonArguments(CallArguments):
         root: Schema,
         param: str,
     ) -> str:
-        """Those that are required and some of the others, with ", " between them. heads: how each begins."""
+        """The required arguments and some of the others, with ", " between them. heads: how each begins."""
         beginnings: list[str] = []
         tail = ""  # what may follow the present one
         may_be_empty = True
@@ -193,7 +193,7 @@ class PythonArguments(CallArguments):
         return self.rule("any_value", f'{text} | {number} | "True" | "False" | "None" | any_list | any_dict')
 
     def _string(self, low: int = 0, high: int | None = None) -> str:
-        """A literal of so many characters."""
+        """A string literal of ``low`` to ``high`` characters."""
         count = "*" if not low and high is None else f"{{{low},{'' if high is None else high}}}"
         kinds = [rf"{mark}([^{mark}\\\x00-\x1f\x7f]|\\[\\nrt{mark}]){count}{mark}" for mark in ('"', "'")]
         return self.rule(f"STRING_{low}_{'' if high is None else high}", f"/{'|'.join(kinds)}/")

@@ -90,7 +90,7 @@ class Fork:
         os.close(replies)
 
     def check(self, line: bytes) -> CheckReply | None:
-        """The reply to a line with a CheckRequest; None where somebody has killed the fork, perhaps long ago."""
+        """The reply to a line with a CheckRequest; None where the fork was killed, perhaps long ago."""
         with contextlib.suppress(BrokenPipeError):
             _write_all(self._requests, line)
         begin_s, end_s = _processor_time_s(self._pid), time.monotonic() + self._settings.clock_limit_s
@@ -146,7 +146,7 @@ def _serve_fork(
 
 
 def _make_idle(process: int) -> None:
-    """It runs when nobody else wants the processor."""
+    """Let a process run only when no other wants the processor."""
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
     else:
@@ -154,7 +154,7 @@ def _make_idle(process: int) -> None:
 
 
 def _processor_time_s(process: int) -> float:
-    """That a process has used; where that cannot be known, the clock."""
+    """Processor time that a process has used, in seconds; where that cannot be known, the clock."""
     try:
         with open(f"/proc/{process}/schedstat") as schedstat:
             return int(schedstat.read().split()[0]) / 1e9
@@ -169,7 +169,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def _used_bytes(process: str) -> int:
-    """Of its address space; 0 where that cannot be known."""
+    """Bytes of the process's address space; 0 where that cannot be known."""
     if sys.platform != "linux":
         return 0
     with open(f"/proc/{process}/statm") as statm:

@@ -47,8 +47,8 @@ class Grammar:
 
     @property
     def text(self) -> str:
-        """In Lark, with schemas as clients wrote them (see SCHEMA), or the client's own. Raises InvalidRequestError for
-        one that is too long."""
+        """The grammar in Lark, with schemas as clients wrote them (see SCHEMA), or the client's own. Raises
+        InvalidRequestError for one that is too long."""
         text = self.foreign or f"{self.start}answer: {self.rule}\n{self.rules}"
         num_bytes = len(text.encode(errors="surrogatepass"))
         if num_bytes > edge_limits.GRAMMAR_BYTES:

@@ -174,7 +174,7 @@ def properties_of(schema: Any, root: Schema, param: str) -> dict[str, tuple[Sche
 
 
 def range_of(schema: Mapping[str, Any], low_name: str, high_name: str, param: str) -> tuple[int, int | None]:
-    """Of a length; None: without an end."""
+    """Lowest and highest length; None: without an upper end."""
     low, high = schema.get(low_name, 0), schema.get(high_name)
     for name, value in ((low_name, low), (high_name, high)):
         if value is not None and (not isinstance(value, int) or not 0 <= value <= 2**20):

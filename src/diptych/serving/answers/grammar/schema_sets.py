@@ -45,7 +45,7 @@ from diptych.serving.answers.grammar.value_terms import (
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )  # that are enforced
-REACH = 12  # of the items of an array that may be as long as it likes, so many can be the one that it has to contain
+REACH = 12  # items of an array of any length, among which the one that it has to contain may be
 MAX_TERMS = 512  # of one part
 MAX_WORK = 60_000  # pairs of terms that are compared
 MAX_LISTED = 400  # arrays of which no item comes twice
@@ -339,7 +339,7 @@ class SchemaSets:
             yield found
 
     def overlapping(self, parts: Sequence[Node]) -> list[list[int]]:
-        """For each part, the numbers of those that may hold for the same value."""
+        """The numbers, for each part, of those parts that may hold for the same value."""
         found: list[list[int]] = [[] for _ in parts]
         known = [self.terms(holds(part)) for part in parts]
         by_name = object_terms.told_apart(self, known)
@@ -425,7 +425,7 @@ def has_number(term: Numbers) -> bool:
 
 
 def matching(term: Texts) -> list[str] | None:
-    """Those of the values of a term that match its patterns; None where that is left to the compiler."""
+    """The values of a term that match its patterns; None where that is left to the compiler."""
     assert term.values is not None
     try:
         return [

@@ -88,7 +88,7 @@ class Numbers:
         )
 
     def allowed(self, values: Iterable[int | float]) -> tuple[int | float, ...]:
-        """Those of some numbers that are among them, in the order given."""
+        """The values that are among these numbers, in the order given."""
         own = None if self.values is None else set(map(exactly, self.values))
         return tuple(v for v in values if self.contains(v) and (own is None or exactly(v) in own))
 
@@ -104,7 +104,7 @@ class TextPattern:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts of so many characters. values: the only ones; excluded: those that it is not."""
+    """Texts with a range of lengths in characters. values: the only ones; excluded: those that it is not."""
 
     low: int = 0
     high: int | None = None
@@ -118,15 +118,15 @@ class Texts:
         return self.low <= len(value) and (self.high is None or len(value) <= self.high) and value not in self.excluded
 
     def allowed(self, values: Iterable[str]) -> tuple[str, ...]:
-        """Those of some texts that are among them, patterns and formats aside, in the order given."""
+        """The values that are among these texts, patterns and formats aside, in the order given."""
         own = None if self.values is None else set(self.values)
         return tuple(v for v in values if self.may_contain(v) and (own is None or v in own))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Arrays of so many items: the first ones, and all others. unique: no item comes twice.
-    placed: what says of some items where they stand."""
+    """Arrays with a range of lengths in items: the first ones, and all others. unique: no item comes twice. placed:
+    what says of some items where they stand."""
 
     prefix: tuple[Conjunction, ...] = ()
     rest: Conjunction = TRUE
@@ -151,9 +151,9 @@ class PropertyPattern:
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """Objects of so many properties. A name is one of ``properties``, or matches one of ``patterns``, or is one of the
-    others. counted: what limits their number; named: what speaks of names that are not known. seen: names and patterns
-    that keywords which hold speak of; None: all."""
+    """Objects with a range of numbers of properties. A name is one of ``properties``, or matches one of ``patterns``,
+    or is one of the others. counted: what limits their number; named: what speaks of names that are not known. seen:
+    names and patterns that keywords which hold speak of; None: all."""
 
     properties: Mapping[str, Conjunction] = field(default_factory=dict)
     patterns: tuple[PropertyPattern, ...] = ()

@@ -28,7 +28,7 @@ class AnswerFormat:
 
     @property
     def name(self) -> str:
-        """Of the format of calls, for people."""
+        """Name of the format of tool calls, for people."""
         if self.tools_error or self.template is None:
             return "none"
         return GENERIC if self.is_generic else self.template.name

@@ -264,7 +264,7 @@ class JsonCalls:
         return []
 
     def _between(self, character: str) -> list[AnswerPart]:
-        """Before an object."""
+        """Take a character before an object."""
         is_first = self.reading is Reading.OPEN
         if character == "[" and is_first and not self._is_list:
             self._is_list = True

@@ -488,7 +488,7 @@ class ResponseParser:
         return True
 
     def _end_reading(self, call: _OpenCall) -> None:
-        """Behind the calls: what their reader has left over is looked at again, for the closing mark first."""
+        """End reading calls: what their reader has left over is looked at again, for the closing mark first."""
         self._unread.prepend(call.reader.rest)
         self._base -= len(call.reader.rest)
         call.closing = Prefix(call.field.close)
@@ -519,7 +519,7 @@ class ResponseParser:
         self._held.late = []
 
     def _close_call(self, call: _OpenCall, parts: list[AnswerPart]) -> None:
-        """Behind a call, where its closing mark is or is not."""
+        """Go on behind a call, where its closing mark is or is not."""
         assert call.closing is not None
         size, reader = call.closing.size, call.reader
         is_empty = reader.reading is Reading.EMPTY
@@ -550,7 +550,7 @@ class ResponseParser:
         return raw[: len(raw) - len(call.reader.rest)]
 
     def _refuse(self, call: _OpenCall, parts: list[AnswerPart], *, is_end: bool = False) -> None:
-        """It is no call: its mark is text, and what follows is looked at again. is_end: of the answer."""
+        """Take the text for no call: its mark is text, and what follows is looked at again. is_end: of the answer."""
         self._num_misread += is_end or isinstance(call.reader, WholeCalls | PythonCalls)
         self._unread.take_back(self._undecided)
         if call.closing is None:

@@ -157,7 +157,7 @@ class TaggedCall:
         self._value = []
 
     def _stop(self, parts: list[AnswerPart]) -> bool:
-        """Something that does not belong to a call."""
+        """End at something that does not belong to a call."""
         if self.reading is Reading.OPEN:
             self.reading, self.rest = Reading.REFUSED, self._text
         else:
@@ -196,7 +196,7 @@ class TaggedCall:
         return found.start() if found and not self._is_last else len(self._text)
 
     def _text_on(self, size: int) -> bool:
-        """So many characters are text of the value."""
+        """Take the next ``size`` characters as text of the value."""
         assert self._value is not None
         self._value.append(self._text[:size])
         self._text = self._text[size:]

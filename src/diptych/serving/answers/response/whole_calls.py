@@ -153,7 +153,7 @@ class PythonCalls:
         return []
 
     def _advance(self, size: int, *, is_line: bool = False) -> None:
-        """So many characters were looked at. is_line: of a string that Python wants on one line."""
+        """Move past ``size`` characters. is_line: they are in a string that Python wants on one line."""
         text, self._text = self._text[:size], self._text[size:]
         self._raw.append(text)
         self._python.append(text.replace("\n", "\\n") if is_line else text)

@@ -31,12 +31,11 @@ _GAUGES = GaugePage(LLAMACPP_LOAD.series())
 
 
 class LlamaCppAdapter:
-    """See EngineAdapter."""
+    """The EngineAdapter of llama.cpp's server."""
 
     gauge_path = "/metrics"
 
     async def look(self, pool: ConnectionPool, spec: EngineSpec) -> EngineFacts:
-        """See EngineAdapter."""
         model = await model_of(pool, spec)
         name = str(model["id"])
         await real_token(pool, name)
@@ -58,18 +57,15 @@ class LlamaCppAdapter:
         )
 
     def changes(self, request: RelayRequest, facts: EngineFacts) -> dict[str, Any]:
-        """See EngineAdapter."""
         added = usage_wanted(request)
         if request.path not in WHOLE_PATHS:
             added["cache_prompt"] = True
         return added
 
     def read_gauges(self, page: bytes) -> EngineGauges | None:
-        """See EngineAdapter."""
         return _GAUGES.read(page)
 
     async def tokenize(self, pool: ConnectionPool, request: RelayRequest, facts: EngineFacts) -> TokenizedPrompt | None:
-        """See EngineAdapter."""
         if request.path == COMPLETION_PATH and request.prompt_head.startswith(b'"'):
             return await self._tokens(pool, request.body.prompt)
         if request.path != CHAT_PATH:
@@ -85,7 +81,7 @@ class LlamaCppAdapter:
         return await self._tokens(pool, prompt) if isinstance(prompt, str) else None
 
     async def text_of(self, pool: ConnectionPool, token_ids: Sequence[int], model: str) -> str | None:
-        """See EngineAdapter. It names none."""
+        """Always None: answers name no tokens."""
         return None
 
     @staticmethod

@@ -16,29 +16,25 @@ from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 
 
 class OpenAIAdapter:
-    """See EngineAdapter."""
+    """The EngineAdapter of any other OpenAI-compatible server."""
 
     gauge_path = ""
 
     async def look(self, pool: ConnectionPool, spec: EngineSpec) -> EngineFacts:
-        """See EngineAdapter."""
         model = await model_of(pool, spec)
         name = str(model["id"])
         await real_token(pool, name)
         return EngineFacts("openai", "", name, whole_number(model.get("max_model_len")))
 
     def changes(self, request: RelayRequest, facts: EngineFacts) -> dict[str, Any]:
-        """See EngineAdapter."""
         return usage_wanted(request)
 
     def read_gauges(self, page: bytes) -> EngineGauges | None:
-        """See EngineAdapter."""
         return None
 
     async def tokenize(self, pool: ConnectionPool, request: RelayRequest, facts: EngineFacts) -> TokenizedPrompt | None:
-        """See EngineAdapter."""
         return None
 
     async def text_of(self, pool: ConnectionPool, token_ids: Sequence[int], model: str) -> str | None:
-        """See EngineAdapter. It names none."""
+        """Always None: answers name no tokens."""
         return None

@@ -29,12 +29,11 @@ _GAUGES = GaugePage(SGLANG_LOAD.series())
 
 
 class SGLangAdapter:
-    """See EngineAdapter."""
+    """The EngineAdapter of SGLang."""
 
     gauge_path = "/metrics"
 
     async def look(self, pool: ConnectionPool, spec: EngineSpec) -> EngineFacts:
-        """See EngineAdapter."""
         try:
             status, _ = await ask(pool, "GET", "/health_generate", timeout_s=LOOK_S)
             if status != 200:
@@ -80,21 +79,19 @@ class SGLangAdapter:
         )
 
     def changes(self, request: RelayRequest, facts: EngineFacts) -> dict[str, Any]:
-        """See EngineAdapter."""
         return usage_wanted(request)
 
     def read_gauges(self, page: bytes) -> EngineGauges | None:
-        """See EngineAdapter."""
         return _GAUGES.read(page)
 
     async def tokenize(self, pool: ConnectionPool, request: RelayRequest, facts: EngineFacts) -> TokenizedPrompt | None:
-        """See EngineAdapter. Of text only: it has no endpoint for its chat template."""
+        """Tokenize a prompt of text; None for a chat, since the engine has no endpoint for its chat template."""
         if request.path == COMPLETION_PATH and request.prompt_head.startswith(b'"'):
             return await post_tokens(pool, "/tokenize", {"model": facts.model, "prompt": request.body.prompt})
         return None
 
     async def text_of(self, pool: ConnectionPool, token_ids: Sequence[int], model: str) -> str | None:
-        """See EngineAdapter. It names none."""
+        """Always None: answers name no tokens."""
         return None
 
 

@@ -45,12 +45,11 @@ TEMPLATE_FIELDS = (
 
 
 class VLLMAdapter:
-    """See EngineAdapter."""
+    """The EngineAdapter of vLLM."""
 
     gauge_path = "/metrics"
 
     async def look(self, pool: ConnectionPool, spec: EngineSpec) -> EngineFacts:
-        """See EngineAdapter."""
         model = await model_of(pool, spec)
         name = str(model["id"])
         reply = await real_token(pool, name)
@@ -111,7 +110,6 @@ class VLLMAdapter:
         )
 
     def changes(self, request: RelayRequest, facts: EngineFacts) -> dict[str, Any]:
-        """See EngineAdapter."""
         added = usage_wanted(request)
         if request.is_stateless and facts.capabilities.tokens_out:
             added["return_token_ids"] = True
@@ -120,11 +118,9 @@ class VLLMAdapter:
         return added
 
     def read_gauges(self, page: bytes) -> EngineGauges | None:
-        """See EngineAdapter."""
         return _GAUGES.read(page)
 
     async def tokenize(self, pool: ConnectionPool, request: RelayRequest, facts: EngineFacts) -> TokenizedPrompt | None:
-        """See EngineAdapter."""
         model = facts.model
         if request.path == CHAT_PATH and facts.capabilities.tokens_in:
             return await post_rendered(pool, RENDER_PATH, request.engine_fields(model, {}))
@@ -138,7 +134,6 @@ class VLLMAdapter:
         return None
 
     async def text_of(self, pool: ConnectionPool, token_ids: Sequence[int], model: str) -> str | None:
-        """See EngineAdapter."""
         return await post_text(pool, "/detokenize", {"model": model, "tokens": list(token_ids)})
 
     @staticmethod
