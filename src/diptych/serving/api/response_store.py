@@ -53,6 +53,10 @@ _TEXTS = "length(items) + length(reply)"
 _PREVIOUS = "previous_response_id"
 
 
+class _NoRoomError(Exception):
+    """A response alone takes more than all of them may."""
+
+
 class _Row(NamedTuple):
     """A response as it is stored."""
 
@@ -222,7 +226,7 @@ class ResponseStore:
                         database.execute(statement)
                 self._tally()
                 self._delete_rows("expires_s < ?", self._clock())
-                self._make_room(0)
+                self._make_room(0, 0)
         return self._opened
 
     @contextmanager
@@ -262,13 +266,18 @@ class ResponseStore:
             with self._transaction():
                 self._delete_rows("expires_s < ?", now)
                 self._delete_rows("id = ?", row.id)
-                self._make_room(num_bytes)
+                self._make_room(num_bytes, 1)
                 self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
                 self._database.executemany(
                     "INSERT OR IGNORE INTO items VALUES (?, ?)", ((item_id, row.id) for item_id in item_ids)
                 )
                 self._texts[row.tenant] = self._texts.get(row.tenant, 0) + row.num_bytes
                 self.num_responses += 1
+                self._make_room(0, 0, kept=row.id)  # it may have taken more pages than its bytes
+                if self._used_bytes() > self.max_bytes:
+                    raise _NoRoomError
+        except _NoRoomError:
+            return self._not_stored(f"it is larger than all that is kept, {self.max_bytes} bytes")
         except sqlite3.Error as error:  # the answer is not lost with it
             return self._not_stored(str(error))
         return ""
@@ -277,21 +286,22 @@ class ResponseStore:
         with suppress(sqlite3.Error), self._transaction():
             self._delete_rows("id = ?", response_id)
 
-    def _make_room(self, num_bytes: int) -> None:
-        """For so many more bytes, and one more response: forget the oldest of the tenant that has the most."""
-        oldest = "rowid = (SELECT rowid FROM responses WHERE tenant = ? ORDER BY rowid LIMIT 1)"
-        while self._texts and (
-            self._used_bytes() + num_bytes > self.max_bytes or self.num_responses >= edge_limits.RESPONSES
-        ):
-            largest = max(self._texts, key=lambda tenant: self._texts[tenant])
-            count = self._delete_rows(oldest, largest)
+    def _make_room(self, num_bytes: int, num_more: int, kept: str = "") -> None:
+        """For so many more bytes and responses: forget the oldest of the tenant that has the most, but for ``kept``."""
+        oldest = "rowid = (SELECT rowid FROM responses WHERE tenant = ? AND id != ? ORDER BY rowid LIMIT 1)"
+        passed: set[str] = set()  # tenants that have nothing more to forget
+        while (
+            self._used_bytes() + num_bytes > self.max_bytes or self.num_responses + num_more > edge_limits.RESPONSES
+        ) and (tenants := self._texts.keys() - passed):
+            largest = max(tenants, key=lambda tenant: (self._texts[tenant], tenant))
+            count = self._delete_rows(oldest, largest, kept)
             self.num_forgotten += count
             if not count:
-                del self._texts[largest]
+                passed.add(largest)
 
-    def _delete_rows(self, which: str, value: float | str) -> int:
+    def _delete_rows(self, which: str, *values: float | str) -> int:
         """Returns how many there were."""
-        deleted = self._database.execute(f"DELETE FROM responses WHERE {which} RETURNING tenant, {_TEXTS}", (value,))
+        deleted = self._database.execute(f"DELETE FROM responses WHERE {which} RETURNING tenant, {_TEXTS}", values)
         found = deleted.fetchall()
         for tenant, num_bytes in found:
             self._texts[tenant] = self._texts.get(tenant, 0) - num_bytes
