@@ -205,7 +205,7 @@ QUEUED_REQUESTS = _limit(
     "QUEUED_REQUESTS",
     AdmissionConfig().max_queued,
     "requests",
-    "requests that wait for a worker",
+    "requests that wait for a worker (of these, at most the share of its class where `standard` or `batch` asks)",
     beyond="429 `queue_full`",
     option="--max-queued",
 )
