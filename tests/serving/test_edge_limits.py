@@ -169,6 +169,10 @@ ELSEWHERE: dict[str, str] = {
     "BODY_BYTES_PER_S": "test_connection.py::test_a_body_has_a_least_pace",
     "BODY_DEPTH": "test_sliced_json.py::test_a_body_is_refused_beyond_its_limits_and_taken_at_them",
     "BODY_ELEMENTS": "test_sliced_json.py::test_a_body_is_refused_beyond_its_limits_and_taken_at_them",
+    "BODY_GAP_BYTES": "test_sliced_json.py::test_a_gap_in_a_body_has_its_longest_length_and_what_is_longer_is_refused",
+    "BODY_NAME_BYTES": (
+        "test_sliced_json.py::test_a_name_has_its_longest_length_and_one_byte_more_is_refused_by_that_name"
+    ),
     "BATCHES": "test_edge_limits.py::test_what_a_store_of_batches_keeps",
     "BATCH_LINES": "test_edge_limits.py::test_lines_of_a_batch_at_their_limits",
     "BATCH_LINE_BYTES": "test_edge_limits.py::test_lines_of_a_batch_at_their_limits",
