@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from diptych.control.errors import ConfigError, DrainingError, InvalidRequestError, NotFoundError, UnavailableError
-from diptych.limited_log import LimitedLog
+from diptych.limited_log import LimitedLog, kind_of
 from diptych.private_files import lock_of, private_database
 from diptych.serving import edge_limits
 
@@ -220,14 +220,22 @@ class ResponseStore:
             else:
                 database = private_database(self._path, (*_FILE_PRAGMAS, *_SCHEMA), self._lock)
             self._opened = database
-            with self._transaction():
-                if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'items'").fetchone():
-                    for statement in _ITEMS_SCHEMA:
-                        database.execute(statement)
-                self._tally()
-                self._delete_rows("expires_s < ?", self._clock())
-                self._make_room(0, 0)
+            try:
+                with self._transaction():
+                    self._prepare(database)
+            except BaseException:  # the next call opens it anew
+                self._opened = None
+                database.close()
+                raise
         return self._opened
+
+    def _prepare(self, database: sqlite3.Connection) -> None:
+        if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'items'").fetchone():
+            for statement in _ITEMS_SCHEMA:
+                database.execute(statement)
+        self._tally()
+        self._delete_rows("expires_s < ?", self._clock())
+        self._make_room(0, 0)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -239,9 +247,9 @@ class ResponseStore:
             database.execute("COMMIT")
         except BaseException:
             if database.in_transaction:
-                with suppress(sqlite3.Error):
+                with suppress(sqlite3.Error):  # the first error is the one that is raised
                     database.execute("ROLLBACK")
-            with suppress(sqlite3.Error):
+            with suppress(sqlite3.Error):  # the same
                 self._tally()
             raise
         self.num_bytes = self._used_bytes()
@@ -280,11 +288,18 @@ class ResponseStore:
             return self._not_stored(f"it is larger than all that is kept, {self.max_bytes} bytes")
         except sqlite3.Error as error:  # the answer is not lost with it
             return self._not_stored(str(error))
+        except Exception as error:  # nor with a defect
+            self._log.error(kind_of(error), "a response is not stored", error=error)
+            return self._not_stored("the store has failed; the log has the details")
         return ""
 
     def _take_back(self, response_id: str) -> None:
-        with suppress(sqlite3.Error), self._transaction():
-            self._delete_rows("id = ?", response_id)
+        """Forget one that was written too late. Nobody waits for this."""
+        try:
+            with self._transaction():
+                self._delete_rows("id = ?", response_id)
+        except Exception as error:  # nobody waits for this
+            self._log.error("take back", "a response stays stored, of which its client was told otherwise", error=error)
 
     def _make_room(self, num_bytes: int, num_more: int, kept: str = "") -> None:
         """For so many more bytes and responses: forget the oldest of the tenant that has the most, but for ``kept``."""
