@@ -160,7 +160,7 @@ class StreamJournal:
         self._log.error("write", "a stream cannot be recorded: %s", error)
         self._written.pop(path.stem, None)
         self._live.pop(path.stem, None)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # counted above; the sweep comes by again
             path.unlink()
 
     def _sweep(self) -> None:
@@ -177,7 +177,7 @@ class StreamJournal:
         for entry in entries:
             if not _NAME.fullmatch(entry.name.removesuffix(".begun")):
                 continue
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it is gone, or the next sweep meets it again
                 if entry.name not in self._live and entry.stat().st_mtime < oldest:
                     os.unlink(entry.path)
                 else:

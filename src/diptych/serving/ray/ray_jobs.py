@@ -43,7 +43,7 @@ class RayJob:
 
     async def kill(self) -> None:
         """See Job."""
-        with contextlib.suppress(self._ray.exceptions.RayError):
+        with contextlib.suppress(self._ray.exceptions.RayError):  # it is gone already
             await asyncio.to_thread(self._ray.kill, self._actor, no_restart=True)
 
 

@@ -90,13 +90,13 @@ class Fork:
 
     def check(self, line: bytes) -> CheckReply | None:
         """The reply to a line with a CheckRequest; None where somebody has killed the fork, perhaps long ago."""
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError):  # how it has ended is found below
             _write_all(self._requests, line)
         begin_s, end_s = _processor_time_s(self._pid), time.monotonic() + self._settings.clock_limit_s
         while not select.select([self._replies], [], [], LOOK_S)[0]:
             if self.is_usable and _processor_time_s(self._pid) - begin_s > SLOW_S:
                 self.is_usable = False  # the way back from a niceness is for privileged processes only
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # not allowed here: it goes on as it is
                     _make_idle(self._pid)
             if time.monotonic() > end_s:
                 self.is_usable = False
