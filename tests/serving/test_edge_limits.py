@@ -1,6 +1,7 @@
 """Each limit of the edge is sent, and one more: by a probe here, or by a test elsewhere that is named here."""
 
 import ast
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,17 @@ from batch_files import ENDPOINT, add_batch, add_file, jsonl, line, numbered, st
 from fake_llm import FakeLLM
 from pydantic import ValidationError
 
+from diptych.control.admission.admission_config import AdmissionConfig
+from diptych.control.admission.admission_queue import AdmissionQueue, QueuedRequest
+from diptych.control.admission.quota import Quota, QuotaLimits
+from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.errors import BodyTooLargeError, ConfigError, ConflictError, InvalidRequestError, OverloadedError
+from diptych.control.events import RequestFinished
+from diptych.control.request import Request, RequestOptions, SamplingParams, Submission
 from diptych.serving import edge_limits
-from diptych.serving.api import miss_routes
+from diptych.serving.answers.answer_stream import AnswerStream, Generation
+from diptych.serving.api import miss_routes, timeline_routes
 from diptych.serving.api.app import build_app
 from diptych.serving.api.error_responses import invalid_body
 from diptych.serving.api.listener import num_refusals
@@ -23,6 +32,9 @@ from diptych.serving.batches.batch_records import BatchLimits
 from diptych.serving.batches.batch_service import BatchOptions, BatchService
 from diptych.serving.batches.batch_store import BatchStore
 from diptych.serving.batches.line_check import LineFault, check_line
+from diptych.serving.api.multipart import MultipartParser
+from diptych.serving.keys.key_meter import KeyMeter
+from diptych.serving.keys.key_usage import KeyUsage
 from diptych.timeline.ring import Timeline
 
 TESTS = Path(__file__).parent
@@ -106,10 +118,62 @@ LEAST = frozenset({"FILE_LEAST_S"})  # of which one less is too little
 
 # The test that sends the limit and one more. One entry a line, by name.
 ELSEWHERE: dict[str, str] = {
+    "BATCH_FAULTS": "test_edge_limits.py::test_as_many_faults_of_a_batch_are_reported_as_the_limit",
+    "ENGINE_HEAD_BYTES": (
+        "front/test_front_limits.py::test_the_head_of_an_engine_s_reply_has_its_limit_and_no_byte_more"
+    ),
+    "ENGINE_REFUSAL_BYTES": (
+        "front/test_front_limits.py::test_a_whole_reply_and_a_refusal_have_their_limits_and_no_byte_more"
+    ),
+    "ENGINE_REPLY_BYTES": (
+        "front/test_front_limits.py::test_a_whole_reply_and_a_refusal_have_their_limits_and_no_byte_more"
+    ),
+    "FILE_BYTES": "test_edge_limits.py::test_a_file_and_the_rest_of_its_form_have_their_limits_and_no_byte_more",
+    "FORM_BYTES": "test_edge_limits.py::test_a_file_and_the_rest_of_its_form_have_their_limits_and_no_byte_more",
+    "GRAMMAR_CLOCK_S": "test_grammars.py::test_a_machine_without_time_is_said_and_nothing_is_kept_against_the_grammar",
+    "GRAMMAR_MEMORY_BYTES": (
+        "test_grammars.py::test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_is_not"
+    ),
+    "GRAMMAR_PROCESSOR_S": "test_grammars.py::test_grammars_are_tried_and_errors_have_their_path",
+    "HELD_TOKENS": "test_edge_limits.py::test_so_many_tokens_of_an_answer_are_held_and_no_more",
+    "JOINED_WORKERS": "test_join.py::test_there_are_no_more_workers_than_may_be",
+    "LISTEN_BACKLOG": "test_listener.py::test_as_many_connections_wait_as_the_backlog_and_those_beyond_come_later",
+    "OPEN_AT_FRONT": "front/test_front_limits.py::test_as_many_requests_are_open_at_a_front_as_the_limit",
+    "QUEUED_REQUESTS": "test_edge_limits.py::test_as_many_requests_are_queued_as_the_limit",
+    "RECORDED_STREAMS": (
+        "test_resumable.py::test_as_many_streams_are_recorded_as_the_limit_and_others_are_served_without"
+    ),
+    "RECORDED_STREAM_S": "test_resumable.py::test_a_record_is_kept_for_its_time_and_no_longer",
+    "RESPONSES_FILE_BYTES": (
+        "test_response_store.py::test_without_an_option_memory_and_file_have_the_bounds_of_the_edge"
+    ),
+    "RESPONSES_MEMORY_BYTES": (
+        "test_response_store.py::test_without_an_option_memory_and_file_have_the_bounds_of_the_edge"
+    ),
+    "RESPONSE_WRITE_S": (
+        "test_response_store.py::test_a_response_that_takes_too_long_is_said_not_to_be_stored_and_is_not"
+    ),
+    "TIMELINE_EVENT_RECORDS": (
+        "test_edge_limits.py::test_an_event_of_the_timeline_has_so_many_records_and_the_next_has_the_rest"
+    ),
+    "UNREAD_BYTES_AT_FRONT": (
+        "front/test_front_limits.py::test_an_engine_is_read_until_its_client_has_left_so_many_bytes_unread"
+    ),
+    "UNREGISTERED_WORKERS": "test_join.py::test_connections_that_never_register_are_bounded_and_keep_no_worker_out",
+    "WAITING_GRAMMARS": "test_grammars.py::test_as_many_grammars_wait_as_the_limit_and_one_more_is_refused",
+    "WAITING_ON_WORKER": "test_edge_limits.py::test_as_many_requests_wait_on_a_worker_as_the_limit",
+    "WORKER_BACKLOG": (
+        "test_handshake_port.py::test_as_many_connections_wait_as_the_backlog_and_those_beyond_come_later"
+    ),
+    "WORKER_HANDSHAKE_S": "test_join.py::test_a_registration_has_its_time",
     "BIASES": "test_loop_turns.py::test_the_limits_of_what_takes_long",
     "BODY_BYTES_PER_S": "test_connection.py::test_a_body_has_a_least_pace",
     "BODY_DEPTH": "test_sliced_json.py::test_a_body_is_refused_beyond_its_limits_and_taken_at_them",
     "BODY_ELEMENTS": "test_sliced_json.py::test_a_body_is_refused_beyond_its_limits_and_taken_at_them",
+    "BODY_GAP_BYTES": "test_sliced_json.py::test_a_gap_in_a_body_has_its_longest_length_and_what_is_longer_is_refused",
+    "BODY_NAME_BYTES": (
+        "test_sliced_json.py::test_a_name_has_its_longest_length_and_one_byte_more_is_refused_by_that_name"
+    ),
     "BATCHES": "test_edge_limits.py::test_what_a_store_of_batches_keeps",
     "BATCH_LINES": "test_edge_limits.py::test_lines_of_a_batch_at_their_limits",
     "BATCH_LINE_BYTES": "test_edge_limits.py::test_lines_of_a_batch_at_their_limits",
@@ -173,41 +237,9 @@ ELSEWHERE: dict[str, str] = {
     ),
 }
 
-# Limits that no test sends exactly yet. Only ever taken from.
-UNSENT = frozenset(
-    {
-        "BATCH_FAULTS",
-        "ENGINE_HEAD_BYTES",
-        "ENGINE_REFUSAL_BYTES",
-        "ENGINE_REPLY_BYTES",
-        "FILE_BYTES",
-        "FORM_BYTES",
-        "GRAMMAR_CLOCK_S",
-        "GRAMMAR_MEMORY_BYTES",
-        "GRAMMAR_PROCESSOR_S",
-        "HELD_TOKENS",
-        "JOINED_WORKERS",
-        "LISTEN_BACKLOG",
-        "OPEN_AT_FRONT",
-        "QUEUED_REQUESTS",
-        "RECORDED_STREAMS",
-        "RECORDED_STREAM_S",
-        "RESPONSES_FILE_BYTES",
-        "RESPONSES_MEMORY_BYTES",
-        "RESPONSE_WRITE_S",
-        "TIMELINE_EVENT_RECORDS",
-        "UNREAD_BYTES_AT_FRONT",
-        "UNREGISTERED_WORKERS",
-        "WAITING_GRAMMARS",
-        "WAITING_ON_WORKER",
-        "WORKER_BACKLOG",
-        "WORKER_HANDSHAKE_S",
-    }
-)
-
 
 def test_each_limit_has_a_probe() -> None:
-    known = [*PROBES, *ROUTES, *ELSEWHERE, *UNSENT]
+    known = [*PROBES, *ROUTES, *ELSEWHERE]
     assert len(known) == len(set(known)), "a limit stands in two places: keep its probe"
     missing = sorted(set(edge_limits.LIMITS) - set(known))
     assert not missing, f"add to PROBES a call that sends so many of {missing}, or name in ELSEWHERE the test that does"
@@ -230,9 +262,11 @@ def test_the_limit_is_taken_and_one_more_is_answered_as_declared(name: str) -> N
     assert limit.beyond in ("400", f"400 `{caught.value.code}`")
 
 
-async def _replies(*calls: tuple[str, str, dict[str, Any]], folder: Path, **options: Any) -> list[httpx.Response]:
+async def _replies(
+    *calls: tuple[str, str, dict[str, Any]], folder: Path, limits: BatchLimits | None = None, **options: Any
+) -> list[httpx.Response]:
     """Of a server in this process, with batches."""
-    service = BatchService(BatchOptions(folder / "batches"))
+    service = BatchService(BatchOptions(folder / "batches", limits or BatchLimits()))
     app = build_app(FakeLLM(), "fake", batches=service, **options)  # type: ignore[arg-type]
     service.start()
     try:
@@ -328,3 +362,84 @@ async def test_as_many_readers_as_the_limit() -> None:
     assert f"{caught.value.status} `{caught.value.code}`" == edge_limits.LIMITS["TIMELINE_READERS"].beyond
     readers.pop().close()
     timeline.subscribe(None)
+
+
+def test_as_many_faults_of_a_batch_are_reported_as_the_limit(tmp_path: Path) -> None:
+    for number in (edge_limits.BATCH_FAULTS, edge_limits.BATCH_FAULTS + 1):
+        store, batch = started(tmp_path / str(number), b"{\n" * number)
+        faults = batch.json()["errors"]["data"]
+        assert [fault["line"] for fault in faults] == list(range(1, edge_limits.BATCH_FAULTS + 1))
+        assert batch.status == "failed"
+        store.close()
+
+
+@pytest.mark.asyncio
+async def test_a_file_and_the_rest_of_its_form_have_their_limits_and_no_byte_more(tmp_path: Path) -> None:
+    most = 50_000  # less than the usual, so that the test is quick
+
+    def form(size: int, whole: int) -> tuple[str, str, dict[str, Any]]:
+        """A file of so many bytes, in a body of so many: spaces behind the form fill it."""
+        purpose = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        file = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * size + b"\r\n"
+        content = (purpose + file + b"--b--\r\n").ljust(whole)
+        return "POST", "/v1/files", {"content": content, "headers": {"content-type": "multipart/form-data; boundary=b"}}
+
+    body = most + edge_limits.FORM_BYTES
+    calls = (form(most, 0), form(most + 1, 0), form(most, body), form(most, body + 1), form(1, 0))
+    replies = await _replies(*calls, folder=tmp_path, limits=BatchLimits(max_file_bytes=most))
+    found = [(reply.status_code, (reply.json().get("error") or {}).get("code")) for reply in replies]
+    assert found == [(200, None), (413, "file_too_large"), (200, None), (413, "body_too_large"), (200, None)]
+    assert BatchLimits().max_file_bytes == edge_limits.FILE_BYTES
+
+
+def test_so_many_tokens_of_an_answer_are_held_and_no_more() -> None:
+    most, held = edge_limits.HELD_TOKENS, []
+    for max_tokens in (most - 1, most, most + 1, 100 * most):
+        quota = Quota(QuotaLimits(tokens_per_minute=10**6))
+        assert quota.admit(0, 1) is None
+        meter = KeyMeter(quota, KeyUsage(), 1, lambda: 0, lambda meter: None, counts_open=True)
+        stream = AnswerStream("a", 0, [5, 6], SamplingParams(max_tokens=max_tokens), FakeLLM().tokenizer)
+        meter.begin(Generation("a", [stream]))
+        held.append(quota.held_tokens - len(stream.prompt_token_ids))
+    assert held == [most - 1, most, most, most]
+
+
+def test_as_many_requests_are_queued_as_the_limit() -> None:
+    def request(name: str) -> QueuedRequest:
+        return QueuedRequest(Submission(name, 1, 1, options=RequestOptions(service_class="interactive")), 0, 0)
+
+    queue = AdmissionQueue(AdmissionConfig())
+    for number in range(edge_limits.QUEUED_REQUESTS):
+        assert queue.offer(request(f"r{number}"), 0) is None
+    refusal = queue.offer(request("one more"), 0)
+    assert refusal is not None and len(queue) == edge_limits.QUEUED_REQUESTS and refusal.error.retry_after_s
+    assert f"{refusal.error.status} `{refusal.error.code}`" == edge_limits.LIMITS["QUEUED_REQUESTS"].beyond
+    assert queue.next(0, 1) == "r0" and queue.offer(request("there is room"), 0) is None
+
+
+def test_as_many_requests_wait_on_a_worker_as_the_limit() -> None:
+    core = EngineCore(EngineConfig(CacheConfig(64, 16), SchedulerConfig(), max_model_len=1000))
+    for number in range(edge_limits.WAITING_ON_WORKER):
+        assert not [event for event in core.add_request(Request(f"r{number}", 8, 1), 0) if is_refusal(event)]
+    [event] = [event for event in core.add_request(Request("one more", 8, 1), 0) if is_refusal(event)]
+    error = event.error.exception()
+    assert f"{error.status} `{error.code}`" == edge_limits.LIMITS["WAITING_ON_WORKER"].beyond
+    assert str(edge_limits.WAITING_ON_WORKER) in error.message
+
+
+def is_refusal(event: Any) -> bool:
+    return isinstance(event, RequestFinished) and event.error is not None
+
+
+@pytest.mark.asyncio
+async def test_an_event_of_the_timeline_has_so_many_records_and_the_next_has_the_rest() -> None:
+    most = edge_limits.TIMELINE_EVENT_RECORDS
+    for number, parts in ((most, [most]), (most + 1, [most, 1])):
+        timeline = Timeline()
+        reader = timeline.subscribe(0)
+        for record in range(number):
+            timeline.on_worker(0, "ready", record)
+        timeline.close()
+        texts = [text async for text in timeline_routes.events(timeline, reader)]
+        sizes = [len(json.loads(text.split(b"data: ")[1])) for text in texts if b"data: " in text]
+        assert sizes[1:] == parts  # behind the header

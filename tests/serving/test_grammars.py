@@ -197,6 +197,37 @@ def test_a_machine_without_time_is_said_and_nothing_is_kept_against_the_grammar(
     asyncio.run(main())
 
 
+def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = WRITER.schema({"properties": {f"k{n}": {"enum": [n, f"v{n}"]} for n in range(1500)}}, "s")
+    monkeypatch.setattr(edge_limits, "GRAMMAR_PROCESSOR_S", 60.0)  # nothing here depends on how fast the machine is
+    monkeypatch.setattr(edge_limits, "GRAMMAR_CLOCK_S", 240.0)
+    monkeypatch.setattr("diptych.serving.answers.grammar.grammar_checker.REPLY_LIMIT_S", 300.0)
+    assert check_all([large]) == [""]
+    monkeypatch.setattr(edge_limits, "GRAMMAR_MEMORY_BYTES", 4 << 20)
+    assert check_all([large, WRITER.choice(["a"], "x")]) == ["s s: it takes too much memory to compile", ""]
+    assert edge_limits.LIMITS["GRAMMAR_MEMORY_BYTES"].beyond == "400 `invalid_grammar`"
+
+
+def test_as_many_grammars_wait_as_the_limit_and_one_more_is_refused() -> None:
+    async def main() -> None:
+        checker = GrammarChecker(TOKENIZER.fast.to_str(), [0, 2], 4096)
+        grammars = [WRITER.choice([str(number)], "x") for number in range(edge_limits.WAITING_GRAMMARS + 1)]
+        await checker.check(known := WRITER.choice(["known"], "x"))
+        async with checker._turn:  # another one takes long
+            waiting = [asyncio.ensure_future(checker.check(grammar)) for grammar in grammars[:-1]]
+            await asyncio.sleep(0)
+            with pytest.raises(UnavailableError) as refused:
+                await checker.check(grammars[-1])
+            assert f"{refused.value.status} `{refused.value.code}`" == edge_limits.LIMITS["WAITING_GRAMMARS"].beyond
+            assert refused.value.retry_after_s and (await checker.check(known)).text  # which needs no turn
+            assert not any(task.done() for task in waiting)
+        assert all(tried.text for tried in await asyncio.gather(*waiting))
+        assert (await checker.check(grammars[-1])).text
+        await checker.close()
+
+    asyncio.run(main())
+
+
 def test_what_is_left_out_of_a_schema_is_named_where_strict_is_false() -> None:
     twice = {"properties": {"x": {"type": "array", "uniqueItems": True}}}
 

@@ -8,26 +8,30 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fake_worker import fake_command
 from stalling_relay import StallingRelay
+from virtual_time import in_virtual_time, virtual_time
 
 from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.errors import ConfigError
 from diptych.control.request import SamplingParams
 from diptych.runtime.transfer import CONNECTORS
+from diptych.serving import edge_limits
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.join_options import JoinOptions, parse_host_port
 from diptych.serving.fleet.supervisor import LocalLauncher
-from diptych.serving.fleet.worker_door import Expected
+from diptych.serving.fleet.worker_door import Expected, WorkerDoor
 from diptych.serving.fleet.worker_port import WorkerState
 from diptych.serving.join import worker_agent
 from diptych.serving.join.framed_link import FramedLink
-from diptych.serving.join.join_messages import PROTOCOL, Refused, Registration, read_from_door, told
+from diptych.serving.join.join_messages import PROTOCOL, Accepted, Refused, Registration, read_from_door, told
 from diptych.serving.join.worker_agent import AgentOptions, WorkerAgent
 from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions, MemoryOptions
 from diptych.serving.outputs import RequestOutput
@@ -347,8 +351,10 @@ async def test_what_is_not_a_registration_ends_the_connection(frame: bytes) -> N
 
 
 @pytest.mark.asyncio
-async def test_there_are_no_more_workers_than_may_be() -> None:
-    async with front_end(max_workers=1) as llm:
+@pytest.mark.parametrize("settings", [{"max_workers": 1}, {}], ids=["by the option", "by the limit"])
+async def test_there_are_no_more_workers_than_may_be(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge_limits, "JOINED_WORKERS", 1)
+    async with front_end(**settings) as llm:
         assert llm.fleet.door is not None
         wanted, tls = llm.fleet.door._expected, KEY.client_tls("worker", "front end")
         fitting = registration(version=wanted.version, model=wanted.model)
@@ -365,6 +371,56 @@ async def test_there_are_no_more_workers_than_may_be() -> None:
         assert isinstance(refused, Refused) and not refused.is_final and "there are 1 workers" in refused.message
         for link in links:
             link.close("done")
+
+
+def test_as_many_workers_may_join_as_the_limit_besides_those_that_are_started() -> None:
+    fleet = FleetOptions(both=2, join=JoinOptions("127.0.0.1:0", KEY))
+    assert len(fleet.slots) == 2 + edge_limits.JOINED_WORKERS
+
+
+@pytest.mark.asyncio
+async def test_connections_that_never_register_are_bounded_and_keep_no_worker_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(edge_limits, "UNREGISTERED_WORKERS", 3)
+    async with front_end() as llm:
+        door, tls = llm.fleet.door, KEY.client_tls("worker", "front end")
+        assert door is not None
+        loop = asyncio.get_running_loop()
+        links: list[FramedLink] = []
+        for number in (1, 2, 3, 3):
+            _, link = await loop.create_connection(FramedLink, "127.0.0.1", door.port, ssl=tls)
+            links.append(link)
+            await until(lambda least=number: len(door._unknown) >= least)  # type: ignore[misc]
+            if len(links) == 3:
+                assert all(link.is_open for link in links)
+        await until(lambda: not links[0].is_open)  # the limit and one more: the oldest has made room
+        assert len(door._unknown) == 3 and all(link.is_open for link in links[1:])
+        answers: list[object] = []
+        _, fitting = await loop.create_connection(FramedLink, "127.0.0.1", door.port, ssl=tls)
+        fitting.on_told = lambda data: answers.append(read_from_door(data))
+        fitting.introduced()
+        fitting.tell(told(registration(version=door._expected.version, model=door._expected.model)))
+        await until(lambda: any(isinstance(answer, Accepted) for answer in answers))
+        await until(lambda: not links[1].is_open)
+        assert links[2].is_open and links[3].is_open and len(door._unknown) == 2
+        for link in [fitting, *links]:
+            link.close("done")
+
+
+@in_virtual_time
+async def test_a_registration_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = SimpleNamespace(workers=[], on_defect=print)
+    options = JoinOptions("127.0.0.1:0", KEY)
+    door = WorkerDoor(fleet, options, Expected("1", "m" * 32, "m"), range(4), SILENCE_S)  # type: ignore[arg-type]
+    begun, closed = virtual_time().now, []
+    link = Mock(close=lambda why: closed.append((why, virtual_time().now - begun)))
+    door._greet(link)
+    limit_ns = round(edge_limits.WORKER_HANDSHAKE_S * 1e9)
+    await virtual_time().until(begun + limit_ns - 1)
+    assert door._unknown and not closed
+    await virtual_time().until(begun + limit_ns + 1)
+    assert not door._unknown and closed == [("it did not register in time", limit_ns)]
 
 
 def replace_agent(known: Registration, agent: bytes) -> Registration:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from fake_llm import FakeLLM
 
 from diptych.control.errors import ConfigError, DrainingError, InvalidRequestError, NotFoundError, UnavailableError
 from diptych.serving import edge_limits
+from diptych.serving.api import response_store
 from diptych.serving.api.app import build_app
 from diptych.serving.api.response_store import ResponseStore
 
@@ -79,12 +82,44 @@ async def test_all_responses_together_stay_below_the_bound(new_store: Stores, pl
     assert not await store.items(["item-r0"], "")
 
 
+async def test_without_an_option_memory_and_file_have_the_bounds_of_the_edge(
+    new_store: Stores, place: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert new_store(place).max_bytes == (
+        edge_limits.RESPONSES_MEMORY_BYTES if place is None else edge_limits.RESPONSES_FILE_BYTES
+    )
+    new_store.made[0].close()
+    name = "RESPONSES_MEMORY_BYTES" if place is None else "RESPONSES_FILE_BYTES"
+    other = None if place is None else place.with_name("other.db")
+    measured = new_store(other)
+    used = [(kept(measured, f"r{number}", "", 50 * KIB), measured.num_bytes)[1] for number in range(4)]
+    texts = [msgspec.json.encode(part) for part in ({"id": "r3"}, [{"id": "item-r3", "text": "x" * 50 * KIB}])]
+    expected = sum(map(len, texts)) + response_store.ROW_BYTES + response_store.ITEM_BYTES  # of the last one
+    most = max(used[2] + expected, used[3])
+    for less, there in ((0, [True] * 4), (1, [False, True, True, True])):
+        monkeypatch.setattr(edge_limits, name, most - less)
+        store = new_store(None if place is None else place.with_name(f"{less}.db"))
+        for number in range(4):
+            assert kept(store, f"r{number}", "", 50 * KIB) == ""
+            assert store.num_bytes <= most - less
+        assert [await is_there(store, f"r{number}", "") for number in range(4)] == there
+
+
 async def test_one_that_is_larger_than_all_that_is_kept_is_not_stored_and_drives_none_out(new_store: Stores) -> None:
     store = new_store(max_bytes=1000 * KIB)
     assert kept(store, "small", "", KIB) == ""
     assert "larger than all that is kept, 1024000 bytes" in kept(store, "large", "", 1000 * KIB)
     assert await is_there(store, "small", "") and not await is_there(store, "large", "")
     assert (store.num_not_stored, store.num_forgotten) == (1, 0)
+
+
+async def test_no_size_of_a_response_takes_more_than_the_bound(new_store: Stores) -> None:
+    for most in range(60 * KIB, 72 * KIB, 1531):
+        store, sizes = new_store(max_bytes=most), random.Random(most)
+        for number in range(30):
+            kept(store, f"r{number}", str(number % 2), sizes.randrange(most))
+            assert store.num_bytes <= most
+        assert store.num_not_stored and store.num_forgotten and store.num_responses
 
 
 async def test_many_small_items_are_counted_with_what_they_take(new_store: Stores) -> None:
@@ -255,12 +290,12 @@ async def test_a_response_that_takes_too_long_is_said_not_to_be_stored_and_is_no
     assert "does not answer" in waiting and not await is_there(store, "waiting", "")
     # one that is being written when the time is over
     entered, gate = threading.Event(), threading.Event()
-    tally = store._make_room
+    make_room = store._make_room
 
-    def slow(num_bytes: int) -> None:
+    def slow(*arguments: Any, **settings: Any) -> None:
         entered.set()
         gate.wait()
-        tally(num_bytes)
+        make_room(*arguments, **settings)
 
     monkeypatch.setattr(store, "_make_room", slow)
     future = store.put({"id": "first"}, "", None, [])

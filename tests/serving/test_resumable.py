@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from fake_worker import fake_command
 
 from diptych.control.errors import ConfigError
+from diptych.serving import edge_limits
 from diptych.serving.answers import stream_journal
 from diptych.serving.answers.stream_journal import StreamHead, StreamJournal, read_record
 from diptych.serving.api.app import build_app
@@ -175,6 +177,42 @@ async def test_records_are_removed_after_their_time(tmp_path: Path, monkeypatch:
     async with server(directory) as client:
         await client.post("/v1/completions", json=COMPLETION)
         assert name not in os.listdir(directory) and len(os.listdir(directory)) == 3
+
+
+def begun(journal: StreamJournal, number: int) -> bool:
+    """Whether a stream of this number is recorded, which ends at once."""
+    stream = SimpleNamespace(num_tokens=1, token_ids=[7], finished=None, stop_reason=None)
+    generation: Any = SimpleNamespace(request_id=f"cmpl-{number:032x}", streams=[stream])
+    is_recorded = journal.begin(generation, StreamHead("text", "me", b"{}", 0, [1]))
+    journal.close(generation)
+    return is_recorded
+
+
+def test_as_many_streams_are_recorded_as_the_limit_and_others_are_served_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge_limits, "RECORDED_STREAMS", 3)
+    for number in range(2):  # those of an earlier server count
+        journal = StreamJournal(tmp_path / "streams")
+        assert begun(journal, number)
+        journal.end()
+    journal = StreamJournal(tmp_path / "streams")
+    assert [begun(journal, number) for number in (2, 3)] == [True, False]
+    assert begun(journal, 0)  # that one goes on
+    assert not begun(journal, 4) and len(os.listdir(tmp_path / "streams")) == 3 + len(["lock"])
+    journal.end()
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_record_is_kept_for_its_time_and_no_longer(is_over: bool, tmp_path: Path) -> None:
+    journal, now = StreamJournal(tmp_path / "streams"), time.time()
+    assert begun(journal, 0)
+    ended = now - edge_limits.RECORDED_STREAM_S + (-1 if is_over else 3600)  # a busy machine takes a while until then
+    os.utime(tmp_path / "streams" / f"cmpl-{0:032x}", (ended, ended))
+    journal._swept_s = 0.0
+    assert begun(journal, 1)
+    assert (journal.load(f"cmpl-{0:032x}", 1) is None) == is_over
+    journal.end()
 
 
 @pytest.mark.asyncio

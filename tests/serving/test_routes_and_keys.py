@@ -2,27 +2,18 @@
 the applications themselves, so that a new one cannot be forgotten."""
 
 import asyncio
-import re
 from typing import Any
 
 import httpx
 import pytest
-from fake_llm import FakeLLM
+from app_routes import calls_of, front_app, is_open, server_app
 from fastapi import FastAPI
 
-from diptych.control.cluster.cluster_config import cluster_config
-from diptych.serving.api.app import build_app
-from diptych.serving.api.front_app import build_front_app
 from diptych.serving.api.middleware import ApiKey
-from diptych.serving.front.engine_spec import EngineSpec
-from diptych.serving.front.external_fleet import ExternalFleet, FrontOptions
-from diptych.serving.front.served_engines import EngineFront
 from diptych.serving.keys.key_record import tenant_of
 from diptych.serving.keys.keyring import Keyring
 
 KEY, SECOND, ADMIN = "a key", "a second key", "an admin key"
-OPEN = {"/", "/health", "/ready", "/ui", "/ui/", "/docs", "/guide", "/compare", "/compare/", "/static/x"}
-PAGES = re.compile(r"/guide/(?!api/)\w*/?")
 WRONG: tuple[dict[str, str], ...] = (
     {},
     {"authorization": "Bearer"},
@@ -42,36 +33,13 @@ RIGHT: tuple[tuple[dict[str, str], str], ...] = (
 )
 
 
-def server_app(**keys: Any) -> FastAPI:
-    return build_app(FakeLLM(), "fake", **keys)  # type: ignore[arg-type]
-
-
-def front_app(**keys: Any) -> FastAPI:
-    fleet = ExternalFleet(FrontOptions((EngineSpec("vllm", "http://127.0.0.1:9"),)), cluster_config())
-    return build_front_app(EngineFront(fleet), **keys)
-
-
 BUILDERS = pytest.mark.parametrize("build", [server_app, front_app], ids=["serve", "front"])
-
-
-def calls_of(app: FastAPI) -> list[tuple[str, str]]:
-    """A method and a path for each route."""
-    found = []
-    for route in app.routes:
-        path = re.sub(r"\{\w+:int\}", "0", getattr(route, "path", ""))
-        path = re.sub(r"\{[^}]*\}", "x", path)
-        found += [(method, path) for method in sorted(getattr(route, "methods", None) or ())]
-    return found
 
 
 async def statuses(app: FastAPI, calls: list[tuple[str, str]], headers: dict[str, str], host: str) -> list[int]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=(host, 1234))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         return [(await client.request(method, path, headers=headers)).status_code for method, path in calls]
-
-
-def is_open(path: str) -> bool:
-    return path in OPEN or PAGES.fullmatch(path) is not None
 
 
 @BUILDERS

@@ -191,6 +191,40 @@ def test_a_body_is_refused_beyond_its_limits_and_taken_at_them() -> None:
         sliced_json.decode(b"[" + b"1," * (elements + 1) + b"1]")
 
 
+LONG = b'"%b",' % (b"x" * 1000) * 2200  # elements of a list, by which a body is read in slices
+
+
+@pytest.mark.parametrize("letter", [b"n", "é".encode(), b"\\n"])
+@pytest.mark.parametrize("spaces", [b"", b" " * 100])
+def test_a_name_has_its_longest_length_and_one_byte_more_is_refused_by_that_name(letter: bytes, spaces: bytes) -> None:
+    most = edge_limits.BODY_NAME_BYTES - len(b'""')
+
+    def named(size: int) -> bytes:
+        name = letter * (size // len(letter)) + b"a" * (size % len(letter))
+        return b'{"a": [' + LONG + b'{"' + name + b'"' + spaces + b":1}]}"
+
+    assert list(sliced_json.decode(named(most))["a"][-1].values()) == [1]
+    with pytest.raises(InvalidRequestError, match=f"more than {most + 2} bytes") as caught:
+        sliced_json.decode(named(most + 1))
+    assert edge_limits.LIMITS["BODY_NAME_BYTES"].beyond == f"{caught.value.status} `{caught.value.code}`"
+    text = b'{"a": [' + LONG + b'"' + letter * most + b'"]}'  # which a text may well be
+    assert len(sliced_json.decode(text)["a"]) == 2201
+
+
+@pytest.mark.parametrize("place", ["before", "inside", "behind"])
+def test_a_gap_in_a_body_has_its_longest_length_and_what_is_longer_is_refused(place: str) -> None:
+    most = edge_limits.BODY_GAP_BYTES
+
+    def spaced(size: int) -> bytes:
+        before, inside, behind = (b" " * size * (place == name) for name in ("before", "inside", "behind"))
+        return before + b'{"a": [' + LONG + b"1.5" + inside + b",2]}" + behind
+
+    assert sliced_json.decode(spaced(most))["a"][-2:] == [1.5, 2]
+    with pytest.raises(InvalidRequestError, match="not valid JSON") as caught:
+        sliced_json.decode(spaced(most + (1 if place != "inside" else (1 << 16) + 1)))
+    assert edge_limits.LIMITS["BODY_GAP_BYTES"].beyond == f"{caught.value.status} `{caught.value.code}`"
+
+
 def test_brackets_and_commas_in_texts_count_for_nothing() -> None:
     text = "[[{{,," * 100_000
     assert sliced_json.decode(json.dumps([text]).encode()) == [text]

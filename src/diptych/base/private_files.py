@@ -90,7 +90,7 @@ def lock_of(path: Path, option: str, *, is_database: bool = False) -> int:
 def _holder(status: os.stat_result) -> int | None:
     """The process that has the lock of a file, as far as the kernel says so."""
     place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # then the message names no process
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()  # 1: FLOCK ADVISORY WRITE 4711 fe:00:2293995 0 EOF
             if len(words) > 5 and words[1] == "FLOCK" and words[5] == place and int(words[4]) > 0:

@@ -82,7 +82,7 @@ def machine() -> dict[str, Any]:
     for name in LIBRARIES:
         try:
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        except metadata.PackageNotFoundError:  # a library that is not there has no version
             continue
     return {
         "cpu": processor.name,

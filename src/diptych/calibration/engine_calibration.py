@@ -59,7 +59,7 @@ class ReportedSteps:
     async def stop(reading: "asyncio.Task[None]") -> None:
         """End a task that follows."""
         reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError, WorkerError):
+        with contextlib.suppress(asyncio.CancelledError, WorkerError):  # it was cancelled above, or has told the run
             await reading
 
     def write(self, path: Path) -> None:

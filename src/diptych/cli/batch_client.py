@@ -160,7 +160,7 @@ class BatchClient:
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.netloc, timeout=TIMEOUT_S)
         try:
-            with suppress(BrokenPipeError, ConnectionResetError):
+            with suppress(BrokenPipeError, ConnectionResetError):  # by a refusal, which is read
                 connection.request(method, parts.path + path, body, {**headers, **self._key()})
             reply = connection.getresponse()
             text = reply.read()

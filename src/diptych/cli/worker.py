@@ -96,10 +96,12 @@ def worker(
 async def run_agent(options: "AgentOptions") -> None:
     """Be a worker until a stop signal (a second one ends it at once), or until it is removed. Raises ConfigError
     when the front end refuses it for good."""
+    from diptych.serving.failures.watched_tasks import WatchedTasks
     from diptych.serving.join.worker_agent import WorkerAgent
 
-    agent, leaving = WorkerAgent(options), set()
+    agent = WorkerAgent(options)
+    leaving = WatchedTasks(agent.fail)
     loop = asyncio.get_running_loop()
     for number in stop_signals():
-        loop.add_signal_handler(number, lambda: leaving.add(loop.create_task(agent.leave())))
+        loop.add_signal_handler(number, lambda: leaving.start(agent.leave(), "leaving"))
     await agent.run()

@@ -130,6 +130,20 @@ BODY_ELEMENTS = _limit(
     "elements of all lists, and members of all objects, in a body",
     beyond="400 `too_many_values`",
 )
+BODY_NAME_BYTES = _limit(
+    "BODY_NAME_BYTES",
+    1 << 15,
+    "bytes",
+    "name of a member, with its quotes, in a body of more than 2 MiB or 32,768 values",
+    beyond="400 `name_too_long`",
+)
+BODY_GAP_BYTES = _limit(
+    "BODY_GAP_BYTES",
+    1 << 17,
+    "bytes",
+    "number, or spaces in a row, in such a body (inside of lists and objects, 64 KiB more may pass)",
+    beyond="400 `invalid_json`",
+)
 BODY_FIELDS = _limit(
     "BODY_FIELDS", 1024, "fields", "fields of a body, a message or a tool, known or not", beyond="400 `too_many_fields`"
 )
@@ -205,7 +219,7 @@ QUEUED_REQUESTS = _limit(
     "QUEUED_REQUESTS",
     AdmissionConfig().max_queued,
     "requests",
-    "requests that wait for a worker",
+    "requests that wait for a worker (of these, at most the share of its class where `standard` or `batch` asks)",
     beyond="429 `queue_full`",
     option="--max-queued",
 )

@@ -160,8 +160,15 @@ class LongWork:
         self._running.discard(running)
         self._num_very_long -= item.is_very_long
         self.num_bytes -= item.size
+        try:
+            self._tell(item, running)
+        finally:  # whatever fails here, what waits goes on
+            self._start()
         if item.is_very_long:
             self.freed.note(item.size)
+
+    @staticmethod
+    def _tell(item: _Waiting, running: "asyncio.Future[Any]") -> None:
         if not item.future.done():  # its caller is still there
             if running.cancelled():
                 item.future.set_exception(DrainingError())
@@ -170,8 +177,7 @@ class LongWork:
             else:
                 item.future.set_result(running.result())
         elif not running.cancelled():
-            running.exception()  # nobody asks for it
-        self._start()
+            running.exception()  # its caller has left, and asks for no result: neither is an error of its input one
 
 
 def _computed(item: _Waiting) -> Any:

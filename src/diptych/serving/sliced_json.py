@@ -18,10 +18,9 @@ from diptych.control.errors import InvalidRequestError
 from diptych.serving import edge_limits
 from diptych.serving.long_work import check_wanted
 
-SLICE_BYTES = 2**15
+SLICE_BYTES = edge_limits.BODY_NAME_BYTES  # a name is never cut
 SMALL_BYTES = 2**13  # of a text that is decoded in one call
 DIRECT_BYTES, DIRECT_VALUES = 2**21, 2**15  # and of one that is, once its depth is known: a millisecond or two
-_LONGEST_GAP = 4 * SLICE_BYTES  # between two commas or brackets: no name, number or text is longer (see _long_text)
 _SPACE = b" \t\n\r"
 _TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _PLAIN = rb'[^\[\]{}"]++|' + _TEXT
@@ -161,8 +160,8 @@ class _Reader:
             if around.element - around.begin >= SLICE_BYTES:
                 self._take(around, around.element - 1)
                 around.begin = around.element
-        if end - max(around.element, around.begin) > _LONGEST_GAP:
-            raise _malformed(f"more than {_LONGEST_GAP} bytes without a comma", end)
+        if end - max(around.element, around.begin) > edge_limits.BODY_GAP_BYTES:
+            raise _malformed(f"more than {edge_limits.BODY_GAP_BYTES} bytes without a comma", end)
 
     def _find_element(self, around: _Container, end: int) -> None:
         """Find the last element that begins before ``end``."""
@@ -288,17 +287,20 @@ class _Reader:
             position = stop
             if is_last:
                 break
+        if not around.is_array and data[position + 1 : position + SLICE_BYTES].lstrip(_SPACE)[:1] == b":":
+            text = f"a name in the body has more than {SLICE_BYTES} bytes with its quotes (byte {quote})"
+            raise InvalidRequestError(text, code="name_too_long")
         self._add(around, "" if self._is_raw else "".join(pieces), quote, position + 1)
         return position + 1
 
     def _outside(self, stop: int) -> None:
         """Bytes before the first bracket."""
-        if stop >= _LONGEST_GAP or self._data[: stop + 1].strip(_SPACE):
+        if stop >= edge_limits.BODY_GAP_BYTES or self._data[: stop + 1].strip(_SPACE):
             raise _malformed("a list or an object was expected", stop)
 
     def _end(self, position: int) -> None:
         """Bytes behind the last bracket."""
-        if len(self._data) - position > _LONGEST_GAP or self._data[position:].strip(_SPACE):
+        if len(self._data) - position > edge_limits.BODY_GAP_BYTES or self._data[position:].strip(_SPACE):
             raise _malformed("it goes on behind its end", position)
 
 

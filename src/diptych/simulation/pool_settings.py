@@ -151,7 +151,7 @@ def _number_or_text(text: str) -> int | float | str:
     for kind in (int, float):
         try:
             return kind(text)
-        except ValueError:
+        except ValueError:  # the next kind, and at the end a text
             continue
     return text
 

@@ -120,7 +120,7 @@ def parse_value(text: str) -> Value:
     for kind in (int, float):
         try:
             return kind(text)
-        except ValueError:
+        except ValueError:  # the next kind, and at the end a word
             continue
     return text.strip()
 

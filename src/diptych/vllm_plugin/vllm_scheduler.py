@@ -24,7 +24,7 @@ def scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         address = address_of(vllm_config)
         publisher = StepPublisher(address, about_vllm(vllm_config, _version()))
         logger.info("diptych: steps are reported on %s", address)
-    except Exception as error:
+    except Exception as error:  # vLLM serves in any case; its log says so
         logger.warning("diptych: steps are not reported: %s: %s", type(error).__name__, error)
     return reporting(base, StepObserver(publisher))(vllm_config, *args, **kwargs)
 

@@ -36,7 +36,7 @@ def cpu_waits_ns(pids: Iterable[int], proc: Path = PROC) -> dict[tuple[int, str]
         try:
             for task in (proc / str(pid) / "task").iterdir():
                 waits[pid, task.name] = int((task / "schedstat").read_text().split()[1])
-        except (OSError, IndexError, ValueError):
+        except (OSError, IndexError, ValueError):  # it has ended, or the kernel counts nothing
             continue
     return waits
 

@@ -81,7 +81,7 @@ class KVTensors:
         if fd is not None and num_blocks:
             try:
                 self.shared_host = SharedHost(fd, num_blocks, size)
-            except (ConfigError, OSError) as error:
+            except (ConfigError, OSError) as error:  # an optimisation less, and said in the log
                 logger.warning("host blocks are not shared with other workers: %s", error)
         if self.shared_host is not None:
             memory = self.shared_host.memory

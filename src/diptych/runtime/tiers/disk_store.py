@@ -336,7 +336,7 @@ class DiskStore:
 
 def mark_dropped(path: Path, start: int) -> None:
     """Overwrite the hashes of an extent, so that it is found no more, and those behind it still are."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # found again, it fails its checksum again
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)

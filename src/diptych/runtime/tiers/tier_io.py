@@ -168,7 +168,7 @@ class TierMover:
             thread.join()
         try:
             self.store.close()
-        except OSError as error:
+        except OSError as error:  # what is not in it is computed again
             logger.warning("the last segment of the disk tier was not closed: %s", error)
 
     # -- the reader's thread ------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class PeerReader:
             begun_ns, count = time.monotonic_ns(), 0
             try:
                 count = self._load(action)
-            except OSError as error:
+            except OSError as error:  # count says that nothing came: it is computed
                 self._log.warning("read", "reading host memory of worker %d failed: %s", action.peer, error)
             self._pending.discard(action.load_id)
             self._cancelled.discard(action.load_id)

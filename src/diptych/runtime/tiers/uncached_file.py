@@ -24,7 +24,7 @@ class UncachedFile:
         self._fd = fd
         self._memory = memoryview(b"")
         self._direct = -1
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a file system without it: ``is_direct`` says so
             self._direct = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
 
     @property

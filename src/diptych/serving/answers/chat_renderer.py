@@ -134,7 +134,7 @@ def _rendered(loaded: _Loaded, messages: Messages, variables: Mapping[str, Any])
         check_time()
         try:
             text = template.render(fitted(form, profile), **variables)
-        except Exception:
+        except Exception:  # its own code raised; the first error is the one that is reported
             continue
         if is_whole(text, messages):
             return text

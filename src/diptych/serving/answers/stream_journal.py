@@ -66,9 +66,8 @@ class StreamRecord(msgspec.Struct):
 class StreamJournal:
     """The streams of one directory. Raises ConfigError for one that others can enter, or that cannot be made."""
 
-    def __init__(self, directory: Path, kept_s: float = edge_limits.RECORDED_STREAM_S) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._kept_s = kept_s
         self._written: dict[str, int] = {}  # tokens of the streams that are recorded now
         self._live: dict[str, Generation] = {}
         self._num_kept = 0
@@ -100,9 +99,10 @@ class StreamJournal:
         self._sweep()
         stream_id, stream = generation.request_id, generation.streams[0]
         path = self._directory / stream_id
-        if self._num_kept >= edge_limits.RECORDED_STREAMS and not path.exists():
-            return False
-        self._num_kept += 1
+        if not path.exists():
+            if self._num_kept >= edge_limits.RECORDED_STREAMS:
+                return False
+            self._num_kept += 1
         self._written[stream_id], self._live[stream_id] = stream.num_tokens, generation
         encode = msgspec.msgpack.encode
         begun = path.with_suffix(".begun")
@@ -160,7 +160,7 @@ class StreamJournal:
         self._log.error("write", "a stream cannot be recorded: %s", error)
         self._written.pop(path.stem, None)
         self._live.pop(path.stem, None)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # counted above; the sweep comes by again
             path.unlink()
 
     def _sweep(self) -> None:
@@ -168,7 +168,7 @@ class StreamJournal:
         now = time.monotonic()
         if self._swept_s and now - self._swept_s < SWEEP_S:
             return
-        self._swept_s, oldest, kept = now, time.time() - self._kept_s, 0
+        self._swept_s, oldest, kept = now, time.time() - edge_limits.RECORDED_STREAM_S, 0
         try:
             entries = list(os.scandir(self._directory))
         except OSError as error:  # whether a stream can be recorded, its own file will tell
@@ -177,7 +177,7 @@ class StreamJournal:
         for entry in entries:
             if not _NAME.fullmatch(entry.name.removesuffix(".begun")):
                 continue
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it is gone, or the next sweep meets it again
                 if entry.name not in self._live and entry.stat().st_mtime < oldest:
                     os.unlink(entry.path)
                 else:

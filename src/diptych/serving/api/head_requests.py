@@ -29,7 +29,7 @@ class HeadRequests:
             elif message.get("more_body"):
                 raise _HeadSentError
 
-        with contextlib.suppress(_HeadSentError):
+        with contextlib.suppress(_HeadSentError):  # our own sign that the head is sent
             await self._app({**scope, "method": "GET"}, until_head, only_head)
 
 

@@ -204,6 +204,10 @@ async def _hand_over(
         logger.debug("a connection could not be opened: %s", error)
         client.close()
         on_failure()
+    except Exception:  # a defect, which the loop's own handler counts; nothing is left of the connection
+        client.close()
+        on_failure()
+        raise
 
 
 class _Refusal(asyncio.Protocol):

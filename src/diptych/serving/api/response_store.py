@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from diptych.base.limited_log import LimitedLog
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.base.private_files import lock_of, private_database
 from diptych.control.errors import ConfigError, DrainingError, InvalidRequestError, NotFoundError, UnavailableError
 from diptych.serving import edge_limits
@@ -51,6 +51,10 @@ _ITEMS_SCHEMA = (  # which responses have an item
 )
 _TEXTS = "length(items) + length(reply)"
 _PREVIOUS = "previous_response_id"
+
+
+class _NoRoomError(Exception):
+    """A response alone takes more than all of them may."""
 
 
 class _Row(NamedTuple):
@@ -217,14 +221,22 @@ class ResponseStore:
             else:
                 database = private_database(self._path, (*_FILE_PRAGMAS, *_SCHEMA), self._lock)
             self._opened = database
-            with self._transaction():
-                if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'items'").fetchone():
-                    for statement in _ITEMS_SCHEMA:
-                        database.execute(statement)
-                self._tally()
-                self._delete_rows("expires_s < ?", self._clock())
-                self._make_room(0)
+            try:
+                with self._transaction():
+                    self._prepare(database)
+            except BaseException:  # the next call opens it anew
+                self._opened = None
+                database.close()
+                raise
         return self._opened
+
+    def _prepare(self, database: sqlite3.Connection) -> None:
+        if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'items'").fetchone():
+            for statement in _ITEMS_SCHEMA:
+                database.execute(statement)
+        self._tally()
+        self._delete_rows("expires_s < ?", self._clock())
+        self._make_room(0, 0)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -236,9 +248,9 @@ class ResponseStore:
             database.execute("COMMIT")
         except BaseException:
             if database.in_transaction:
-                with suppress(sqlite3.Error):
+                with suppress(sqlite3.Error):  # the first error is the one that is raised
                     database.execute("ROLLBACK")
-            with suppress(sqlite3.Error):
+            with suppress(sqlite3.Error):  # the same
                 self._tally()
             raise
         self.num_bytes = self._used_bytes()
@@ -263,36 +275,50 @@ class ResponseStore:
             with self._transaction():
                 self._delete_rows("expires_s < ?", now)
                 self._delete_rows("id = ?", row.id)
-                self._make_room(num_bytes)
+                self._make_room(num_bytes, 1)
                 self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
                 self._database.executemany(
                     "INSERT OR IGNORE INTO items VALUES (?, ?)", ((item_id, row.id) for item_id in item_ids)
                 )
                 self._texts[row.tenant] = self._texts.get(row.tenant, 0) + row.num_bytes
                 self.num_responses += 1
+                self._make_room(0, 0, kept=row.id)  # it may have taken more pages than its bytes
+                if self._used_bytes() > self.max_bytes:
+                    raise _NoRoomError
+        except _NoRoomError:
+            return self._not_stored(f"it is larger than all that is kept, {self.max_bytes} bytes")
         except sqlite3.Error as error:  # the answer is not lost with it
             return self._not_stored(str(error))
+        except Exception as error:  # nor with a defect
+            self._log.error(kind_of(error), "a response is not stored", error=error)
+            return self._not_stored("the store has failed; the log has the details")
         return ""
 
     def _take_back(self, response_id: str) -> None:
-        with suppress(sqlite3.Error), self._transaction():
-            self._delete_rows("id = ?", response_id)
+        """Forget one that was written too late. Nobody waits for this."""
+        try:
+            with self._transaction():
+                self._delete_rows("id = ?", response_id)
+        except Exception as error:  # nobody waits for this
+            self._log.error("take back", "a response stays stored, of which its client was told otherwise", error=error)
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Make room for ``num_bytes`` more and one more response: forget the oldest of the tenant that has the most."""
-        oldest = "rowid = (SELECT rowid FROM responses WHERE tenant = ? ORDER BY rowid LIMIT 1)"
-        while self._texts and (
-            self._used_bytes() + num_bytes > self.max_bytes or self.num_responses >= edge_limits.RESPONSES
-        ):
-            largest = max(self._texts, key=lambda tenant: self._texts[tenant])
-            count = self._delete_rows(oldest, largest)
+    def _make_room(self, num_bytes: int, num_more: int, kept: str = "") -> None:
+        """Make room for ``num_bytes`` and ``num_more`` responses: forget the oldest of the tenant that has the most, but
+        not ``kept``."""
+        oldest = "rowid = (SELECT rowid FROM responses WHERE tenant = ? AND id != ? ORDER BY rowid LIMIT 1)"
+        passed: set[str] = set()  # tenants that have nothing more to forget
+        while (
+            self._used_bytes() + num_bytes > self.max_bytes or self.num_responses + num_more > edge_limits.RESPONSES
+        ) and (tenants := self._texts.keys() - passed):
+            largest = max(tenants, key=lambda tenant: (self._texts[tenant], tenant))
+            count = self._delete_rows(oldest, largest, kept)
             self.num_forgotten += count
             if not count:
-                del self._texts[largest]
+                passed.add(largest)
 
-    def _delete_rows(self, which: str, value: float | str) -> int:
+    def _delete_rows(self, which: str, *values: float | str) -> int:
         """Returns how many there were."""
-        deleted = self._database.execute(f"DELETE FROM responses WHERE {which} RETURNING tenant, {_TEXTS}", (value,))
+        deleted = self._database.execute(f"DELETE FROM responses WHERE {which} RETURNING tenant, {_TEXTS}", values)
         found = deleted.fetchall()
         for tenant, num_bytes in found:
             self._texts[tenant] = self._texts.get(tenant, 0) - num_bytes

@@ -123,7 +123,7 @@ class WholeResponse(Response, ABC):
         watch = asyncio.create_task(self._watch(receive))
         try:
             await self._send(scope, receive, send)
-        except ClientGoneError:
+        except ClientGoneError:  # who would read of it is gone
             pass
         finally:
             watch.cancel()

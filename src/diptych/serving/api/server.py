@@ -27,6 +27,7 @@ from diptych.serving.api.listener import Listener, bind
 from diptych.serving.api.manners import Manners
 from diptych.serving.batches.batch_service import BatchOptions, BatchService
 from diptych.serving.descriptors import raise_descriptor_limit
+from diptych.serving.failures.loop_defects import LoopDefects
 from diptych.serving.link.messages import Loading, Ready
 from diptych.serving.served_fleet import ServedFleet
 
@@ -141,6 +142,7 @@ async def _serve(
     def on_signal() -> None:
         (stop_now if stop.is_set() else stop).set()
 
+    loop.set_exception_handler(LoopDefects(llm.fleet.failures))
     for number in stop_signals():
         loop.add_signal_handler(number, on_signal)
     await llm.start(wait=False)  # the worker imports torch while we import the web framework
@@ -262,6 +264,6 @@ async def _drain(llm: ServedFleet, timeout_s: float, stop_now: asyncio.Event) ->
     await asyncio.wait((draining, hurry), return_when=asyncio.FIRST_COMPLETED)
     for task in (draining, hurry):
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, DiptychError):
+        with contextlib.suppress(asyncio.CancelledError, DiptychError):  # the server ends in any case
             await task
     await asyncio.sleep(0.05)  # let the last replies leave

@@ -50,8 +50,9 @@ class AppLines:
 
         try:
             await self._entry(scope, receive, send)
-        except Exception as error:
+        except Exception as error:  # the line gets a 500, and its batch goes on
             self._log.error(kind_of(error), "a line of a batch failed at %s", path, error=error)
+            start = {}  # what was sent of its reply is not the whole of it
         if not start:
             return LineReply(500, error_body(DiptychError("internal error; the server's log has the details")))
         headers = {bytes(name).lower(): bytes(value) for name, value in start.get("headers", ())}

@@ -226,8 +226,10 @@ class BatchRunner:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
-            with suppress(OSError, sqlite3.Error):
+            try:
                 await self._in_thread(self._store.commit, self._results)
+            except (OSError, sqlite3.Error) as error:  # said; these lines run once more after the next start
+                self._on_disk_failure(error)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -247,14 +249,12 @@ class BatchRunner:
         return True
 
     async def _guarded_turn(self) -> float:
-        """How long nothing needs to be done, if nothing happens. A disk that fails stops batches, never the server; and
-        a defect must not end all batches in silence."""
+        """How long nothing needs to be done, if nothing happens. A disk that fails stops batches, never the server. A
+        defect ends this runner: its owner reports that, and begins another."""
         try:
             return await self._turn()
         except (OSError, sqlite3.Error) as error:
             self._on_disk_failure(error)
-        except Exception as error:
-            self._log.error(kind_of(error), "batches cannot go on; trying again", error=error)
         return DISK_RETRY_S
 
     async def _turn(self) -> float:
@@ -382,11 +382,6 @@ class BatchRunner:
                 await self._in_thread(self._store.commit, results)
             except (OSError, sqlite3.Error) as error:
                 self._on_disk_failure(error)
-                await asyncio.sleep(DISK_RETRY_S)
-                self._has_results.set()
-                continue
-            except Exception as error:
-                self._log.error(kind_of(error), "rows of batches cannot be written; trying again", error=error)
                 await asyncio.sleep(DISK_RETRY_S)
                 self._has_results.set()
                 continue

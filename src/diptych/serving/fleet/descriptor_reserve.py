@@ -18,7 +18,7 @@ class DescriptorReserve:
 
     def fill(self) -> None:
         """Open what is missing, as far as the limit allows."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # there are no more: ``len`` says how many it has
             while len(self._descriptors) < self._size:
                 self._descriptors.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 

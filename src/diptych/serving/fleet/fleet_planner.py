@@ -144,7 +144,11 @@ class FleetPlanner:
         self._renewing = asyncio.get_running_loop().call_later(pause_s, self._renew)
 
     def _renew(self) -> None:
-        self._parts, self._is_down = self._guard.replacement(), False
+        try:
+            self._parts, self._is_down = self._guard.replacement(), False
+        except Exception as error:  # until one begins, the planner counts as failed
+            pause_s = self._guard.on_failure(self._parts, error)
+            self._renewing = asyncio.get_running_loop().call_later(pause_s, self._renew)
 
     def _close_recorder(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -201,7 +205,7 @@ class FleetPlanner:
             for step in reversed(undo):
                 try:
                     step()
-                except DiptychError as stuck:
+                except DiptychError as stuck:  # the next observation shows what is so
                     logger.warning("plan: not taken back: %s", stuck.message)
         self._answer(ChangeEnded(error), asked_by)
 

@@ -47,7 +47,7 @@ def remove_orphans(parent: Path) -> None:
     """Remove private directories that a front end left behind because it was killed together with its workers: those
     of this user, older than a minute, on which no process holds the lock."""
     for directory in parent.glob(f"{DIRECTORY_PREFIX}*"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another front end removes it at the same time
             status = directory.lstat()
             is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
             if not is_ours or time.time() - status.st_mtime < ORPHAN_AGE_S or not (directory / "options.json").exists():

@@ -59,7 +59,7 @@ def hand_over(listener: WorkerListener, worker: int, message: WorkerMessage) -> 
     tokens may be missing: it must not go on."""
     try:
         listener.on_message(worker, message)
-    except DiptychError as error:
+    except DiptychError as error:  # it was refused as a whole, and has changed nothing
         logger.error("worker %d: %s", worker, error.message)
     except Exception as error:
         listener.on_defect(f"a message of worker {worker}", error)

@@ -210,7 +210,7 @@ class _Connection(asyncio.Protocol):
         self._listener: ReplyListener | None = None
         self._request = b""
         self._headers: dict[bytes, bytes] = {}
-        self._head_bytes = 0
+        self._num_headers = 0  # bytes of the head, and later those since the last of the body
         self._has_head = self._is_whole = self._is_fresh = self._has_begun = self._is_paused = False
         self._keeps = self._is_framed = self._is_between_chunks = False
         self.on_chunk: Callable[[bytes], bool] | None = None  # see EngineCall.take_chunks
@@ -226,7 +226,7 @@ class _Connection(asyncio.Protocol):
         self._call, self._listener, self._request, self._is_fresh = call, listener, request, is_fresh
         call._connection = self
         self._parser = HttpResponseParser(self)
-        self._headers, self._head_bytes = {}, 0
+        self._headers, self._num_headers = {}, 0
         self._has_head = self._is_whole = self._has_begun = self._keeps = self._is_framed = False
         self._is_between_chunks, self.on_chunk = False, None
         self._transport.write(request)
@@ -273,25 +273,36 @@ class _Connection(asyncio.Protocol):
         if parser is None:  # nothing was asked for
             self.drop()
             return
+        room = edge_limits.ENGINE_HEAD_BYTES - self._num_headers
         if not self._has_head:
             self._has_begun = True
             self._request = b""
-            self._head_bytes += len(data)
+            if len(data) > room:  # the head has to end within its limit, in however large pieces it comes
+                self._feed(parser, data[:room])
+                if self._parser is not parser:
+                    return
+                if not self._has_head:
+                    self._end_with(f"the head of the reply is longer than {edge_limits.ENGINE_HEAD_BYTES} bytes")
+                    return
+                data = data[room:]
+        self._num_headers += len(data)
+        self._feed(parser, data)
+        if self._parser is not parser:  # aborted by its listener, or no HTTP
+            return
+        if self._is_between_chunks and not data.endswith(b"\r\n"):  # but for a part of a chunk's size
+            self._is_between_chunks = False
+        if self._is_whole:
+            self._finish()
+        elif self._num_headers > edge_limits.ENGINE_HEAD_BYTES:  # of a chunk, or of trailers
+            self._end_with(f"the reply has more than {edge_limits.ENGINE_HEAD_BYTES} bytes in a row without content")
+
+    def _feed(self, parser: HttpResponseParser, data: bytes) -> None:
         try:
             parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
             if (cause := error.__context__) is not None and not isinstance(cause, HttpParserError):
                 raise cause from None  # a defect in a listener, not in the bytes
             self._end_with(f"the reply is no HTTP/1.1 ({error})")
-            return
-        if self._parser is not parser:  # aborted by its listener
-            return
-        if self._is_between_chunks and not data.endswith(b"\r\n"):  # but for a part of a chunk's size
-            self._is_between_chunks = False
-        if not self._has_head and self._head_bytes > edge_limits.ENGINE_HEAD_BYTES:
-            self._end_with(f"the head of the reply is longer than {edge_limits.ENGINE_HEAD_BYTES} bytes")
-        elif self._is_whole:
-            self._finish()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Take in that the connection was closed, by either side."""
@@ -338,7 +349,7 @@ class _Connection(asyncio.Protocol):
         if status < 200:
             self._headers = {}
             return
-        self._has_head = True
+        self._has_head, self._num_headers = True, 0
         self._keeps = self._parser.should_keep_alive()
         self._is_framed = b"content-length" in self._headers or b"transfer-encoding" in self._headers
         if self._listener is not None:
@@ -346,6 +357,7 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         """A part of the body."""
+        self._num_headers = 0
         if self._listener is not None:
             self._listener.on_data(data)
 

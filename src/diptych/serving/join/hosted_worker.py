@@ -115,7 +115,7 @@ class HostedWorker:
 
     def _take(self, data: bytes) -> None:
         if self._is_loading or self._life is not None:
-            with contextlib.suppress(msgspec.DecodeError):
+            with contextlib.suppress(msgspec.DecodeError):  # the front end reads it too, and says so
                 self._look_at(decode_from_worker(data))
         if self._life is None:
             self._on_data(data)

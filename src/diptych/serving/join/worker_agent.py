@@ -115,7 +115,7 @@ class WorkerAgent:
     async def run(self) -> None:
         """Serve front ends, one after the other. Raises ConfigError for a refusal that another try would not change,
         and CoreFailedError when the agent has failed by a defect."""
-        beating = start_watched(self._beat(), "signs of life", self._on_defect)
+        beating = start_watched(self._beat(), "signs of life", self.fail)
         try:
             if self._options.ends_with_stdin:
                 await self._watch_stdin()
@@ -126,7 +126,7 @@ class WorkerAgent:
         except DiptychError:
             raise
         except Exception as error:
-            self._on_defect(error)
+            self.fail(error)
         finally:
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)  # what it raised is known
@@ -137,8 +137,9 @@ class WorkerAgent:
         if self._defect is not None:
             raise CoreFailedError(f"the agent has failed: {error_words(self._defect)}") from self._defect
 
-    def _on_defect(self, error: BaseException) -> None:
-        """What is passed on may have a gap now: it ends, and says why, here and to the front end."""
+    def fail(self, error: BaseException) -> None:
+        """Code of this process has failed, and what is passed on may have a gap now: end, and say why, here and to the
+        front end."""
         if self._defect is not None:
             return
         self._defect = error
@@ -238,7 +239,7 @@ class WorkerAgent:
 
         def on_defect(error: BaseException) -> None:
             on_closed("what it said could not be handled")
-            self._on_defect(error)
+            self.fail(error)
 
         link.on_told, link.on_closed, link.on_defect = on_told, on_closed, on_defect
         link.introduced()

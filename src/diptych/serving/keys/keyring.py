@@ -17,6 +17,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from diptych.control.admission.quota import Quota, QuotaRefusal
 from diptych.control.errors import ConfigError
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.serving import edge_limits
 from diptych.serving.keys.key_file import check_distinct, read_keys
 from diptych.serving.keys.key_meter import KeyMeter
@@ -54,6 +55,7 @@ class Keyring:
         self.complaint = ""  # why the file as it is now is not used
         self.loaded_s = 0.0
         self.usage = UsageBook()
+        self._log = LimitedLog(logger)
         self._clock, self._now_s = clock, now_s
         self._options = tuple(option_record(number, key) for number, key in enumerate(dict.fromkeys(api_keys), 1))
         self._by_digest: dict[bytes, KeyRecord] = {}
@@ -152,7 +154,16 @@ class Keyring:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            await self.look()
+            try:
+                await self.look()
+            except Exception as error:  # a key that is taken back must not stay because an earlier look has failed
+                self._complain(error)
+
+    def _complain(self, error: Exception) -> None:
+        """The file cannot be looked at, for a reason that is no fault of the file; /metrics says so."""
+        self.complaint = "it cannot be read; the log has the details"
+        self._read_as = None  # the next look reads it whatever it is
+        self._log.error(kind_of(error), "the API keys stay as they were", error=error)
 
     async def look(self) -> None:
         """Take the file anew if it is another than the one that was read, and the same as at the last look: one that is
@@ -174,9 +185,8 @@ class Keyring:
             if error.message != self.complaint:
                 logger.error("the API keys stay as they were: %s", error.message)
             self.complaint = error.message
-        except Exception:
-            logger.exception("the API keys stay as they were")
-            self.complaint = "it cannot be read; the log has the details"
+        except Exception as error:
+            self._complain(error)
         else:
             self.complaint = ""
             logger.warning("%s was read again: %d names", self.path, len(records))

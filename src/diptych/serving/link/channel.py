@@ -69,7 +69,7 @@ class Channel:
         """Close this end, after at most ``linger_s`` for what is unsent."""
         if self._unsent and linger_s:
             self._socket.settimeout(linger_s)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the other end is gone, or takes too long
                 self._socket.sendall(self._unsent)
         self._socket.close()
 

@@ -41,7 +41,7 @@ class RayJob:
         return f"it has ended with status {status}"
 
     async def kill(self) -> None:
-        with contextlib.suppress(self._ray.exceptions.RayError):
+        with contextlib.suppress(self._ray.exceptions.RayError):  # it is gone already
             await asyncio.to_thread(self._ray.kill, self._actor, no_restart=True)
 
 

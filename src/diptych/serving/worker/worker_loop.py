@@ -233,7 +233,7 @@ class Worker:
         self._may_give_way = self._core.engine.gives_way_to(DEFAULT_OPTIONS)
         self.doing = "the step"
         result: StepResult | None = None
-        with contextlib.suppress(StepBrokenOff):
+        with contextlib.suppress(StepBrokenOff):  # our own sign; the result is None
             result = self._runner.execute(output)
         self.doing = "the engine core"
         return result

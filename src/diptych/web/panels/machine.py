@@ -123,7 +123,7 @@ def _smallest_with(model: ModelSpec, hardware: Hardware, num_gpus: int, weight_b
             continue
         try:
             tokens = kv_capacity_tokens(model, hardware, parallelism=Parallelism(size), weights=weights)
-        except ConfigError:
+        except ConfigError:  # it does not fit; the next size may
             continue
         if num_gpus or tokens >= min(MIN_KV_TOKENS, model.max_context):
             return size, weight_bits

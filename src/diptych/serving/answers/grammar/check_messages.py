@@ -4,14 +4,15 @@ import msgspec
 
 
 class CheckSettings(msgspec.Struct):
-    """The tokenizer, as the text of its tokenizer.json, and the limits of a grammar: of processor time, and by the
-    clock."""
+    """The tokenizer, as the text of its tokenizer.json, and the limits of a grammar: of processor time, by the
+    clock, and of memory beside what the process has."""
 
     tokenizer: str
     eos_token_ids: list[int]
     vocab_size: int
     limit_s: float
     clock_limit_s: float
+    memory_bytes: int
 
 
 class CheckRequest(msgspec.Struct):

@@ -26,7 +26,6 @@ import msgspec
 from diptych.base.stop_signals import leave_terminal_to_parent
 from diptych.control.errors import InvalidRequestError
 from diptych.runtime.sampling.grammar import MASK_LIMITS
-from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.check_messages import CheckReply, CheckRequest, CheckSettings
 from diptych.serving.answers.grammar.grammar_text import SCHEMA, with_schemas
 
@@ -85,19 +84,19 @@ class Fork:
             os.close(self._replies)
             os.close(0)
             os.close(1)  # who waits for the end of these waits for the parent alone
-            _serve_fork(tokenizer, settings.limit_s, self._bytes, requests, replies)
+            _serve_fork(tokenizer, settings, self._bytes, requests, replies)
         os.close(requests)
         os.close(replies)
 
     def check(self, line: bytes) -> CheckReply | None:
         """The reply to a line with a CheckRequest; None where the fork was killed, perhaps long ago."""
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError):  # how it has ended is found below
             _write_all(self._requests, line)
         begin_s, end_s = _processor_time_s(self._pid), time.monotonic() + self._settings.clock_limit_s
         while not select.select([self._replies], [], [], LOOK_S)[0]:
             if self.is_usable and _processor_time_s(self._pid) - begin_s > SLOW_S:
                 self.is_usable = False  # the way back from a niceness is for privileged processes only
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # not allowed here: it goes on as it is
                     _make_idle(self._pid)
             if time.monotonic() > end_s:
                 self.is_usable = False
@@ -106,8 +105,10 @@ class Fork:
         while not data.endswith(b"\n") and (part := os.read(self._replies, 1 << 16)):
             data += part
         if data.endswith(b"\n"):
-            self.is_usable = self.is_usable and _used_bytes(str(self._pid)) < self._bytes + KEPT_BYTES
-            return msgspec.json.decode(data, type=CheckReply)
+            reply = msgspec.json.decode(data, type=CheckReply)
+            holds_much = reply.error == TOO_LARGE or _used_bytes(str(self._pid)) >= self._bytes + KEPT_BYTES
+            self.is_usable = self.is_usable and not holds_much
+            return reply
         self.is_usable = False
         _, status = os.waitpid(self._pid, 0)
         self._pid = 0
@@ -126,17 +127,17 @@ class Fork:
 
 
 def _serve_fork(
-    tokenizer: llguidance.LLTokenizer, limit_s: float, used_bytes: int, requests: int, replies: int
+    tokenizer: llguidance.LLTokenizer, settings: CheckSettings, used_bytes: int, requests: int, replies: int
 ) -> NoReturn:
     status = 1
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         if used_bytes:
-            most = used_bytes + edge_limits.GRAMMAR_MEMORY_BYTES
+            most = used_bytes + settings.memory_bytes
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
         with os.fdopen(requests, "rb") as lines:
             for line in lines:
-                signal.setitimer(signal.ITIMER_PROF, limit_s)
+                signal.setitimer(signal.ITIMER_PROF, settings.limit_s)
                 reply = check(tokenizer, msgspec.json.decode(line, type=CheckRequest))
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 _write_all(replies, msgspec.json.encode(reply) + b"\n")
@@ -196,6 +197,8 @@ def check(tokenizer: llguidance.LLTokenizer, request: CheckRequest) -> CheckRepl
                 error = _error_of(tokenizer, text)
         except InvalidRequestError as refusal:
             return CheckReply(refusal.message.removeprefix(f"{refusal.param}: "), refusal.param or "")
+        except MemoryError:
+            return CheckReply(TOO_LARGE)
         except Exception as failure:  # of ours; without it, the end of the fork would be taken for a lack of memory
             return CheckReply(f"the schema cannot be read ({type(failure).__name__})")
     if error:

@@ -51,7 +51,12 @@ class GrammarChecker:
 
     def __init__(self, tokenizer_json: str, eos_token_ids: list[int], vocab_size: int) -> None:
         self._settings = CheckSettings(
-            tokenizer_json, eos_token_ids, vocab_size, edge_limits.GRAMMAR_PROCESSOR_S, edge_limits.GRAMMAR_CLOCK_S
+            tokenizer_json,
+            eos_token_ids,
+            vocab_size,
+            edge_limits.GRAMMAR_PROCESSOR_S,
+            edge_limits.GRAMMAR_CLOCK_S,
+            edge_limits.GRAMMAR_MEMORY_BYTES,
         )
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()

@@ -24,6 +24,7 @@ from diptych.serving.answers.grammar.schema_document import (
 from diptych.serving.answers.grammar.schema_keywords import Keywords
 from diptych.serving.answers.grammar.value_terms import (
     EVERYTHING,
+    SOME,
     TRUE,
     TYPES,
     Arrays,
@@ -264,7 +265,8 @@ class SchemaSets:
         prefix = tuple(holds(part) for part in keywords.nodes("prefixItems"))
         placed = self.blame(node, "prefixItems") if prefix else None
         unique = self.blame(node, "uniqueItems") if keywords.flag("uniqueItems") else None
-        found = Arrays(prefix, holds(keywords.part("items")), low, high, unique, placed)
+        seen = None if "items" in keywords.found else len(prefix)
+        found = Arrays(prefix, holds(keywords.part("items")), low, high, unique, placed, seen)
         return self.narrowed(terms, Arrays, [found], Blame(node, keywords.first_of("array")))
 
     def _contains(self, keywords: Keywords, terms: list[Term]) -> list[Term]:
@@ -273,7 +275,7 @@ class SchemaSets:
         low, high = keywords.range("minContains", "maxContains", 1)
         at = Blame(node, "contains")
         if wanted.keywords is True:
-            return self.narrowed(terms, Arrays, [Arrays(low=low, high=high)], at)
+            return self.narrowed(terms, Arrays, [Arrays(low=low, high=high, seen=None)], at)
         yes, no = holds(wanted), (Literal(wanted, False, self.blame(node, "contains")),)
         found: list[Term] = []
         for term in terms:
@@ -282,7 +284,8 @@ class SchemaSets:
                 continue
             counts = [low] if high is None else range(low, high + 1)
             for count in counts:
-                found += self.meet([term], _placed(count, yes, TRUE if high is None else no, term.high), *at)
+                placed = _placed(count, yes, TRUE if high is None else no, term.high)
+                found += self.meet([term], [replace(piece, seen=SOME) for piece in placed], *at)
         return found
 
     def _objects(self, keywords: Keywords, terms: list[Term]) -> list[Term]:
@@ -379,14 +382,14 @@ class SchemaSets:
         """What no keyword of a part speaks of is as its unevaluated... keywords say."""
         keywords = Keywords(node, self)
         others, rest = holds(keywords.part("unevaluatedProperties")), holds(keywords.part("unevaluatedItems"))
-        if "contains" in keywords.found and rest:
-            raise SchemaError(*self.blame(node, "unevaluatedItems"), "it cannot be enforced beside contains")
         found: list[Term] = []
         for term in terms:
             if isinstance(term, Objects) and others and term.seen is not None:
                 found += self.meet([term], [object_terms.seen_only(self, term, others, node)], node, "allOf")
-            elif isinstance(term, Arrays) and rest and not term.rest:
-                found += self.meet([term], [Arrays((TRUE,) * len(term.prefix), rest)], node, "allOf")
+            elif isinstance(term, Arrays) and rest and term.seen == SOME:
+                raise SchemaError(*self.blame(node, "unevaluatedItems"), "it cannot be enforced beside contains")
+            elif isinstance(term, Arrays) and rest and term.seen is not None:
+                found += self.meet([term], [Arrays((TRUE,) * term.seen, rest, seen=None)], node, "allOf")
             else:
                 found.append(term)
         return found

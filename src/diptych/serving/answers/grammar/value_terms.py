@@ -31,6 +31,7 @@ class Literal(NamedTuple):
 _BEYOND = Fraction(10**400)
 Conjunction = tuple[Literal, ...]
 TRUE: Conjunction = ()
+SOME = -1  # items: see Arrays
 
 
 def conjunction(*parts: Conjunction) -> Conjunction:
@@ -126,7 +127,8 @@ class Texts:
 @dataclass(frozen=True, slots=True)
 class Arrays:
     """Arrays with a range of lengths in items: the first ones, and all others. unique: no item comes twice. placed:
-    what says of some items where they stand."""
+    what says of some items where they stand. seen: how many of the first items keywords which hold speak of; None:
+    all; SOME: of those that match."""
 
     prefix: tuple[Conjunction, ...] = ()
     rest: Conjunction = TRUE
@@ -134,6 +136,7 @@ class Arrays:
     high: int | None = None
     unique: Blame | None = None
     placed: Blame | None = None
+    seen: int | None = 0
 
     def item(self, number: int) -> Conjunction:
         """What one of the items is."""
@@ -222,8 +225,15 @@ def common(left: Term, other: Term) -> Term | None:
             high,
             left.unique or other.unique,
             left.placed or other.placed,
+            _all_seen(left.seen, other.seen),
         )
     return None
+
+
+def _all_seen(left: int | None, other: int | None) -> int | None:
+    if left is None or other is None:
+        return None
+    return SOME if SOME in (left, other) else max(left, other)
 
 
 def _common_numbers(left: Numbers, other: Numbers) -> Numbers | None:

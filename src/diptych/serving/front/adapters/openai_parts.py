@@ -116,7 +116,7 @@ class GaugePage:
         for name, text in self._pattern.findall(page):
             try:
                 value = float(text)
-            except ValueError:
+            except ValueError:  # a sample that is no number is none
                 continue
             if value == value:  # not NaN
                 field = self._fields[name]
