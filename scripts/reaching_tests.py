@@ -8,7 +8,7 @@ functions, and functions that only run once and whose result is kept.
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +93,13 @@ def nearness(test_file: str, path: Path) -> int:
     test = Path(test_file)
     mirrored = (test.stem.removeprefix("test_"), *test.parent.parts[1:])
     return min((at for at, name in enumerate(names) if name in mirrored), default=len(names))
+
+
+def order_of_files(path: Path, test_files: Sequence[str], graph: ImportGraph) -> list[str]:
+    """Test files that depend on a file, the nearest by name and then by imports first."""
+    distances = graph.distances(path)
+    found = [file for file in test_files if file in distances]
+    return sorted(found, key=lambda file: (nearness(file, path), distances[file], file))
 
 
 def reaching(
