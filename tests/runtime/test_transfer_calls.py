@@ -11,6 +11,7 @@ import random
 import select
 import selectors
 import socket
+import ssl
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from diptych.runtime.transfer.connector import Committed, ConnectorEvent, Transf
 from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBody
 from diptych.runtime.transfer.connectors.tcp_connector import CodecBodies, CodecBody
 from diptych.runtime.transfer.kv_format import KVFormat
-from diptych.runtime.transfer.stream.encrypted_socket import _gathered
+from diptych.runtime.transfer.stream.encrypted_socket import EncryptedSocket, _gathered
 from diptych.runtime.transfer.stream.frames import Frame, Kind, ProtocolError, Seal
 from diptych.runtime.transfer.stream.handshake import Identity
 from diptych.runtime.transfer.stream.stream_connector import (
@@ -340,6 +341,99 @@ def test_pieces_are_gathered_in_their_order_up_to_256_kib(seed: int) -> None:
     pieces = [rng.randbytes(rng.choice([0, 1, 7, 100_000, 262_143, 262_144, 262_145])) for _ in range(rng.randrange(6))]
     gathered = _gathered([memoryview(piece) for piece in pieces])
     assert gathered == b"".join(pieces)[:262_144]
+
+
+class Scripted:
+    """A socket of TLS whose calls end as they are told; sent: what it was given."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self.outcomes = list(outcomes)
+        self.sent: list[bytes] = []
+        self.left = 0
+
+    def _next(self) -> Any:
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def send(self, data: bytes) -> int:
+        self.sent.append(bytes(data))
+        return int(self._next())
+
+    def recv_into(self, view: memoryview) -> int:
+        data = self._next()
+        view[: len(data)] = data
+        return len(data)
+
+    def pending(self) -> int:
+        return self.left
+
+
+def encrypted(*outcomes: Any) -> tuple[EncryptedSocket, Scripted]:
+    made, below = object.__new__(EncryptedSocket), Scripted(*outcomes)
+    made.family, made.waits_for_read, made._begun = socket.AF_INET, False, b""
+    made._socket = below  # type: ignore[assignment]
+    return made, below
+
+
+def test_what_was_begun_to_be_encrypted_is_given_again_until_it_is_taken() -> None:
+    sock, below = encrypted(ssl.SSLWantWriteError(), ssl.SSLWantReadError(), 2, 3)
+    block = bytearray(b"abc")
+    for waits in (False, True):  # the kernel takes nothing; then TLS has to hear from the other end first
+        with pytest.raises(BlockingIOError):
+            sock.sendmsg([memoryview(block)])
+        assert sock.waits_for_read is waits
+        block[:] = b"---"  # the blocks may change meanwhile
+    assert sock.sendmsg([memoryview(block)]) == 2 and not sock.waits_for_read
+    assert sock.sendmsg([memoryview(b"xyz")]) == 3
+    assert below.sent == [b"abc", b"abc", b"abc", b"xyz"]
+
+
+def test_to_wait_for_what_comes_does_not_keep_from_sending() -> None:
+    sock, _ = encrypted(ssl.SSLWantReadError(), ssl.SSLWantReadError(), b"x")
+    with pytest.raises(BlockingIOError):
+        sock.sendmsg([memoryview(b"abc")])
+    assert sock.waits_for_read
+    with pytest.raises(BlockingIOError):
+        sock.recvmsg_into([memoryview(bytearray(1))])
+    assert not sock.waits_for_read
+    assert sock.recvmsg_into([memoryview(bytearray(1))]) == (1,) and not sock.waits_for_read
+
+
+def test_another_secret_is_named_and_other_failures_stay_what_they_are() -> None:
+    sock, _ = encrypted(ssl.SSLCertVerificationError(1, "self-signed"), ConnectionResetError())
+    with pytest.raises(ConnectionRefusedError, match="same secret"):
+        sock.sendmsg([memoryview(b"abc")])
+    with pytest.raises(ConnectionResetError):
+        sock.recvmsg_into([memoryview(bytearray(1))])
+
+
+@pytest.mark.parametrize(("chunks", "left", "got"), [
+    ([b"ab"], 0, (b"ab", b"\0\0\0")), ([b"ab", b"c", b"de"], 1, (b"ab", b"cde")), ([b"ab", b"cd"], 1, (b"ab", b"cd\0")),
+    ([b"a", b"b", b"c"], 1, (b"ab", b"c\0\0")), ([b""], 0, (b"\0\0", b"\0\0\0")), ([b"ab", b""], 1, (b"ab", b"\0\0\0")),
+])  # fmt: skip
+def test_places_are_filled_one_after_the_other_while_something_is_decrypted(
+    chunks: list[bytes], left: int, got: tuple[bytes, bytes]
+) -> None:
+    sock, below = encrypted(*chunks)
+    taking, below.left = below.recv_into, left
+
+    def take(view: memoryview) -> int:
+        count = taking(view)
+        below.left = left if below.outcomes else 0
+        return count
+
+    below.recv_into = take  # type: ignore[method-assign]
+    places = [bytearray(2), bytearray(3)]
+    total = sum(len(chunk) for chunk in chunks)
+    assert sock.recvmsg_into([memoryview(place) for place in places]) == (total,)
+    assert tuple(map(bytes, places)) == got and sock.has_pending is (below.left > 0)
+
+
+def test_what_a_frame_does_not_say_is_0() -> None:
+    header = Seal(b"key").seal(Frame(Kind.ACK, 7))
+    assert header[:40] == bytes([5, 0, 0, 0, 0, 0, 0, 0]) + (7).to_bytes(8, "little") + bytes(24)
 
 
 # Codecs
