@@ -54,10 +54,12 @@ class ImportGraph:
             modules[path.stem] = path  # helpers of tests are found by their names; test files are imported by none
             modules[".".join(path.relative_to(root).with_suffix("").parts)] = path
         self._importers: dict[Path, set[Path]] = defaultdict(set)
+        self._imported: dict[Path, set[Path]] = defaultdict(set)
         for module, path in modules.items():
             for name in imports_of(path, module):
                 if (imported := modules.get(name)) is not None and imported != path:
                     self._importers[imported.relative_to(root)].add(path.relative_to(root))
+                    self._imported[path.relative_to(root)].add(imported.relative_to(root))
 
     def distances(self, path: Path) -> Mapping[str, int]:
         """For each test file that depends on this file: over how many imports."""
@@ -67,6 +69,14 @@ class ImportGraph:
             edge = sorted({file for known in edge for file in self._importers[known]} - found.keys())
             found |= dict.fromkeys(edge, steps)
         return {str(file): steps for file, steps in found.items() if file.name.startswith("test_")}
+
+    def behind(self, path: Path) -> set[Path]:
+        """A file, and all that it imports, directly or not."""
+        found, edge = {path}, {path}
+        while edge:
+            edge = {file for known in edge for file in self._imported[known]} - found
+            found |= edge
+        return found
 
 
 def function_at(source: str, line: int) -> str:

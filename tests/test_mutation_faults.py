@@ -165,3 +165,24 @@ def test_a_mutant_is_listed_once_and_with_a_reason(after: str, why: str, source:
     if why:
         listed.write_text(entry)
         assert read_list(listed) == {Mutant("a.py", "f", "x", after): why}
+
+
+def test_a_record_is_kept_until_something_that_its_test_imports_has_changed(source: Path, tmp_path: Path) -> None:
+    from reaching_tests import ImportGraph
+
+    files = {
+        "src/diptych/a.py": "import diptych.b",
+        "src/diptych/b.py": "",
+        "src/diptych/c.py": "import diptych.a",
+        "tests/helper.py": "from diptych import c",
+        "tests/test_x.py": "import diptych.a",
+        "tests/test_y.py": "import helper",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    graph = ImportGraph(tmp_path)
+    assert {str(path) for path in graph.behind(Path("tests/test_x.py"))} == {
+        "tests/test_x.py", "src/diptych/a.py", "src/diptych/b.py",
+    }  # fmt: skip
+    assert {str(path) for path in graph.behind(Path("tests/test_y.py"))} == files.keys() - {"tests/test_x.py"}

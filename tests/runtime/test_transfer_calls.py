@@ -293,6 +293,22 @@ def test_transfers_to_one_address_share_a_peer_and_those_that_have_ended_get_non
     assert [transfer.attempt_id for transfer in first.transfers.values()] == ["b"]
 
 
+def is_readable(fd: int) -> bool:
+    return bool(select.select([fd], [], [], 0)[0])
+
+
+def test_what_has_been_taken_wakes_nobody_again(connector: StreamConnector) -> None:
+    assert not is_readable(connector._wake) and not is_readable(connector.fileno())
+    connector.open("x", connector.address, 0)
+    assert is_readable(connector._wake)
+    connector._take_news()
+    assert not is_readable(connector._wake)
+    connector._events.emit(connector._sending["x"], TransferBroken("x", True, ""))
+    assert is_readable(connector.fileno())
+    connector.poll()
+    assert not is_readable(connector.fileno())
+
+
 # Sockets
 
 
