@@ -7,6 +7,7 @@ functions, and functions that only run once and whose result is kept.
 """
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,11 +106,18 @@ def nearness(test_file: str, path: Path) -> int:
     return min((at for at, name in enumerate(names) if name in mirrored), default=len(names))
 
 
-def order_of_files(path: Path, test_files: Sequence[str], graph: ImportGraph) -> list[str]:
-    """Test files that depend on a file, the nearest by name and then by imports first."""
+def order_of_files(path: Path, function: str, test_files: Sequence[str], graph: ImportGraph) -> list[str]:
+    """Test files that depend on a file: first those that name the function at fault, its class or the module, then the
+    nearest by their own names and by imports."""
     distances = graph.distances(path)
-    found = [file for file in test_files if file in distances]
-    return sorted(found, key=lambda file: (nearness(file, path), distances[file], file))
+    names = {part for part in function.split(".") if part and not part.startswith(("<", "__"))} | {path.stem}
+
+    def order(file: str) -> tuple[int, int, int, str]:
+        text = Path(file).read_text()
+        num_named = sum(re.search(rf"\b{re.escape(name)}\b", text) is not None for name in names)
+        return -num_named, nearness(file, path), distances[file], file
+
+    return sorted((file for file in test_files if file in distances), key=order)
 
 
 def reaching(
