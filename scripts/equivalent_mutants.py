@@ -5,7 +5,8 @@ around it, and the line before and after, without comments: lines above it may c
 """
 
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,18 +47,21 @@ def read_list(path: Path = LIST) -> dict[Mutant, str]:
 
 def faults_of(mutants: Iterable[Mutant]) -> Iterator[tuple[Mutant, Fault | None]]:
     """Each with the fault that makes it; None: its file, function or line has changed, and it cannot be made."""
-    known: dict[str, dict[Mutant, Fault]] = {}
+    by_file: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in mutants:
-        if mutant.file not in known:
-            known[mutant.file] = _mutants_in(SOURCE / mutant.file)
-        yield mutant, known[mutant.file].get(mutant)
+        by_file[mutant.file].append(mutant)
+    for file, wanted in by_file.items():
+        found = _faults_in(SOURCE / file, wanted)
+        yield from ((mutant, found.get(mutant)) for mutant in wanted)
 
 
-def _mutants_in(path: Path) -> dict[Mutant, Fault]:
+def _faults_in(path: Path, wanted: Collection[Mutant]) -> dict[Mutant, Fault]:
+    """Those of a file. What function a line is in is asked of few: it takes as long as to parse the file."""
     if not path.exists():
         return {}
-    source = path.read_text()
-    return {Mutant.of(fault, source): fault for place in Places(path).find() for fault in place}
+    source, lines = path.read_text(), {(mutant.before, mutant.after) for mutant in wanted}
+    faults = (fault for place in Places(path).find() for fault in place)
+    return {Mutant.of(fault, source): fault for fault in faults if (_code(fault.before), _code(fault.text)) in lines}
 
 
 def _code(line: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -29,6 +29,9 @@ from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.body_format import Part
 from diptych.runtime.transfer.stream.frames import ProtocolError
 from tests.laws import law
+
+if TYPE_CHECKING:  # it cannot be imported where NIXL is not installed
+    from diptych.runtime.transfer.connectors.nixl_connector import NixlReads
 
 LAYERS, BLOCKS = 3, 12
 FORMAT = KVFormat("m", LAYERS, 2, 32, "bfloat16", 16, "cpu")
@@ -126,14 +129,14 @@ def caches(seed: int, kv_format: KVFormat = FORMAT) -> list[LayerCache]:
     return layers
 
 
-Make = Callable[..., Any]
+Make = Callable[..., "NixlReads"]
 
 
 @pytest.fixture
 def make(module: ModuleType) -> Iterator[Make]:
-    made: list[Any] = []
+    made: list[NixlReads] = []
 
-    def reads(seed: int = 0, timeout_s: float = 5.0) -> Any:
+    def reads(seed: int = 0, timeout_s: float = 5.0) -> "NixlReads":
         made.append(module.NixlReads(caches(seed), FORMAT, timeout_s))
         return made[-1]
 

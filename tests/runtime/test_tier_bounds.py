@@ -9,6 +9,7 @@ import os
 import random
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -508,6 +509,25 @@ def test_a_load_from_a_peer_ends_at_the_next_block_when_it_is_cancelled(
         monkeypatch.setattr(PeerHost, "copy", copy)
         pair.driver.act(CancelLoad(5))
         assert pair.load(0, 1, 2, 3) == 4
+    pair.close()
+
+
+def test_a_load_from_a_peer_that_is_under_way_is_cut_short_by_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, copy, has_begun = Pair(3), PeerHost.copy, threading.Event()
+    pair.share(0, 1, 2)
+
+    def slow(self: PeerHost, block: int, name: bytes, target: memoryview) -> bool:
+        has_begun.set()
+        while pair.reader._loads.empty():  # until it is told to end
+            time.sleep(0.001)
+        return copy(self, block, name, target)
+
+    monkeypatch.setattr(PeerHost, "copy", slow)
+    pair.driver.act(LoadBlocks(5, tuple(map(hash_of, range(3))), (0, 1, 2), peer=1))
+    assert has_begun.wait(10)
+    pair.reader.close()
+    [event] = pair.events.poll()
+    assert isinstance(event, RunLoaded) and event.num_blocks == 1
     pair.close()
 
 

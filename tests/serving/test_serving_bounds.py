@@ -14,7 +14,9 @@ from tests.laws import law
 
 from diptych.control.errors import ConfigError, OverloadedError
 from diptych.serving import edge_limits, long_work
+from diptych.serving.answers import chat_renderer
 from diptych.serving.answers.chat_template import ChatTemplate
+from diptych.serving.answers.grammar.schema_parts import alternatives
 from diptych.serving.failures.failure_board import FailureBoard
 from diptych.serving.keys.key_meter import _expected, _first_of_each_prompt
 from diptych.serving.long_work import LongWork
@@ -170,6 +172,29 @@ def test_numbers_of_a_template_multiply_and_have_65536_bits() -> None:
 def test_a_namespace_of_a_template_takes_no_hidden_names(name: str) -> None:
     with pytest.raises(jinja2.exceptions.SecurityError, match="underscore"):
         ChatTemplate("{% set n = namespace({'" + name + "': 1}) %}").render([])
+
+
+def test_of_the_forms_that_a_template_takes_the_first_is_rendered_that_loses_no_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And where each loses one, the first."""
+    refuses = "{% if messages|length == 2 %}{{ raise_exception('no') }}{% endif %}"
+    source = refuses + "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    first, second = {"role": "user", "content": "one"}, {"role": "user", "content": "two"}
+    cut, whole = [first], [first, second, {"role": "user", "content": "three"}]
+    renderer = chat_renderer.ChatRenderer({"default": source}, {})
+    for forms, expected in (([cut, whole], "<one><two><three>"), ([whole, cut], "<one><two><three>"), ([cut], "<one>")):
+        monkeypatch.setattr(chat_renderer, "relaxed", lambda _, forms=forms: iter(forms))
+        assert chat_renderer._rendered(renderer._loaded["default"], [first, second], {}) == expected
+
+
+@pytest.mark.parametrize(("schema", "kind"), [
+    ({"minLength": 2}, "string"), ({"minimum": 1}, "integer"), ({"minItems": 1}, "array"), ({"required": []}, "object"),
+    ({"type": "number", "minimum": 1}, "number"), ({}, None), ({"title": "x"}, None), ({"enum": [1, "a"]}, None),
+])  # fmt: skip
+def test_a_schema_without_a_type_has_that_of_its_keywords(schema: dict[str, Any], kind: str | None) -> None:
+    [found] = alternatives(schema, schema, "x")
+    assert found == ({**schema, "type": kind} if kind else schema)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
