@@ -17,6 +17,8 @@ from diptych.serving import edge_limits, long_work
 from diptych.serving.answers import chat_renderer
 from diptych.serving.answers.chat_template import ChatTemplate
 from diptych.serving.answers.grammar.schema_parts import alternatives
+from diptych.serving.answers.response.value_types import with_type
+from diptych.serving.answers.stream_journal import StreamJournal
 from diptych.serving.failures.failure_board import FailureBoard
 from diptych.serving.keys.key_meter import _expected, _first_of_each_prompt
 from diptych.serving.long_work import LongWork
@@ -195,6 +197,27 @@ def test_of_the_forms_that_a_template_takes_the_first_is_rendered_that_loses_no_
 def test_a_schema_without_a_type_has_that_of_its_keywords(schema: dict[str, Any], kind: str | None) -> None:
     [found] = alternatives(schema, schema, "x")
     assert found == ({**schema, "type": kind} if kind else schema)
+
+
+@pytest.mark.parametrize(("text", "kind", "expected"), [
+    ("null", "null", None), ("None", "null", None), ("nul", "null", "nul"), ("True", "boolean", True),
+    ("false", "boolean", False), ("yes", "boolean", "yes"), (" 3 ", "integer", 3), ("3.0", "integer", 3),
+    ("3.5", "integer", "3.5"), ("3.5", "number", 3.5), ("true", "number", "true"), ("[1]", "array", [1]),
+    ("[1]", "object", "[1]"), ('{"a": 1}', "object", {"a": 1}), ("[1", "array", "[1"),
+])  # fmt: skip
+def test_a_text_is_read_as_the_type_that_is_asked_for_or_stays_one(text: str, kind: str, expected: Any) -> None:
+    found = with_type(text, {"type": kind})
+    assert found == expected and type(found) is type(expected)
+
+
+def test_a_journal_lets_its_folder_go_once(tmp_path: Path) -> None:
+    (tmp_path / "streams").mkdir(0o700)
+    journal = StreamJournal(tmp_path / "streams")
+    with pytest.raises(ConfigError, match="another server"):
+        StreamJournal(tmp_path / "streams")
+    journal.end()
+    journal.end()
+    StreamJournal(tmp_path / "streams").end()
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
