@@ -15,6 +15,7 @@ from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.joined_worker import JoinedWorker
 from diptych.serving.fleet.worker_changes import WorkerChanges
 from diptych.serving.fleet.worker_port import WorkerSite, WorkerState
+from diptych.serving.join import worker_agent
 from diptych.serving.join.framed_link import RELAYED, TOLD
 from diptych.serving.join.join_messages import (
     Beat,
@@ -24,9 +25,11 @@ from diptych.serving.join.join_messages import (
     Leaving,
     Registration,
     Vital,
+    read_from_agent,
     read_from_door,
     told,
 )
+from diptych.serving.join.worker_agent import WorkerAgent
 from diptych.serving.link.host_clock import clock_identity
 from diptych.serving.link.messages import Ready, StepReport, encode
 from diptych.serving.worker.load_tiers import measured_copy_ns
@@ -143,7 +146,7 @@ async def test_each_connection_is_a_life_and_cuts_the_one_before(monkeypatch: py
     first.on_told(b"")
     first.on_closed("late")  # nobody listens to it any more
     worker.beat()
-    worker.send(SimpleNamespace() and ready())  # type: ignore[arg-type]
+    worker.send(ready())  # type: ignore[arg-type]
     assert world.link.told == [Beat()] and world.link.relayed == [encode(ready())] and first.told == []
     assert not world.link.closed and len(world.listener.losses) == 1
 
@@ -333,3 +336,19 @@ async def test_a_copy_of_a_block_takes_as_long_as_the_slower_way_at_its_best(mon
     monkeypatch.setattr("time.perf_counter_ns", lambda: 0)
     assert measured_copy_ns(kv, 4) == 1
     assert RELAYED != TOLD
+
+
+async def test_an_agent_that_fails_says_its_first_failure_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, said, cuts = object.__new__(WorkerAgent), list[bytes](), list[str]()
+    agent.number, agent._defect, agent._left = 3, None, asyncio.Event()
+    agent._link = SimpleNamespace(tell=said.append)  # type: ignore[assignment]
+    monkeypatch.setattr(agent, "_cut", lambda why, at_once=True: cuts.append(why))
+    monkeypatch.setattr(worker_agent, "leave_alone", lambda folder, core, error: f"recording of {core}")
+    first = ZeroDivisionError("first")
+    for error in (first, ValueError("second")):
+        agent._on_defect(error)
+    assert agent._defect is first and agent._left.is_set() and cuts == ["the agent has failed"]
+    [ended] = [read_from_agent(frame[1:]) for frame in said]
+    assert ended == Ended(
+        "the agent of worker 3 has failed: ZeroDivisionError: first", False, True, "recording of the agent of worker 3"
+    )
