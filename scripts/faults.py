@@ -1,8 +1,8 @@
 """One-line faults of Python source text, as a slip of the programmer would make them: scripts/mutants puts them in.
 
 A fault is found on the syntax tree and made by editing the one line of text that its node stands on, so that whatever
-surrounds it stays as it is. Left alone is what no test of behaviour can see: docstrings, annotations, assertions, error
-messages, lines of the log, ``__repr__``, and the checks that a class has for its tests.
+surrounds it stays as it is. Left alone is what no test of behaviour can see: docstrings, annotations, assertions (also
+``strict=True`` of zip), error messages, lines of the log, ``__repr__``, and the checks that a class has for its tests.
 """
 
 import ast
@@ -129,6 +129,8 @@ class Places:
     def _is_left_alone(self, node: ast.AST) -> bool:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return node.name in ("__repr__", "__str__") or FOR_TESTS in (ast.get_docstring(node) or "")
+        if isinstance(node, ast.keyword):
+            return node.arg == "strict"  # of zip: an assertion that both are of one length
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             return True  # a docstring, or the ``...`` of a protocol
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):

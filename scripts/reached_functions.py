@@ -65,7 +65,7 @@ if "MUTANTS_RECORD" in os.environ:
         Path(os.environ["MUTANTS_RECORD"]).write_text(json.dumps(_record))
 
 
-if "MUTANTS_CHOSEN" in os.environ:
+if os.environ.get("MUTANTS_CHOSEN"):
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

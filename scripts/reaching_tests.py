@@ -7,8 +7,9 @@ functions, and functions that only run once and whose result is kept.
 """
 
 import ast
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,10 +55,12 @@ class ImportGraph:
             modules[path.stem] = path  # helpers of tests are found by their names; test files are imported by none
             modules[".".join(path.relative_to(root).with_suffix("").parts)] = path
         self._importers: dict[Path, set[Path]] = defaultdict(set)
+        self._imported: dict[Path, set[Path]] = defaultdict(set)
         for module, path in modules.items():
             for name in imports_of(path, module):
                 if (imported := modules.get(name)) is not None and imported != path:
                     self._importers[imported.relative_to(root)].add(path.relative_to(root))
+                    self._imported[path.relative_to(root)].add(imported.relative_to(root))
 
     def distances(self, path: Path) -> Mapping[str, int]:
         """For each test file that depends on this file: over how many imports."""
@@ -67,6 +70,14 @@ class ImportGraph:
             edge = sorted({file for known in edge for file in self._importers[known]} - found.keys())
             found |= dict.fromkeys(edge, steps)
         return {str(file): steps for file, steps in found.items() if file.name.startswith("test_")}
+
+    def behind(self, path: Path) -> set[Path]:
+        """A file, and all that it imports, directly or not."""
+        found, edge = {path}, {path}
+        while edge:
+            edge = {file for known in edge for file in self._imported[known]} - found
+            found |= edge
+        return found
 
 
 def function_at(source: str, line: int) -> str:
@@ -93,6 +104,20 @@ def nearness(test_file: str, path: Path) -> int:
     test = Path(test_file)
     mirrored = (test.stem.removeprefix("test_"), *test.parent.parts[1:])
     return min((at for at, name in enumerate(names) if name in mirrored), default=len(names))
+
+
+def order_of_files(path: Path, function: str, test_files: Sequence[str], graph: ImportGraph) -> list[str]:
+    """Test files that depend on a file: first those that name the function at fault, its class or the module, then the
+    nearest by their own names and by imports."""
+    distances = graph.distances(path)
+    names = {part for part in function.split(".") if part and not part.startswith(("<", "__"))} | {path.stem}
+
+    def order(file: str) -> tuple[int, int, int, str]:
+        text = Path(file).read_text()
+        num_named = sum(re.search(rf"\b{re.escape(name)}\b", text) is not None for name in names)
+        return -num_named, nearness(file, path), distances[file], file
+
+    return sorted((file for file in test_files if file in distances), key=order)
 
 
 def reaching(

@@ -83,6 +83,7 @@ def test_every_kind_of_fault_is_found_and_nothing_that_no_test_could_notice(sour
         ('y = f("WHERE id = ? AND tenant = ?")', "query",
          {'y = f("WHERE ? IS NOT NULL AND tenant = ?")', 'y = f("WHERE id = ? AND ? IS NOT NULL")'}),
         ('MAX_LINES = _limit("MAX_LINES", 1 << 4)', "doubled", {'MAX_LINES = _limit("MAX_LINES", (1 << 4) * 2)'}),
+        ("y = zip(a, b, strict=True)", "flag", set()),
         ('logger.error("x", 3)', "constant", set()),
         ('logger.error("x", 3)', "statement", set()),
     ],
@@ -133,3 +134,55 @@ def test_a_seed_chooses_the_same_faults_again_and_another_seed_others(source: Pa
     assert lines == sorted(lines)
     with pytest.raises(ValueError, match="100 faults are asked for"):
         choose([source], 100, 0)
+
+
+def test_each_mutant_that_is_listed_as_equivalent_can_still_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of the list that fails here is about code that has changed: say anew whether it is one, or take it out."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.chdir(SCRIPTS.parent)
+    from equivalent_mutants import faults_of, read_list
+
+    assert [mutant for mutant, fault in faults_of(read_list()) if fault is None] == []
+
+
+@pytest.mark.parametrize(
+    ("after", "why"),
+    [("self.size = 1", ""), ("self.size  = by", "because")],
+    ids=["no reason", "twice"],
+)
+def test_a_mutant_is_listed_once_and_with_a_reason(after: str, why: str, source: Path, tmp_path: Path) -> None:
+    from equivalent_mutants import Mutant, read_list
+    from faults import Places
+
+    [fault] = [fault for place in Places(source).find() for fault in place if fault.text.strip() == "self.size -= by"]
+    mutant = Mutant.of(fault, SOURCE)
+    assert (mutant.function, mutant.before, mutant.after) == ("Box.grow", "self.size += by", "self.size -= by")
+    entry = f'[[mutant]]\nfile="a.py"\nfunction="f"\nbefore="x"\nafter="{after}"\nreason="{why}"\n'
+    listed = tmp_path / "list.toml"
+    listed.write_text(entry * 2)
+    with pytest.raises(ValueError, match="twice" if why else "without a reason"):
+        read_list(listed)
+    if why:
+        listed.write_text(entry)
+        assert read_list(listed) == {Mutant("a.py", "f", "x", after): why}
+
+
+def test_a_record_is_kept_until_something_that_its_test_imports_has_changed(source: Path, tmp_path: Path) -> None:
+    from reaching_tests import ImportGraph
+
+    files = {
+        "src/diptych/a.py": "import diptych.b",
+        "src/diptych/b.py": "",
+        "src/diptych/c.py": "import diptych.a",
+        "tests/helper.py": "from diptych import c",
+        "tests/test_x.py": "import diptych.a",
+        "tests/test_y.py": "import helper",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    graph = ImportGraph(tmp_path)
+    assert {str(path) for path in graph.behind(Path("tests/test_x.py"))} == {
+        "tests/test_x.py", "src/diptych/a.py", "src/diptych/b.py",
+    }  # fmt: skip
+    assert {str(path) for path in graph.behind(Path("tests/test_y.py"))} == files.keys() - {"tests/test_x.py"}

@@ -326,6 +326,26 @@ def test_rates_are_bytes_of_kv_per_second_of_the_clock() -> None:
     assert rates.encode_bytes_per_s == rates.decode_bytes_per_s == num_blocks * 2 * BASE.bytes_per_layer_block * 1e3
 
 
+def test_rates_are_those_of_what_is_done_between_two_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(KVCodec, name, lambda *_, name=name: done.append(name))
+    durations = iter([9, 9, 5, 30, 7, 20, 6, 40])  # the first two touch the memory
+    now = [0]
+
+    def clock() -> int:
+        if done and done[-1] != "look":
+            now[0] += next(durations) * 1_000_000
+        done.append("look")
+        return now[0]
+
+    rates = measure_rates(BASE, native=False, clock=clock)
+    assert done == ["look", "encode", "look", "decode", "look"] * 4
+    kv_bytes = (2 << 20) // (2 * BASE.bytes_per_layer_block) * 2 * BASE.bytes_per_layer_block
+    assert rates.encode_bytes_per_s == pytest.approx(kv_bytes / 0.005)
+    assert rates.decode_bytes_per_s == pytest.approx(kv_bytes / 0.020)
+
+
 def test_what_does_not_fit_together_is_refused_with_both_values() -> None:
     cache = Cache(BASE, 64)
     codec = KVCodec(cache.layers, BASE, WireEncoding.INT8)

@@ -241,7 +241,9 @@ def test_what_was_sent_before_a_loss_is_asked_for_and_the_rest_follows(world: Wo
     fresh.close()
     world.peer.cancelled(fresh)
     world.say(Kind.ACK, made.number, 1)
+    assert made.in_flight is not None
     world.peer.lost("cut")
+    assert made.in_flight is None  # no frame points into blocks any more
     assert world.peer.connection is None and not world.peer.wants_write
     world.peer.write()  # without a connection it does nothing
     clock.now += 10 * MS

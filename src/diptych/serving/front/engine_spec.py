@@ -67,7 +67,7 @@ class EngineSpec:
         parts = urlsplit(self.url)
         is_plain = parts.path in ("", "/") and not parts.query and not parts.fragment and "@" not in parts.netloc
         try:
-            is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+            is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:
             is_valid = False
         if not is_valid or not is_plain:

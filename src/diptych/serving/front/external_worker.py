@@ -167,7 +167,8 @@ class ExternalWorker:
         try:
             return await self._adapter.tokenize(self.pool, request, self.facts)
         except (ConnectionError, TimeoutError) as error:
-            self._log.warning("tokenise", "%s: a prompt could not be tokenised: %s", self.name, error or "no reply")
+            why = str(error) or "no reply"
+            self._log.warning("tokenise", "%s: a prompt could not be tokenised: %s", self.name, why)
             self._check_soon()
             return None
 

@@ -43,7 +43,7 @@ class LlamaCppAdapter:
         try:
             _, page = await ask(pool, "GET", self.gauge_path, timeout_s=LOOK_S)
         except (ConnectionError, TimeoutError, ReplyTooLongError) as error:
-            raise EngineNotReadyError(f"{self.gauge_path}: {error or 'no reply'}") from None
+            raise EngineNotReadyError(f"{self.gauge_path}: {str(error) or 'no reply'}") from None
         has_gauges = _GAUGES.read(page) is not None
         degraded = [] if has_gauges else ["gauges (start it with --metrics)"]
         if not props:

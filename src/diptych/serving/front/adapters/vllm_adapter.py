@@ -58,7 +58,7 @@ class VLLMAdapter:
         try:
             _, page = await ask(pool, "GET", self.gauge_path, timeout_s=LOOK_S)
         except (ConnectionError, TimeoutError, ReplyTooLongError) as error:
-            raise EngineNotReadyError(f"{self.gauge_path}: {error or 'no reply'}") from None
+            raise EngineNotReadyError(f"{self.gauge_path}: {str(error) or 'no reply'}") from None
         ranks, page = ranks_on(page), page_of_rank(page, spec.rank)
         if spec.rank is not None and ranks and spec.rank not in ranks:
             raise EngineNotReadyError(f"it has no rank {spec.rank}, but {sorted(ranks)}")
