@@ -109,19 +109,26 @@ class Sequences:
         return list(out.split([count for _, _, count in chunks]))
 
 
+WINDOWS = (None, 1, 40, 300)
+HEADS = (
+    (4, 4, 32, 16),
+    (4, 2, 64, 32),
+    (9, 3, 64, 32),
+    (14, 2, 64, 64),
+    (8, 1, 80, 16),
+    (2, 1, 128, 32),
+    (2, 1, 256, 16),
+)
+MANY_HEADS = (60, 1, 96, 16)  # as many as all of the others together
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [None, 1, 40, 300])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block_size"),
+    ("window", "heads", "kv_heads", "dim", "block_size"),
     [
-        (4, 4, 32, 16),
-        (4, 2, 64, 32),
-        (9, 3, 64, 32),
-        (14, 2, 64, 64),
-        (8, 1, 80, 16),
-        (2, 1, 128, 32),
-        (60, 1, 96, 16),
-        (2, 1, 256, 16),
+        *((window, *heads) for heads in HEADS for window in WINDOWS),
+        (WINDOWS[0], *MANY_HEADS),
+        *(pytest.param(window, *MANY_HEADS, marks=pytest.mark.slow) for window in WINDOWS[1:]),
     ],
 )
 def test_native_attention_equals_torch(

@@ -25,11 +25,12 @@ from diptych.runtime.step.warm_up import warm_up
 from tests.runtime.checkpoints import FAMILIES, prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy
 from tests.runtime.gathering_engine import GatheringEngine
-from tests.runtime.kernel_sets import BFLOAT16, FLOAT32, NATIVE
+from tests.runtime.kernel_sets import BFLOAT16, FASTEST, FASTEST_NATIVE, FLOAT32, NATIVE, pairwise
+
+PREEMPTIONS = ("recompute", "swap")
 
 
-@pytest.mark.parametrize("instruction_set", FLOAT32)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "instruction_set"), pairwise(list(FAMILIES), FLOAT32, FASTEST))
 def test_greedy_tokens_are_those_of_transformers(family: str, instruction_set: str) -> None:
     prompt = prompt_of(301)
     for chunk in (301, 37):
@@ -37,16 +38,18 @@ def test_greedy_tokens_are_those_of_transformers(family: str, instruction_set: s
         reference(family).check_greedy(prompt, tokens)
 
 
-@pytest.mark.parametrize("instruction_set", FLOAT32)
-@pytest.mark.parametrize("family", ["llama-rope-yarn", "mistral-window", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "instruction_set"), pairwise(["llama-rope-yarn", "mistral-window", "qwen3"], FLOAT32, FASTEST)
+)
 def test_a_prompt_of_2000_tokens_gives_the_tokens_of_transformers(family: str, instruction_set: str) -> None:
     prompt = prompt_of(2000)
     tokens, _ = generate(runner(family, instruction_set), prompt, chunks_of(2000, 600), greedy())
     reference(family).check_greedy(prompt, tokens)
 
 
-@pytest.mark.parametrize("instruction_set", FLOAT32)
-@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize(
+    ("size", "instruction_set"), pairwise([1, 2, 15, 16, 17, 31, 32, 33, 64, 100], FLOAT32, FASTEST, each=3)
+)
 def test_chunk_size_does_not_change_the_tokens(size: int, instruction_set: str) -> None:
     for family, length in (("llama", 131), ("mistral-window", 150)):
         prompt = prompt_of(length)
@@ -76,8 +79,9 @@ def fixed_budget(tokens: int, preemption: str = "recompute", seqs: int = 64) -> 
     )
 
 
-@pytest.mark.parametrize("instruction_set", FLOAT32)
-@pytest.mark.parametrize("family", ["llama-rope-llama3", "mistral-window", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "instruction_set"), pairwise(["llama-rope-llama3", "mistral-window", "qwen2", "qwen3"], FLOAT32, FASTEST)
+)
 def test_a_batch_of_32_in_mixed_phases_gives_each_request_its_own_tokens(family: str, instruction_set: str) -> None:
     shared = runner(family, instruction_set)
     engine = GatheringEngine(shared, engine_config(shared, fixed_budget(96)))
@@ -91,10 +95,12 @@ def test_a_batch_of_32_in_mixed_phases_gives_each_request_its_own_tokens(family:
         reference(family).check_greedy(prompts[request_id], generation.token_ids)
 
 
-@pytest.mark.parametrize("instruction_set", FLOAT32)
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("family", ["llama", "qwen2-window"])
-def test_preempted_requests_continue_with_the_same_tokens(family: str, preemption: str, instruction_set: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "instruction_set"),
+    pairwise([(family, way) for family in ("llama", "qwen2-window") for way in PREEMPTIONS], FLOAT32, FASTEST),
+)
+def test_preempted_requests_continue_with_the_same_tokens(case: tuple[str, str], instruction_set: str) -> None:
+    family, preemption = case
     shared = runner(family, instruction_set)
     engine = crowded_engine(shared, preemption, num_blocks=16)
     prompts = {f"r{i}": prompt_of(40 + 13 * i, seed=i) for i in range(5)}
@@ -255,9 +261,9 @@ def test_native_kernels_give_the_same_bits_after_a_prefix_hit(dtype: str, instru
     assert engine.core.stats().prefix_hit_tokens == 128 and results[0] == results[1]
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
-def test_native_kernels_give_the_same_bits_after_preemption(dtype: str, instruction_set: str, preemption: str) -> None:
+@pytest.mark.parametrize(("preemption", "kernels"), pairwise(PREEMPTIONS, NATIVE, FASTEST_NATIVE))
+def test_native_kernels_give_the_same_bits_after_preemption(preemption: str, kernels: tuple[str, str]) -> None:
+    dtype, instruction_set = kernels
     shared = runner("qwen2-window", instruction_set, dtype)
     crowded = crowded_engine(shared, preemption, num_blocks=16)
     prompts = {f"r{i}": prompt_of(40 + 13 * i, seed=i) for i in range(5)}

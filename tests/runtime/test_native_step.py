@@ -9,19 +9,23 @@ from diptych.runtime.local_engine import engine_config
 from tests.runtime.checkpoints import prompt_of, runner
 from tests.runtime.driving import greedy
 from tests.runtime.gathering_engine import GatheringEngine
-from tests.runtime.kernel_sets import NATIVE
+from tests.runtime.kernel_sets import FASTEST_NATIVE, NATIVE, pairwise
 
 LENGTHS = {"short": 5, "one segment": 256, "long": 700}
 
 
-MODELS = [(family, "none") for family in ("llama", "mistral-window", "qwen2-window", "qwen3-biased")]
+MODELS = [
+    *((family, "none") for family in ("llama", "mistral-window", "qwen2-window", "qwen3-biased")),
+    ("qwen2", "int8"),
+    ("llama", "int4"),
+]
 
 
-@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
-@pytest.mark.parametrize(("family", "quantize"), [*MODELS, ("qwen2", "int8"), ("llama", "int4")])
+@pytest.mark.parametrize(("model", "kernels"), pairwise(MODELS, NATIVE, FASTEST_NATIVE))
 def test_a_decode_step_gives_the_bits_of_its_parts_with_any_number_of_threads(
-    family: str, quantize: str, dtype: str, instruction_set: str, monkeypatch: pytest.MonkeyPatch
+    model: tuple[str, str], kernels: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (family, quantize), (dtype, instruction_set) = model, kernels
     shared = runner(family, instruction_set, dtype, quantize=quantize)
     assert shared.model.native_step is not None
 

@@ -18,7 +18,7 @@ from diptych.serving.link.engine_options import BUNDLED_MODEL
 from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import greedy
 from tests.runtime.gathering_engine import GatheringEngine
-from tests.runtime.kernel_sets import FLOAT32, NATIVE
+from tests.runtime.kernel_sets import FASTEST, FLOAT32, NATIVE, pairwise
 from tests.runtime.test_model_runner import fixed_budget
 
 Vector = np.ndarray[tuple[int], np.dtype[np.float32]]
@@ -83,8 +83,9 @@ def test_the_bundled_model_gives_the_hidden_states_of_transformers(pooling: Pool
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-@pytest.mark.parametrize("instruction_set", FLOAT32)
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "instruction_set"), pairwise(["llama", "mistral-window", "qwen2", "qwen3"], FLOAT32, FASTEST)
+)
 def test_every_family_and_every_chunk_size_gives_them(family: str, instruction_set: str, pooling: Pooling) -> None:
     prompt = prompt_of(130)
     theirs = expected(reference(family).model.model, prompt, pooling)
