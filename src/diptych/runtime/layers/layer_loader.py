@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from diptych.runtime.attention.attention_backend import AttentionBackend
-from diptych.runtime.layers.decoder import DecoderLayer, DecoderLayers
-from diptych.runtime.layers.native_step import native_step
+from diptych.runtime.layers.decoder_layers import DecoderLayers
+from diptych.runtime.layers.native_step import DecoderLayer, native_step
 from diptych.runtime.layers.parts import Attention, Embedding, QuantizedEmbedding, RmsNorm, RopeAndCache
 from diptych.runtime.layers.rope import RotaryTables
 from diptych.runtime.models.model_config import AttentionConfig, LayerAttention, RopeConfig

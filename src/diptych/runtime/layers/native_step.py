@@ -1,11 +1,12 @@
 """Decode steps of all layers in one native call, where a call for each part of a layer would cost as much as its work.
 
-For the layers of decoder.py, computed in the order of decode_step.h by the very kernels that the parts call one by one:
-the same bits come out. A model that is made otherwise, or has a part without a kernel, goes without.
+For the layers of decoder_layers.py, computed in the order of decode_step.h by the very kernels that the parts call one
+by one: the same bits come out. A model that is made otherwise, or has a part without a kernel, goes without.
 """
 
 import ctypes
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -13,11 +14,42 @@ from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.attention.native_attention import NativeCpuAttention
 from diptych.runtime.kernels.native import NativeWeight
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
-from diptych.runtime.layers.decoder import DecoderLayer
 from diptych.runtime.layers.forward_pass import ForwardPass
-from diptych.runtime.layers.parts import RmsNorm
+from diptych.runtime.layers.parts import Attention, RmsNorm, RopeAndCache
 from diptych.runtime.ops.native_linear import NativeLinear
 from diptych.runtime.ops.ops import Linear
+
+
+class DecoderLayer(Protocol):
+    """x += attention_norm(o_proj(attention(rope(qkv(input_norm(x)))))), then x +=
+    output_norm(down(gate_up(mlp_norm(x)))).
+
+    A norm that is None is left out. attention_gate: what attention gives is multiplied with sigmoid(attention_gate(.))
+    of the layer's normed input before o_proj (None: it is not).
+    """
+
+    @property
+    def input_norm(self) -> RmsNorm | None: ...
+    @property
+    def qkv(self) -> Linear: ...
+    @property
+    def rope(self) -> RopeAndCache: ...
+    @property
+    def attention(self) -> Attention: ...
+    @property
+    def attention_gate(self) -> Linear | None: ...
+    @property
+    def o_proj(self) -> Linear: ...
+    @property
+    def attention_norm(self) -> RmsNorm | None: ...
+    @property
+    def mlp_norm(self) -> RmsNorm | None: ...
+    @property
+    def gate_up(self) -> Linear: ...
+    @property
+    def down(self) -> Linear: ...
+    @property
+    def output_norm(self) -> RmsNorm | None: ...
 
 
 def _record(pointers: str, sizes: str, floats: str = "") -> list[tuple[str, type]]:

@@ -120,7 +120,7 @@ def read_decoder(
     )
 
 
-class _Layer:
+class LoadedLayer:
     """The parts of one layer, loaded from ``model.layers.{index}``; see DecoderLayer."""
 
     def __init__(self, config: DecoderConfig, load: LayerLoader, index: int) -> None:
@@ -172,7 +172,7 @@ class Decoder:
         is_tied, hidden = config.tie_word_embeddings, config.hidden_size
         self.embed_tokens = load.embedding("model.embed_tokens", config.vocab_size, hidden, is_tied=is_tied)
         self.embedding_norm = _load_norm(load, "model.embed_norm", hidden, config.embedding_norm)
-        layers = [_Layer(config, load, index) for index in range(config.num_layers)]
+        layers = [LoadedLayer(config, load, index) for index in range(config.num_layers)]
         norm = _load_norm(load, "model.norm", hidden, config.norm)
         assert norm is not None, "config.norm is one"
         self.lm_head = load.lm_head(self.embed_tokens, is_tied=is_tied)

@@ -4,51 +4,14 @@ One description for all families: native_step.py computes decode steps of such l
 here computes all other steps part by part, with the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from diptych.runtime.layers.forward_pass import ForwardPass
-from diptych.runtime.layers.parts import Attention, RmsNorm, RopeAndCache
-from diptych.runtime.ops.ops import Linear, Ops
-
-if TYPE_CHECKING:
-    from diptych.runtime.layers.native_step import NativeStep
-
-
-class DecoderLayer(Protocol):
-    """x += attention_norm(o_proj(attention(rope(qkv(input_norm(x)))))), then x +=
-    output_norm(down(gate_up(mlp_norm(x)))).
-
-    A norm that is None is left out. attention_gate: what attention gives is multiplied with sigmoid(attention_gate(.))
-    of the layer's normed input before o_proj (None: it is not).
-    """
-
-    @property
-    def input_norm(self) -> RmsNorm | None: ...
-    @property
-    def qkv(self) -> Linear: ...
-    @property
-    def rope(self) -> RopeAndCache: ...
-    @property
-    def attention(self) -> Attention: ...
-    @property
-    def attention_gate(self) -> Linear | None: ...
-    @property
-    def o_proj(self) -> Linear: ...
-    @property
-    def attention_norm(self) -> RmsNorm | None: ...
-    @property
-    def mlp_norm(self) -> RmsNorm | None: ...
-    @property
-    def gate_up(self) -> Linear: ...
-    @property
-    def down(self) -> Linear: ...
-    @property
-    def output_norm(self) -> RmsNorm | None: ...
+from diptych.runtime.layers.native_step import DecoderLayer, NativeStep
+from diptych.runtime.layers.parts import RmsNorm
+from diptych.runtime.ops.ops import Ops
 
 
 class DecoderLayers:
