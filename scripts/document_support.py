@@ -41,11 +41,26 @@ NEEDS = {
 }
 TITLES = {"amx": "AMX", "avx512_bf16": "AVX512-BF16", "avx512": "AVX-512", "avx2": "AVX2"}
 PUBLISHED = {
+    "Gemma2ForCausalLM": "Gemma 2",
+    "Gemma3ForCausalLM": "Gemma 3 (also as `Gemma3ForConditionalGeneration`: the text part)",
+    "GraniteForCausalLM": "Granite 3 and 4 without experts and without state-space layers",
     "LlamaForCausalLM": "Llama 2, 3, 3.1 and 3.2, SmolLM2, and others of that architecture",
-    "MistralForCausalLM": "Mistral 7B, with and without a sliding window",
+    "Ministral3ForCausalLM": "Ministral 3 and Devstral 2 (also as `Mistral3ForConditionalGeneration`: the text part)",
+    "MistralForCausalLM": "Mistral 7B, with and without a sliding window; Mistral Small 3 (also as "
+    "`Mistral3ForConditionalGeneration`: the text part)",
+    "MuseGlimmerForConditionalGeneration": "Muse Glimmer: the text part",
+    "Olmo2ForCausalLM": "OLMo 2",
+    "Olmo3ForCausalLM": "OLMo 3",
+    "Phi3ForCausalLM": "Phi-3, Phi-3.5 and Phi-4 mini and medium, Phi-4",
     "Qwen2ForCausalLM": "Qwen 2 and 2.5",
     "Qwen3ForCausalLM": "Qwen 3 without experts",
+    "SeedOssForCausalLM": "Seed-OSS",
+    "SmolLM3ForCausalLM": "SmolLM3",
 }
+# How an architecture is proven; every one of them also by RANDOM.
+RANDOM = "random weights against transformers, in fp32"
+REAL = {"LlamaForCausalLM": "a real checkpoint (SmolLM2-135M)"}
+GGUF_NOTES = {"MistralForCausalLM": "as `llama`, with a window"}
 # Paths that clients of other servers may look for; those that this server has are left out of the page.
 ELSEWHERE = (
     *("/v1/embeddings", "/v1/files", "/v1/batches", "/v1/audio/transcriptions", "/v1/images/generations"),
@@ -124,7 +139,7 @@ def _join(names: list[str]) -> str:
 
 
 def _class(name: str) -> str:
-    return name.removesuffix("ForCausalLM")
+    return name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
 
 
 def _sets() -> list[str]:
@@ -146,10 +161,12 @@ def _machines() -> Iterator[str]:
 
 
 def _models() -> Iterator[str]:
-    yield "\n## Models\n\n| architecture in `config.json` | published models | in GGUF |\n|---|---|---|\n"
+    yield "\n## Models\n\n| architecture in `config.json` | published models | proven by | in GGUF |\n"
+    yield "|---|---|---|---|\n"
     for name in MODELS:
         kept = [f"`{key}`" for key, architecture in ARCHITECTURES.items() if architecture == name]
-        yield table_row(f"`{name}`", PUBLISHED[name], ", ".join(kept) or "as `llama`, with a window")
+        stored = ", ".join(kept) or GGUF_NOTES.get(name, "")
+        yield table_row(f"`{name}`", PUBLISHED[name], f"{REAL[name]}; " * (name in REAL) + RANDOM, stored)
     types = [kind.name for kind in GGML_TYPES.values() if kind.num_bytes is not None]
     rows = {
         "dtypes of weights": ", ".join(f"`{name}`" for name in DTYPES),

@@ -32,6 +32,7 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": MAX_POSITIONS,
     "eos_token_id": None,
     "bos_token_id": None,
+    "pad_token_id": None,
     "attn_implementation": "eager",
 }
 LLAMA3_ROPE = {
@@ -50,6 +51,25 @@ YARN_ROPE = {
     "beta_fast": 16.0,
     "beta_slow": 1.0,
 }
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 8.0],
+    "partial_rotary_factor": 0.75,
+}
+MINISTRAL_ROPE = {
+    **YARN_ROPE,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.5,
+    "llama_4_scaling_beta": 0.3,
+}
+OLMO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": YARN_ROPE,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama-tied-biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -62,6 +82,71 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
     "qwen3-biased": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True}),
+    "gemma2": (
+        "Gemma2",
+        {**GEMMA, "sliding_window": 40, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            **GEMMA,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "ministral3": ("Ministral3", {"head_dim": 32, "rope_parameters": MINISTRAL_ROPE}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 45}),
+    "phi3": ("Phi3", {"num_key_value_heads": 4}),
+    "phi3-longrope": (
+        "Phi3",
+        {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 4096, "sliding_window": 60},
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "attention_multiplier": 0.3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": OLMO_ROPES,
+        },
+    ),
+    "seed-oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True}),
+    "muse-glimmer": (
+        "MuseGlimmer",
+        {
+            "head_dim": 32,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "layer_rope_theta": [10_000.0, 0, 10_000.0],
+            "qk_scale_factor": 1.7,
+            "output_multiplier": 0.7,
+            "post_norm_eps": 1e-8,
+        },
+    ),
+}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+WHOLES: dict[str, dict[str, Any]] = {  # of architectures that hold a text model beside others: what the others are
+    "MuseGlimmer": {
+        "vision_config": {**VISION, "pos_emb_height": 4, "pos_emb_width": 4},
+        "out_hidden_size": 64,
+        "projector_hidden_size": 16,
+    },
+    "Mistral3": {"vision_config": {"model_type": "pixtral", **VISION}},
+    "Gemma3": {"vision_config": {"model_type": "siglip_vision_model", **VISION, "image_size": 28, "patch_size": 14}},
 }
 
 
@@ -96,19 +181,33 @@ class Reference:
         self.accepted.add(whole)
 
 
+def make_model(name: str, changes: dict[str, Any], whole: str | None = None) -> Any:
+    """A model of transformers with its initial weights. whole: the architecture that holds it beside other models, by
+    its name; else that of text alone, where there is one."""
+    values = BASE | changes
+    if whole is None and hasattr(transformers, f"{name}ForCausalLM"):
+        config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+        return getattr(transformers, f"{name}ForCausalLM")(config_class(**values)).eval()
+    whole = whole or name
+    kind = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    config = getattr(transformers, f"{whole}Config")(
+        text_config={"model_type": kind.model_type, **values}, **WHOLES[whole], attn_implementation="eager"
+    )
+    return getattr(transformers, f"{whole}ForConditionalGeneration")(config).eval()
+
+
 @cache
 def reference(family: str, dtype: str = "float32") -> Reference:
     """The checkpoint of one entry of FAMILIES, written once per test session."""
-    name, changes = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**(BASE | changes))
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = make_model(*FAMILIES[family])
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.empty_like(parameter).normal_(0.0, 1.0, generator=generator)
             if "norm" in key:
-                parameter.copy_(1.0 + 0.2 * noise)
+                is_centered = bool((parameter == 0.0).all())  # what is added to 1
+                parameter.copy_((0.0 if is_centered else 1.0) + 0.2 * noise)
             else:
                 parameter.copy_(noise * (0.5 if "lm_head" in key or "embed" in key else 0.15))
             parameter.copy_(parameter.to(getattr(torch, dtype)))  # the reference computes with the stored values

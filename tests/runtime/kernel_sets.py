@@ -1,7 +1,7 @@
 """The instruction sets of this machine: tests of results run on each, so that every machine tests all it can use, and
 on the code of AMX over emulated tiles, so that every machine tests that, too."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -35,3 +35,15 @@ def pairwise(things: Sequence[Any], sets: Sequence[Any], main: Any, each: int = 
 
 def _name(value: Any) -> str:
     return "-".join(value) if isinstance(value, tuple) else str(value)
+
+
+def every_pair(families: Iterable[str], sets: Sequence[Any]) -> list[Any]:
+    """Parameters of a test: each family on each set. Marked slow, but for the first family on each set and each other
+    one on one of them."""
+    found = []
+    for number, family in enumerate(families):
+        for index, one in enumerate(sets):
+            is_quick = number == 0 or index == number % len(sets)
+            values = (family, *(one if isinstance(one, tuple) else (one,)))
+            found.append(pytest.param(*values, marks=() if is_quick else pytest.mark.slow))
+    return found

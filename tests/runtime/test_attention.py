@@ -12,7 +12,7 @@ from diptych.runtime.attention.layout import write_cpu, write_cuda
 from diptych.runtime.kernels.instruction_set import TORCH
 from diptych.runtime.kernels.native import load_native
 from diptych.runtime.models.model_config import AttentionConfig, LayerAttention
-from tests.runtime.kernel_sets import NATIVE
+from tests.runtime.kernel_sets import EVERY, NATIVE
 
 CPU = torch.device("cpu")
 
@@ -153,12 +153,12 @@ def test_native_attention_equals_torch(
 
 
 @pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (100, 2.0)])
 def test_a_token_is_bitwise_the_same_whole_chunked_decoded_and_in_any_batch(
-    dtype: str, instruction_set: str, window: int | None
+    dtype: str, instruction_set: str, window: int | None, softcap: float | None
 ) -> None:
     shape = Shape(6, 2, 64, 32, dtype)
-    native, how = shape.backend(instruction_set), shape.how(window)
+    native, how = shape.backend(instruction_set), shape.how(window, softcap)
     sequences = Sequences(shape, [600, 90, 1000])
     (whole,) = sequences.attend(native, [(0, 0, 600)], how)
     for size in (1, 7, 64, 255, 256, 257):
@@ -180,19 +180,14 @@ def test_shapes_that_the_kernels_do_not_cover_go_to_torch(
     assert shape.backend(instruction_set).name == "torch-cpu"
 
 
-@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
-def test_capped_scores_go_to_torch_as_long_as_no_kernel_caps_them(dtype: str, instruction_set: str) -> None:
-    shape = Shape(4, 2, 64, 32, dtype)
-    assert shape.backend(instruction_set, shape.how(), shape.how(softcap=50.0)).name == "torch-cpu"
-    assert shape.backend(instruction_set, shape.how(), shape.how()).name == "native-cpu"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "instruction_set"), EVERY)
 @pytest.mark.parametrize("window", [None, 40])
-def test_capped_scores_are_the_softcap_times_the_tangent_of_their_share_of_it(dtype: str, window: int | None) -> None:
+def test_capped_scores_are_the_softcap_times_the_tangent_of_their_share_of_it(
+    dtype: str, instruction_set: str, window: int | None
+) -> None:
     shape, softcap = Shape(4, 2, 32, 16, dtype), 0.7
     how, sequences = shape.how(window, softcap), Sequences(shape, [90, 61])
-    results = sequences.attend(shape.backend(TORCH, how), [(0, 89, 1), (1, 20, 41)], how)
+    results = sequences.attend(shape.backend(instruction_set, how), [(0, 89, 1), (1, 20, 41)], how)
     for (sequence, start), result in zip(((0, 89), (1, 20)), results, strict=True):
         q, k, v = (part[sequence].double() for part in (sequences.q, sequences.k, sequences.v))
         k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))

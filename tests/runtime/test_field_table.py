@@ -7,18 +7,29 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from diptych.control.errors import UnsupportedModelError
 from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.field_table import ROPE_HARMLESS, ROPE_READ, ROPE_REFUSED, TABLES, check_fields
 from diptych.runtime.models.registry import MODELS, read_model_config
+from diptych.runtime.models.wrappers import WRAPPERS
 from tests.runtime.test_model_config import LLAMA
 from tests.runtime.transformers_fields import fields_used, rope_fields_used
+
+OF_IMAGES = {"layer_norm_eps", "merge_size", "patch_size", "patch_temporal", "pos_emb_height", "pos_emb_width"}
+YARN = {"rope_type": "yarn", "factor": 2.0}
+SCALED_ROPES: dict[str, dict[str, Any]] = {  # of a family that does not take YARN as it is
+    "Gemma3ForCausalLM": {"full_attention": YARN},
+    "Ministral3ForCausalLM": {**YARN, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1},
+    "Olmo3ForCausalLM": {"full_attention": YARN},
+    "Phi3ForCausalLM": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+}
 
 
 def installed() -> Path:
@@ -32,7 +43,10 @@ def in_no_column(folder: Path, architecture: str) -> dict[str, list[str]]:
     """The fields that the class in a folder of transformers uses and no column has, with the files that use them."""
     table = TABLES[architecture]
     known = table.read | set(table.refused) | set(table.harmless)
-    return {name: sorted(files) for name, files in fields_used(folder, table.model_type).items() if name not in known}
+    model_type = table.model_type.removesuffix("_text")
+    if model_type != table.model_type:  # in one file with the models of images
+        known |= OF_IMAGES.union(*(wrapper.harmless for wrapper in WRAPPERS.values()))
+    return {name: sorted(files) for name, files in fields_used(folder, model_type).items() if name not in known}
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -92,7 +106,15 @@ class SeenValues(Mapping[str, Any]):
 
 def complete(architecture: str, **changes: Any) -> dict[str, Any]:
     """A config.json with a window in it, where the family has windows."""
-    return LLAMA | {"architectures": [architecture], "model_type": TABLES[architecture].model_type} | changes
+    values = LLAMA | {"architectures": [architecture], "model_type": TABLES[architecture].model_type} | changes
+    if architecture not in WRAPPERS:
+        return values
+    return {"architectures": [architecture], "text_config": values | {"architectures": None}}
+
+
+def prefix(architecture: str) -> str:
+    """Before the names of fields in messages."""
+    return "text_config." if architecture in WRAPPERS else ""
 
 
 def write(directory: Path, architecture: str, **changes: Any) -> None:
@@ -104,15 +126,16 @@ def write(directory: Path, architecture: str, **changes: Any) -> None:
 def test_a_family_looks_at_the_fields_of_its_column_and_at_no_other(architecture: str, tmp_path: Path) -> None:
     seen: set[str] = set()
     for changes in (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "dtype": "float32", "sliding_window": 8},
+        {"rope_parameters": SCALED_ROPES.get(architecture, YARN), "dtype": "float32", "sliding_window": 8},
         {"use_sliding_window": True, "torch_dtype": "float32"} if architecture != "LlamaForCausalLM" else {},
         {"use_sliding_window": False, "sliding_window": 8, "layer_types": ["full_attention"] * 4},
     ):
-        if "layer_types" in changes and architecture == "MistralForCausalLM":
+        if "layer_types" in changes and architecture in ("MistralForCausalLM", "Ministral3ForCausalLM"):
             changes["layer_types"] = ["sliding_attention"] * 4
         if "rope_parameters" in changes and architecture == "LlamaForCausalLM":
             del changes["sliding_window"]
-        values = SeenValues(complete(architecture, **changes))
+        whole = complete(architecture, **changes)
+        values = SeenValues({**whole.get("text_config", whole), "architectures": [architecture]})
         fields = ConfigFields(tmp_path / "config.json", values)
         check_fields(fields, architecture)
         values.seen &= {"model_type", "rope_parameters", "rope_scaling"}
@@ -135,7 +158,7 @@ def test_a_field_that_is_not_computed_is_refused_by_its_name_but_at_neutral_valu
             write(tmp_path, architecture, **{name: value})
             with pytest.raises(UnsupportedModelError) as caught:
                 read_model_config(tmp_path)
-            assert f"config.json: {name} is {value!r}; supported: " in str(caught.value)
+            assert f"config.json: {prefix(architecture)}{name} is {value!r}; supported: " in str(caught.value)
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -158,7 +181,7 @@ def test_fields_of_rotary_embeddings_likewise(spelling: str, name: str, value: A
     rope = {"rope_type": "linear", "factor": 2.0}
     for changes in ({"finetuned": True}, {"mrope_section": [1, 2]}, {name: None}):
         write(tmp_path, "LlamaForCausalLM", **{spelling: rope | changes})
-        assert read_model_config(tmp_path).rope.factor == 2.0  # type: ignore[attr-defined]
+        assert read_model_config(tmp_path).ropes[0].factor == 2.0  # type: ignore[attr-defined]
     write(tmp_path, "LlamaForCausalLM", **{spelling: rope | {name: value}})
     with pytest.raises(UnsupportedModelError, match=rf"{spelling}\.{name} is {value}; supported: "):
         read_model_config(tmp_path)
@@ -167,19 +190,55 @@ def test_fields_of_rotary_embeddings_likewise(spelling: str, name: str, value: A
 @pytest.mark.parametrize("architecture", MODELS)
 def test_the_types_and_defaults_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     table = TABLES[architecture]
-    theirs = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
-    assert table.model_type == theirs.model_type
+    theirs = CONFIG_MAPPING[table.model_type]
     wide = {"num_attention_heads": 64, "num_key_value_heads": 64, "hidden_size": 64 * 128}
-    config = complete(architecture, **wide)
+    config = {name: value for name, value in complete(architecture, **wide).items() if name != "architectures"}
+    config = config.get("text_config", config)
     del config["num_key_value_heads"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_text(tmp_path, architecture, config)
     ours = read_model_config(tmp_path)
     expected = theirs(**{name: value for name, value in config.items() if name != "architectures"})
     assert ours.attention.num_kv_heads == expected.num_key_value_heads
-    assert ours.attention.head_dim == (expected.head_dim if hasattr(expected, "head_dim") else 128)
-    assert ours.rope.theta == expected.rope_parameters["rope_theta"]  # type: ignore[attr-defined]
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma"}))
+    assert ours.attention.head_dim == (getattr(expected, "head_dim", None) or 128)
+    for index, rope in enumerate(ours.ropes):  # type: ignore[attr-defined]
+        kinds = getattr(expected, "layer_types", None)
+        parameters = expected.rope_parameters
+        parameters = parameters[kinds[index]] if kinds and kinds[index] in parameters else parameters
+        assert rope is None or rope.theta == parameters["rope_theta"]
+    write_text(tmp_path, architecture, config | {"model_type": "gemma"})
     with pytest.raises(UnsupportedModelError, match=f"model_type is 'gemma'; supported: {table.model_type}"):
+        read_model_config(tmp_path)
+
+
+def write_text(directory: Path, architecture: str, values: Mapping[str, Any]) -> None:
+    """A config.json with these fields of a text model, where the architecture has them."""
+    whole = {"architectures": [architecture]}
+    whole |= {"text_config": values} if architecture in WRAPPERS else values
+    (directory / "config.json").write_text(json.dumps(whole | {"architectures": [architecture]}))
+
+
+WITH_DEFAULTS = [name for name in MODELS if not name.startswith(("Llama", "Mistral", "Qwen"))]
+
+
+@pytest.mark.parametrize("architecture", WITH_DEFAULTS)
+def test_what_a_file_does_not_say_is_what_the_class_of_transformers_takes(architecture: str, tmp_path: Path) -> None:
+    theirs = CONFIG_MAPPING[TABLES[architecture].model_type]
+    write_text(tmp_path, architecture, {"model_type": theirs.model_type})
+    ours = read_model_config(tmp_path)
+    write_text(tmp_path, architecture, theirs().to_dict())
+    assert replace(read_model_config(tmp_path), eos_token_ids=ours.eos_token_ids, dtype=ours.dtype) == ours
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_rotations_and_activations_that_are_not_computed_are_refused(architecture: str, tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    is_nested = "full_attention" in SCALED_ROPES.get(architecture, ())
+    write(tmp_path, architecture, rope_parameters={"full_attention": rope} if is_nested else rope)
+    with pytest.raises(UnsupportedModelError, match=r"rope_type is 'dynamic'; supported: default, "):
+        read_model_config(tmp_path)
+    field = "hidden_activation" if "hidden_activation" in TABLES[architecture].read else "hidden_act"
+    write(tmp_path, architecture, **{field: "relu2"})
+    with pytest.raises(UnsupportedModelError, match=rf"config\.json: {prefix(architecture)}{field} is 'relu2'; supp"):
         read_model_config(tmp_path)
 
 

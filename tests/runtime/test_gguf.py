@@ -86,10 +86,11 @@ def test_every_type_is_decoded_as_the_reference_decodes_it(number: int) -> None:
 def test_a_file_holds_the_config_and_the_tensors_of_its_checkpoint(family: str, tmp_path: Path) -> None:
     directory, path = reference(family).directory, write_model(tmp_path / "m.gguf", family)
     config, expected = read_model_config(path), read_model_config(directory)
-    frequencies, wanted = (inverse_frequencies(c.rope, c.attention.head_dim) for c in (config, expected))
+    frequencies, wanted = (inverse_frequencies(c.ropes[0], c.attention.head_dim) for c in (config, expected))
     assert torch.allclose(frequencies[0], wanted[0], rtol=1e-6) and frequencies[1] == wanted[1]
-    assert config.norm_eps == pytest.approx(expected.norm_eps)
-    same = {"path": path, "norm_eps": 1.0, "rope": expected.rope}
+    assert config.norm.eps == pytest.approx(expected.norm.eps)
+    norms = ("norm", "before_norm", "after_norm", "qk_norm")
+    same = {"path": path, "ropes": expected.ropes, **dict.fromkeys(norms)}
     assert replace(config, **same) == replace(expected, **same)
     checkpoint, other = open_checkpoint(config), open_checkpoint(expected)
     assert set(checkpoint.tensors) == set(other.tensors)
@@ -306,7 +307,7 @@ def test_uniform_counts_of_layers_are_one_count(tmp_path: Path) -> None:
 
 
 def test_scaling_without_a_type_is_linear(tmp_path: Path) -> None:
-    rope = read_model_config(write_model(tmp_path / "m.gguf", **{"llama.rope.scaling.factor": 4.0})).rope
+    rope = read_model_config(write_model(tmp_path / "m.gguf", **{"llama.rope.scaling.factor": 4.0})).ropes[0]
     assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 

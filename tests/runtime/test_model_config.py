@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.layers.rope import cos_sin_table, inverse_frequencies
-from diptych.runtime.models.llama import LlamaConfig
+from diptych.runtime.models.decoder import DecoderConfig
 from diptych.runtime.models.model_config import AttentionConfig, LayerAttention
 from diptych.runtime.models.registry import read_model_config
 from tests.runtime.checkpoints import LLAMA3_ROPE, YARN_ROPE
@@ -42,11 +42,11 @@ def write(directory: Path, generation: dict[str, Any] | None = None, **changes: 
 
 def test_a_llama_config(tmp_path: Path) -> None:
     config = read_model_config(write(tmp_path, eos_token_id=7, torch_dtype="bfloat16"))
-    assert isinstance(config, LlamaConfig)
+    assert isinstance(config, DecoderConfig)
     assert config.attention == AttentionConfig(4, 2, 16, (LayerAttention(0.25),) * 4)
-    assert (config.vocab_size, config.hidden_size, config.num_layers, config.norm_eps) == (100, 64, 4, 1e-5)
+    assert (config.vocab_size, config.hidden_size, config.num_layers, config.norm.eps) == (100, 64, 4, 1e-5)
     assert (config.dtype, config.eos_token_ids, config.tie_word_embeddings) == ("bfloat16", (7,), False)
-    assert (config.rope.kind, config.rope.theta) == ("default", 10000.0)
+    assert (config.ropes[0].kind, config.ropes[0].theta) == ("default", 10000.0)
 
 
 def test_the_generation_config_has_the_last_word_on_the_end_of_sequence(tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_rotary_frequencies_are_those_of_transformers(name: str, tmp_path: Path)
     older = {key: value for key, value in values.items() if key not in ("rope_theta", "rope_type")}
     older["type" if name == "linear" else "rope_type"] = values["rope_type"]
     older_config = write(tmp_path, rope_theta=values["rope_theta"], rope_scaling=older)
-    assert read_model_config(older_config).rope == newer.rope
+    assert read_model_config(older_config).ropes == newer.ropes
     theirs = transformers.LlamaConfig(**{**LLAMA, "rope_parameters": dict(values)})
-    frequencies, scale = inverse_frequencies(newer.rope, 16)
+    frequencies, scale = inverse_frequencies(newer.ropes[0], 16)
     if name == "default":
         expected, expected_scale = 77777.0 ** -(torch.arange(0, 16, 2) / 16), 1.0
     else:
@@ -90,7 +90,7 @@ def test_rotary_frequencies_are_those_of_transformers(name: str, tmp_path: Path)
 
 
 def test_the_rotary_table_holds_cosines_then_sines(tmp_path: Path) -> None:
-    rope = read_model_config(write(tmp_path)).rope
+    rope = read_model_config(write(tmp_path)).ropes[0]
     table = cos_sin_table(rope, 16, 50, torch.device("cpu"))
     assert table.shape == (50, 16) and table.dtype is torch.float32
     torch.testing.assert_close(table[31, :2], torch.tensor([31.0, 31 * 10000 ** -(2 / 16)]).cos())
@@ -176,7 +176,7 @@ def test_where_rotary_fields_are_said_twice_transformers_is_followed(kind: str, 
         {"rope_parameters": rope, "original_max_position_embeddings": 128},
         {"rope_parameters": None, "rope_scaling": rope, "original_max_position_embeddings": 128},
     ):
-        ours = read_model_config(write(tmp_path, **changes)).rope
+        ours = read_model_config(write(tmp_path, **changes)).ropes[0]
         theirs = transformers.LlamaConfig(**copy.deepcopy(LLAMA | changes))  # (which writes into what it is given)
         theirs.standardize_rope_params()  # as its models do when they compute the frequencies
         expected = {"rope_theta": ours.theta, "rope_type": ours.kind, "factor": ours.factor}
@@ -187,14 +187,14 @@ def test_where_rotary_fields_are_said_twice_transformers_is_followed(kind: str, 
 
 def test_null_in_truncate_is_false_and_mscale_may_be_nothing(tmp_path: Path) -> None:
     for changes, truncate in (({}, True), ({"truncate": None}, False), ({"truncate": True, "mscale": 0}, True)):
-        rope = read_model_config(write(tmp_path, rope_parameters={**YARN_ROPE, **changes})).rope
+        rope = read_model_config(write(tmp_path, rope_parameters={**YARN_ROPE, **changes})).ropes[0]
         assert (rope.truncate, rope.mscale, rope.attention_factor) == (truncate, 0.0, None)
 
 
 def test_biases_by_family(tmp_path: Path) -> None:
     def biases(family: str, **changes: Any) -> tuple[bool, bool, bool]:
         config = read_model_config(write(tmp_path, architectures=[f"{family}ForCausalLM"], head_dim=16, **changes))
-        assert isinstance(config, LlamaConfig)
+        assert isinstance(config, DecoderConfig)
         return config.qkv_bias, config.output_bias, config.mlp_bias
 
     assert biases("Llama") == (False, False, False)
@@ -207,7 +207,7 @@ def test_biases_by_family(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, "architectures is ['GemmaForCausalLM']; supported: one of Llama"),
+        ({"architectures": ["GemmaForCausalLM"]}, "architectures is ['GemmaForCausalLM']; supported: one of Gemma2"),
         ({"architectures": ...}, "architectures is None; supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None; supported: compr"),

@@ -25,12 +25,16 @@ from diptych.runtime.step.warm_up import warm_up
 from tests.runtime.checkpoints import FAMILIES, prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy
 from tests.runtime.gathering_engine import GatheringEngine
-from tests.runtime.kernel_sets import BFLOAT16, FASTEST, FASTEST_NATIVE, FLOAT32, NATIVE, pairwise
+from tests.runtime.kernel_sets import BFLOAT16, FLOAT32, NATIVE, every_pair
 
-PREEMPTIONS = ("recompute", "swap")
+# families that differ in what a step computes
+KINDS = [
+    *("qwen3", "gemma2", "gemma3", "ministral3", "smollm3", "phi3", "phi3-longrope", "granite", "olmo2", "olmo3"),
+    *("seed-oss", "muse-glimmer", "qwen2-window"),
+]
 
 
-@pytest.mark.parametrize(("family", "instruction_set"), pairwise(list(FAMILIES), FLOAT32, FASTEST))
+@pytest.mark.parametrize(("family", "instruction_set"), every_pair(FAMILIES, FLOAT32))
 def test_greedy_tokens_are_those_of_transformers(family: str, instruction_set: str) -> None:
     prompt = prompt_of(301)
     for chunk in (301, 37):
@@ -39,7 +43,8 @@ def test_greedy_tokens_are_those_of_transformers(family: str, instruction_set: s
 
 
 @pytest.mark.parametrize(
-    ("family", "instruction_set"), pairwise(["llama-rope-yarn", "mistral-window", "qwen3"], FLOAT32, FASTEST)
+    ("family", "instruction_set"),
+    every_pair(["qwen3", "llama-rope-yarn", "mistral-window", "gemma3", "ministral3", "olmo3"], FLOAT32),
 )
 def test_a_prompt_of_2000_tokens_gives_the_tokens_of_transformers(family: str, instruction_set: str) -> None:
     prompt = prompt_of(2000)
@@ -47,9 +52,8 @@ def test_a_prompt_of_2000_tokens_gives_the_tokens_of_transformers(family: str, i
     reference(family).check_greedy(prompt, tokens)
 
 
-@pytest.mark.parametrize(
-    ("size", "instruction_set"), pairwise([1, 2, 15, 16, 17, 31, 32, 33, 64, 100], FLOAT32, FASTEST, each=3)
-)
+@pytest.mark.parametrize("instruction_set", FLOAT32)
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 31, 32, 33, 64, 100])
 def test_chunk_size_does_not_change_the_tokens(size: int, instruction_set: str) -> None:
     for family, length in (("llama", 131), ("mistral-window", 150)):
         prompt = prompt_of(length)
@@ -80,7 +84,7 @@ def fixed_budget(tokens: int, preemption: str = "recompute", seqs: int = 64) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "instruction_set"), pairwise(["llama-rope-llama3", "mistral-window", "qwen2", "qwen3"], FLOAT32, FASTEST)
+    ("family", "instruction_set"), every_pair([*KINDS, "llama-rope-llama3", "mistral-window", "qwen2"], FLOAT32)
 )
 def test_a_batch_of_32_in_mixed_phases_gives_each_request_its_own_tokens(family: str, instruction_set: str) -> None:
     shared = runner(family, instruction_set)
@@ -95,12 +99,9 @@ def test_a_batch_of_32_in_mixed_phases_gives_each_request_its_own_tokens(family:
         reference(family).check_greedy(prompts[request_id], generation.token_ids)
 
 
-@pytest.mark.parametrize(
-    ("case", "instruction_set"),
-    pairwise([(family, way) for family in ("llama", "qwen2-window") for way in PREEMPTIONS], FLOAT32, FASTEST),
-)
-def test_preempted_requests_continue_with_the_same_tokens(case: tuple[str, str], instruction_set: str) -> None:
-    family, preemption = case
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(("family", "instruction_set"), every_pair(["llama", "qwen2-window"], FLOAT32))
+def test_preempted_requests_continue_with_the_same_tokens(family: str, preemption: str, instruction_set: str) -> None:
     shared = runner(family, instruction_set)
     engine = crowded_engine(shared, preemption, num_blocks=16)
     prompts = {f"r{i}": prompt_of(40 + 13 * i, seed=i) for i in range(5)}
@@ -179,8 +180,7 @@ def test_a_recomputed_request_reports_each_output_block_once() -> None:
         assert [block for owner, block in reported if owner == request_id] == list(expected)
 
 
-@pytest.mark.parametrize("instruction_set", BFLOAT16)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("family", "instruction_set"), every_pair([*KINDS, "llama", "qwen2"], BFLOAT16))
 def test_bfloat16_is_as_close_to_fp32_as_that_of_transformers(family: str, instruction_set: str) -> None:
     """Error of a log probability against fp32 on the same (bf16) weights: within 1.5 times the error of transformers
     in bf16, on average over 200 positions."""
@@ -230,10 +230,12 @@ def test_tokens_are_drawn_with_the_number_of_their_seed_and_position() -> None:
         assert tokens[position - 30] == expected
 
 
-@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
-def test_native_kernels_give_the_same_bits_in_every_batch_and_chunk(dtype: str, instruction_set: str) -> None:
+@pytest.mark.parametrize(("family", "dtype", "instruction_set"), every_pair(KINDS, NATIVE))
+def test_native_kernels_give_the_same_bits_in_every_batch_and_chunk(
+    family: str, dtype: str, instruction_set: str
+) -> None:
     """Log probabilities of a request are equal to the last bit: alone, in chunks of any size, and in a batch."""
-    shared = runner("qwen3", instruction_set, dtype)
+    shared = runner(family, instruction_set, dtype)
     prompt, sampling = prompt_of(150), greedy(30, logprobs=4)
 
     def results(engine: GatheringEngine) -> list[TokenLogprobs]:
@@ -250,9 +252,9 @@ def test_native_kernels_give_the_same_bits_in_every_batch_and_chunk(dtype: str, 
     assert results(crowd) == alone
 
 
-@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
-def test_native_kernels_give_the_same_bits_after_a_prefix_hit(dtype: str, instruction_set: str) -> None:
-    shared = runner("qwen3", instruction_set, dtype)
+@pytest.mark.parametrize(("family", "dtype", "instruction_set"), every_pair(KINDS, NATIVE))
+def test_native_kernels_give_the_same_bits_after_a_prefix_hit(family: str, dtype: str, instruction_set: str) -> None:
+    shared = runner(family, instruction_set, dtype)
     engine, prompt = GatheringEngine(shared, engine_config(shared)), prompt_of(150)
     results = []
     for request_id in ("computed", "found"):
@@ -261,10 +263,12 @@ def test_native_kernels_give_the_same_bits_after_a_prefix_hit(dtype: str, instru
     assert engine.core.stats().prefix_hit_tokens == 128 and results[0] == results[1]
 
 
-@pytest.mark.parametrize(("preemption", "kernels"), pairwise(PREEMPTIONS, NATIVE, FASTEST_NATIVE))
-def test_native_kernels_give_the_same_bits_after_preemption(preemption: str, kernels: tuple[str, str]) -> None:
-    dtype, instruction_set = kernels
-    shared = runner("qwen2-window", instruction_set, dtype)
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(("family", "dtype", "instruction_set"), every_pair(["qwen2-window", *KINDS[:-1]], NATIVE))
+def test_native_kernels_give_the_same_bits_after_preemption(
+    family: str, dtype: str, instruction_set: str, preemption: str
+) -> None:
+    shared = runner(family, instruction_set, dtype)
     crowded = crowded_engine(shared, preemption, num_blocks=16)
     prompts = {f"r{i}": prompt_of(40 + 13 * i, seed=i) for i in range(5)}
     for request_id, prompt in prompts.items():

@@ -9,25 +9,31 @@ from diptych.runtime.local_engine import engine_config
 from tests.runtime.checkpoints import prompt_of, runner
 from tests.runtime.driving import greedy
 from tests.runtime.gathering_engine import GatheringEngine
-from tests.runtime.kernel_sets import FASTEST_NATIVE, NATIVE, pairwise
+from tests.runtime.kernel_sets import NATIVE, every_pair
 
 LENGTHS = {"short": 5, "one segment": 256, "long": 700}
 
 
+FAMILIES = [
+    *("llama", "mistral-window", "qwen2-window", "qwen3-biased", "gemma2", "gemma3", "ministral3", "smollm3", "phi3"),
+    *("phi3-longrope", "granite", "olmo2", "olmo3", "seed-oss", "muse-glimmer"),
+]
+QUANTIZED = [("qwen2", "int8"), ("llama", "int4"), ("gemma3", "int8"), ("muse-glimmer", "int4")]
 MODELS = [
-    *((family, "none") for family in ("llama", "mistral-window", "qwen2-window", "qwen3-biased")),
-    ("qwen2", "int8"),
-    ("llama", "int4"),
+    *(
+        pytest.param(*pair.values[:1], "none", *pair.values[1:], marks=pair.marks)
+        for pair in every_pair(FAMILIES, NATIVE)
+    ),
+    *((family, quantize, *kernels) for family, quantize in QUANTIZED for kernels in NATIVE),
 ]
 
 
-@pytest.mark.parametrize(("model", "kernels"), pairwise(MODELS, NATIVE, FASTEST_NATIVE))
+@pytest.mark.parametrize(("family", "quantize", "dtype", "instruction_set"), MODELS)
 def test_a_decode_step_gives_the_bits_of_its_parts_with_any_number_of_threads(
-    model: tuple[str, str], kernels: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    family: str, quantize: str, dtype: str, instruction_set: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (family, quantize), (dtype, instruction_set) = model, kernels
     shared = runner(family, instruction_set, dtype, quantize=quantize)
-    assert shared.model.native_step is not None
+    assert shared.model.layers.native_step is not None
 
     def logprobs() -> dict[str, list[TokenLogprobs | None]]:
         engine = GatheringEngine(shared, engine_config(shared, enable_prefix_cache=False))
@@ -42,11 +48,11 @@ def test_a_decode_step_gives_the_bits_of_its_parts_with_any_number_of_threads(
             results.append(logprobs())
     finally:
         torch.set_num_threads(before)
-    monkeypatch.setattr(shared.model, "native_step", None)
+    monkeypatch.setattr(shared.model.layers, "native_step", None)
     in_parts = logprobs()
     assert all(result == in_parts for result in results)
 
 
 def test_a_model_with_a_part_that_has_no_kernel_takes_its_steps_in_parts() -> None:
-    assert runner("llama-tied-biased").model.native_step is None  # a gated layer with a bias
-    assert runner("llama", TORCH).model.native_step is None
+    assert runner("llama-tied-biased").model.layers.native_step is None  # a gated layer with a bias
+    assert runner("llama", TORCH).model.layers.native_step is None

@@ -1,8 +1,7 @@
 """The seam for a new model family: one file with its config and its forward, and one line in MODELS.
 
-The family is Gemma 2, which differs from the Llama lineage everywhere: norms before and after each part, with 1 + w;
-a tanh-approximated GeGLU; embeddings scaled by sqrt(hidden); a scale of queries of its own; soft caps on the scores of
-attention and on logits; a window in every other layer.
+The family is StarCoder2, which no DecoderConfig describes: its norms subtract the mean and have a bias, its MLP has no
+gate, and every linear layer has a bias.
 """
 
 from collections.abc import Iterator
@@ -35,121 +34,104 @@ from tests.runtime.driving import chunks_of, generate, greedy
 from tests.runtime.gathering_engine import GatheringEngine
 from tests.runtime.kernel_sets import BFLOAT16, EVERY, FLOAT32
 
-# ---------------------------------------------------------------- the family: what would be models/gemma2.py
+# ---------------------------------------------------------------- the family: what would be models/starcoder2.py
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma2Config(ModelConfig):
-    """final_softcap: of the logits."""
+class Starcoder2Config(ModelConfig):
+    """has_bias: of every linear layer."""
 
     intermediate_size: int
     norm_eps: float
     rope: RopeConfig
-    final_softcap: float
+    has_bias: bool
 
 
-class Gemma2Norm:
-    """An RMS norm whose weight is 1 + w, multiplied in fp32."""
+class Starcoder2Norm:
+    """A norm of what differs from the mean."""
 
-    def __init__(self, load: LayerLoader, name: str, config: Gemma2Config) -> None:
+    def __init__(self, load: LayerLoader, name: str, config: Starcoder2Config) -> None:
         self._weight = load.tensor(f"{name}.weight", config.hidden_size)
+        self._bias = load.tensor(f"{name}.bias", config.hidden_size)
         self._eps = config.norm_eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        normed = wide * (wide.square().mean(-1, keepdim=True) + self._eps).rsqrt()
-        return (normed * (1.0 + self._weight.float())).to(x.dtype)
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], self._weight, self._bias, self._eps)
 
 
-class Gemma2Layer:
+class Starcoder2Layer:
     """The parts of one layer."""
 
-    def __init__(self, config: Gemma2Config, load: LayerLoader, index: int) -> None:
-        heads, hidden, inner = config.attention, config.hidden_size, config.intermediate_size
+    def __init__(self, config: Starcoder2Config, load: LayerLoader, index: int) -> None:
+        heads, hidden, bias = config.attention, config.hidden_size, config.has_bias
         layer = f"model.layers.{index}"
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        self.before_attention = Gemma2Norm(load, f"{layer}.input_layernorm", config)
-        self.qkv = load.qkv(attention, hidden, heads)
+        self.attention_norm = Starcoder2Norm(load, f"{layer}.input_layernorm", config)
+        self.qkv = load.qkv(attention, hidden, heads, bias=bias)
         self.rope = load.rope(config.rope)
         self.attention = load.attention(heads.layers[index])
-        self.o_proj = load.linear(f"{attention}.o_proj", heads.query_width, hidden)
-        self.after_attention = Gemma2Norm(load, f"{layer}.post_attention_layernorm", config)
-        self.before_mlp = Gemma2Norm(load, f"{layer}.pre_feedforward_layernorm", config)
-        self.gate_up = load.stacked([f"{mlp}.gate_proj", f"{mlp}.up_proj"], hidden, [inner, inner])
-        self.down = load.linear(f"{mlp}.down_proj", inner, hidden)
-        self.after_mlp = Gemma2Norm(load, f"{layer}.post_feedforward_layernorm", config)
+        self.o_proj = load.linear(f"{attention}.o_proj", heads.query_width, hidden, bias=bias)
+        self.mlp_norm = Starcoder2Norm(load, f"{layer}.post_attention_layernorm", config)
+        self.up = load.linear(f"{mlp}.c_fc", hidden, config.intermediate_size, bias=bias)
+        self.down = load.linear(f"{mlp}.c_proj", config.intermediate_size, hidden, bias=bias)
 
 
-class Gemma2:
+class Starcoder2:
     """See LanguageModel."""
 
     fits_cuda_graphs = True
 
-    def __init__(self, config: Gemma2Config, load: LayerLoader) -> None:
+    def __init__(self, config: Starcoder2Config, load: LayerLoader) -> None:
         self.config = config
         self.embed_tokens = load.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
-        self.layers = [Gemma2Layer(config, load, index) for index in range(config.num_layers)]
-        self.norm = Gemma2Norm(load, "model.norm", config)
+        self.layers = [Starcoder2Layer(config, load, index) for index in range(config.num_layers)]
+        self.norm = Starcoder2Norm(load, "model.norm", config)
         self.lm_head = load.lm_head(self.embed_tokens, is_tied=True)
 
     @classmethod
-    def read_config(cls, fields: ConfigFields) -> Gemma2Config:
+    def read_config(cls, fields: ConfigFields) -> Starcoder2Config:
         """See LanguageModel."""
-        fields.require("hidden_activation", "gelu_pytorch_tanh")
-        heads, scale = read_heads(fields, 256), fields.number("query_pre_attn_scalar", 256) ** -0.5
-        window, softcap = fields.integer("sliding_window", 4096), fields.number("attn_logit_softcapping", 50.0)
-        layers = tuple(
-            LayerAttention(scale, None if index % 2 else window, softcap)
-            for index in range(fields.integer("num_hidden_layers"))
-        )
-        return Gemma2Config(
+        fields.require("hidden_act", "gelu_pytorch_tanh")
+        heads, window = read_heads(fields), fields.integer("sliding_window")
+        layers = (LayerAttention(heads[-1] ** -0.5, window),) * fields.integer("num_hidden_layers")
+        return Starcoder2Config(
             **read_common(fields),
             attention=AttentionConfig(*heads, layers),
             intermediate_size=fields.integer("intermediate_size"),
-            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            norm_eps=fields.number("norm_epsilon", 1e-5),
             rope=read_rope(fields),
-            final_softcap=fields.number("final_logit_softcapping", 30.0),
+            has_bias=fields.flag("use_bias", True),
         )
 
     def forward(self, step: ForwardPass) -> torch.Tensor:
         """See LanguageModel."""
         x = self.embed_tokens(step.batch.token_ids)
-        x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
         for index, layer in enumerate(self.layers):
             cache = step.begin_layer(index)
-            q = layer.rope(layer.qkv(layer.before_attention(x)), cache, step.batch)
+            q = layer.rope(layer.qkv(layer.attention_norm(x)), cache, step.batch)
             attended, x = step.rows_to_keep(index, layer.attention(q, cache, step), x)
-            x = x + layer.after_attention(layer.o_proj(attended))
-            gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, dim=-1)
-            inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
-            x = x + layer.after_mlp(layer.down(inner))
+            x = x + layer.o_proj(attended)
+            inner = torch.nn.functional.gelu(layer.up(layer.mlp_norm(x)), approximate="tanh")
+            x = x + layer.down(inner)
         return self.norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See LanguageModel."""
-        cap = self.config.final_softcap
-        return cap * (self.lm_head(hidden) / cap).tanh()
+        return self.lm_head(hidden)
 
 
 # ---------------------------------------------------------------- its tests
 
-FAMILY = "gemma2"
-CHANGES = {
-    "head_dim": 32,
-    "query_pre_attn_scalar": 24,
-    "sliding_window": 40,
-    "attn_logit_softcapping": 3.0,
-    "final_logit_softcapping": 20.0,
-    "tie_word_embeddings": True,
-}
+FAMILY = "starcoder2"
+CHANGES = {"sliding_window": 40, "tie_word_embeddings": True}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> Iterator[None]:
     """The line in the registry, and the checkpoint that transformers makes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MODELS, "Gemma2ForCausalLM", Gemma2)
-        patch.setitem(checkpoints.FAMILIES, FAMILY, ("Gemma2", CHANGES))
+        patch.setitem(MODELS, "Starcoder2ForCausalLM", Starcoder2)
+        patch.setitem(checkpoints.FAMILIES, FAMILY, ("Starcoder2", CHANGES))
         yield
 
 
@@ -188,11 +170,9 @@ def test_bfloat16_is_within_its_rounding_of_fp32(instruction_set: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "instruction_set"), EVERY)
-def test_it_computes_with_native_parts_where_there_are_and_with_torch_attention(
-    dtype: str, instruction_set: str
-) -> None:
+def test_it_computes_with_native_parts_where_there_are(dtype: str, instruction_set: str) -> None:
     shared = runner(FAMILY, instruction_set, dtype)
-    assert shared.attention.name == "torch-cpu"
+    assert (shared.attention.name == "native-cpu") == (instruction_set != TORCH)
     assert type(shared.model.lm_head).__name__.startswith("Native") == (instruction_set != TORCH)
 
 
@@ -209,9 +189,8 @@ def test_every_layer_is_announced_before_it_is_computed() -> None:
 def test_its_config_is_read_and_refused_by_the_family() -> None:
     directory = reference(FAMILY).directory
     config = read_model_config(directory)
-    assert [layer.window for layer in config.attention.layers] == [40, None, 40]
-    assert {layer.softcap for layer in config.attention.layers} == {3.0}
-    assert read_kv_geometry(directory, "auto", 16).head_dim == 32
+    assert [layer.window for layer in config.attention.layers] == [40, 40, 40]
+    assert read_kv_geometry(directory, "auto", 16).head_dim == 16
     fields = ConfigFields.of_file(directory / "config.json")
-    with pytest.raises(UnsupportedModelError, match="hidden_activation is 'relu'; supported: gelu_pytorch_tanh"):
-        Gemma2.read_config(ConfigFields(fields.path, {**fields.values, "hidden_activation": "relu"}))
+    with pytest.raises(UnsupportedModelError, match="hidden_act is 'relu'; supported: gelu_pytorch_tanh"):
+        Starcoder2.read_config(ConfigFields(fields.path, {**fields.values, "hidden_act": "relu"}))

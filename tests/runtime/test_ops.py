@@ -1,12 +1,14 @@
 """The native operations give what plain torch gives, and a row's result depends on that row alone."""
 
+from typing import get_args
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu
 from diptych.runtime.ops import make_ops
-from diptych.runtime.ops.ops import Ops
+from diptych.runtime.ops.ops import Activation, Ops
 from diptych.runtime.ops.torch_ops import TorchOps
 from tests.runtime.kernel_sets import NATIVE
 
@@ -75,10 +77,13 @@ def test_a_row_of_a_norm_is_bitwise_the_same_in_any_batch(native: tuple[Ops, tor
 
 
 @pytest.mark.parametrize(("inner", "hidden"), [(16, 32), (40, 64), (1536, 576)])
-def test_the_gated_layer_is_silu_of_gate_times_up(native: tuple[Ops, torch.dtype], inner: int, hidden: int) -> None:
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_the_gated_layer_is_the_activation_of_the_gate_times_up(
+    native: tuple[Ops, torch.dtype], activation: Activation, inner: int, hidden: int
+) -> None:
     ops, dtype = native
     weight = (torch.randn(2 * inner, hidden) / hidden**0.5).to(dtype)
-    fused, plain = ops.pack_gate_up(weight.clone(), None), TorchOps().pack_gate_up(weight, None)
+    fused, plain = (some.pack_gate_up(weight, None, activation=activation) for some in (ops, TorchOps()))
     assert fused.out_features == plain.out_features == inner
     for rows in (1, 6, 30):
         x = torch.randn(rows, hidden).to(dtype)
@@ -88,9 +93,10 @@ def test_the_gated_layer_is_silu_of_gate_times_up(native: tuple[Ops, torch.dtype
 
 
 @pytest.mark.parametrize("dim", [16, 64, 100, 576])
-def test_norms_and_activation_match_torch(native: tuple[Ops, torch.dtype], dim: int) -> None:
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_norms_and_activations_match_torch(native: tuple[Ops, torch.dtype], is_wide: bool, dim: int) -> None:
     (ops, dtype), reference = native, TorchOps()
-    weight = torch.randn(dim).to(dtype)
+    weight = torch.randn(dim).to(torch.float32 if is_wide else dtype)
     for rows in (1, 3, 40):
         x, residual = torch.randn(rows, dim).to(dtype), torch.randn(rows, dim).to(dtype)
         close(ops.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), dtype)
@@ -98,7 +104,41 @@ def test_norms_and_activation_match_torch(native: tuple[Ops, torch.dtype], dim: 
         close(ops.add_rms_norm(x, ours, weight, 1e-6), reference.add_rms_norm(x, theirs, weight, 1e-6), dtype)
         close(ours, theirs, dtype)
         gate_up = 3 * torch.randn(rows, 2 * dim).to(dtype)
-        close(ops.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), dtype)
+        for activation in get_args(Activation):
+            close(ops.activate(gate_up, activation), reference.activate(gate_up, activation), dtype)
+        for change in (
+            lambda some, into: some.add_rms_norm(x, into, weight, 1e-6, 0.3),  # noqa: B023
+            lambda some, into: some.add(x, into, -0.7),  # noqa: B023
+            lambda some, into: some.gate(into, x),  # noqa: B023
+            lambda some, into: some.softcap(into, 1.5),
+        ):
+            ours, theirs = residual.clone(), residual.clone()
+            results = change(ops, ours), change(reference, theirs)
+            close(ours, theirs, dtype)
+            if results[0] is not None:
+                close(*results, dtype)
+        assert float(ours.abs().max()) <= 1.5
+
+
+@pytest.mark.parametrize("norms_rows", [False, True])
+@pytest.mark.parametrize("rotary", [0, 24, 64])
+def test_a_part_of_each_head_is_rotated_and_queries_are_scaled(
+    native: tuple[Ops, torch.dtype], rotary: int, norms_rows: bool
+) -> None:
+    (ops, dtype), reference = native, TorchOps()
+    rows, heads, kv_heads, dim = 19, 4, 2, 64
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
+    angles = torch.rand(100, rotary // 2) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).contiguous()
+    positions, slots, scale = torch.randint(0, 100, (rows,)), torch.randperm(96)[:rows], torch.rand(100) + 0.5
+    weights = [torch.randn(count * dim if norms_rows else dim) for count in (heads, kv_heads)]
+    results = []
+    for some in (ops, reference):
+        k_cache, v_cache = allocate_cpu(6, kv_heads, 16, dim, dtype)
+        arguments = (qkv.clone(), positions, cos_sin, slots, k_cache, v_cache, *weights, 1e-6, scale)
+        results.append((some.rope_and_cache(*arguments), *read_cpu(k_cache, v_cache, slots)))
+    for ours, theirs in zip(*results, strict=True):
+        close(ours, theirs, dtype)
 
 
 @pytest.mark.parametrize("norms", [False, True])

@@ -89,9 +89,7 @@ class SimulateOptions:
     hosts: Annotated[
         Whole, option("Hosts whose workers share memory (0: each worker has its own). Default: 0.", FLEET)
     ] = None
-    routing: Annotated[
-        Text, option("Router: kv_aware or round_robin. Default: kv_aware.", FLEET)
-    ] = None
+    routing: Annotated[Text, option("Router: kv_aware or round_robin. Default: kv_aware.", FLEET)] = None
     disaggregate: Annotated[
         Text, option("Separate prefill from decode: auto, always or never. Default: auto.", FLEET)
     ] = None

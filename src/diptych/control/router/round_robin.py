@@ -56,7 +56,6 @@ class RoundRobinRouter:
         self._num_copies = 0
 
     def set_up(self, info: WorkerInfo) -> None:
-        """See Router."""
         self._infos[info.number] = info
         limits = [known.max_sequence_tokens for known in self._infos.values()]
         self._shortest, self._longest = min(limits), max(limits)
@@ -66,12 +65,10 @@ class RoundRobinRouter:
         self._decodes.set_up(info.number)
 
     def set_down(self, worker: int) -> None:
-        """See Router."""
         self._prefills.set_down(worker)
         self._decodes.set_down(worker)
 
     def set_role(self, worker: int, role: Role) -> None:
-        """See Router."""
         self._role_of[worker] = role
         self._prefill_only = frozenset(worker for worker, own in self._role_of.items() if own == "prefill")
         self._decode_only = frozenset(worker for worker, own in self._role_of.items() if own == "decode")
@@ -87,7 +84,6 @@ class RoundRobinRouter:
         evicted: Sequence[bytes] = (),
         tier: Tier = "device",
     ) -> bool:
-        """See Router."""
         return True
 
     def on_kv_snapshot(self, worker: int, sequence: int, hashes: Iterable[bytes], tier: Tier = "device") -> None:
@@ -109,7 +105,6 @@ class RoundRobinRouter:
         """See Router."""
 
     def route(self, request: RoutingRequest, now: int) -> Route | None:
-        """See Router."""
         if request.leaves is not None:
             return self._move(request, request.leaves)
         chosen = self._choose(request)

@@ -24,6 +24,6 @@ def make_attention(
     if device.type != "cpu":
         raise ConfigError(f"device is {device}; supported: cpu, cuda", param="device")
     library = load_native() if instruction_set != TORCH else None
-    if library is not None and NativeCpuAttention.covers(geometry, config.layers):
+    if library is not None and NativeCpuAttention.covers(geometry):
         return NativeCpuAttention(library.kernels(instruction_set, dtype), config.num_heads, geometry)
     return TorchCpuAttention(geometry)

@@ -25,6 +25,11 @@ def lay_out_cpu(
     return k_cache, v.view(-1, num_kv_heads, block_size // lanes, head_dim, lanes)
 
 
+def head_shape_cpu(k_cache: torch.Tensor) -> tuple[int, int]:
+    """(num_kv_heads, head_dim) of K in the CPU layout."""
+    return k_cache.shape[1], k_cache.shape[3] * k_cache.shape[5]
+
+
 def write_cpu(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:

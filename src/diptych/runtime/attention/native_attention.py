@@ -1,7 +1,6 @@
 """Paged attention on the CPU through the native kernels: the cache is read in place, results are batch-invariant."""
 
 import ctypes
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ MAX_DIM = 256
 @dataclass(frozen=True, slots=True)
 class _Plan:
     batch: InputBatch
-    scale: float
+    how: LayerAttention
     sizes: ctypes.Array[ctypes.c_int64]
     partials: torch.Tensor
 
@@ -38,10 +37,9 @@ class NativeCpuAttention:
         self._partials = torch.empty(1 << 16, dtype=torch.float32)
 
     @staticmethod
-    def covers(geometry: KVGeometry, layers: Iterable[LayerAttention]) -> bool:
-        """Whether the kernels compute these layers over such a cache."""
-        fits = geometry.head_dim % 16 == 0 and geometry.head_dim <= MAX_DIM and geometry.block_size % 16 == 0
-        return fits and all(layer.softcap is None for layer in layers)
+    def covers(geometry: KVGeometry) -> bool:
+        """Whether the kernels compute attention over such a cache."""
+        return geometry.head_dim % 16 == 0 and geometry.head_dim <= MAX_DIM and geometry.block_size % 16 == 0
 
     def allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         kv = self.geometry
@@ -52,14 +50,13 @@ class NativeCpuAttention:
         return lay_out_cpu(k, v, kv.num_kv_heads, kv.block_size, kv.head_dim)
 
     def plan(self, batch: InputBatch, how: LayerAttention) -> _Plan:
-        assert how.softcap is None, "covers() refuses a softcap"
         kv = self.geometry
         row = (self.num_heads + 2 * kv.num_kv_heads) * kv.head_dim
         sizes = (ctypes.c_int64 * 9)(
             row, batch.block_tables.stride(0), batch.num_seqs, batch.num_decodes, self.num_heads, kv.num_kv_heads,
             kv.head_dim, kv.block_size, how.window or 0,
         )  # fmt: skip
-        return _Plan(batch, how.scale, sizes, self.partials(batch))
+        return _Plan(batch, how, sizes, self.partials(batch))
 
     def partials(self, batch: InputBatch) -> torch.Tensor:
         """Scratch memory for the decodes of a batch: every segment's result. The next batch may get the same."""
@@ -77,6 +74,6 @@ class NativeCpuAttention:
         self.kernels.functions.diptych_attention(
             self.kernels.handle, q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), batch.block_tables.data_ptr(),
             batch.query_start.data_ptr(), batch.context_lens.data_ptr(), out.data_ptr(), plan.partials.data_ptr(),
-            ctypes.addressof(plan.sizes), plan.scale,
+            ctypes.addressof(plan.sizes), plan.how.scale, plan.how.softcap or 0.0,
         )  # fmt: skip
         return out

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from diptych.runtime.attention.attention_backend import AttentionBackend
-from diptych.runtime.layers.native_step import NativeStep, PreNormLayer, native_step
+from diptych.runtime.layers.decoder_layers import DecoderLayers
+from diptych.runtime.layers.native_step import DecoderLayer, native_step
 from diptych.runtime.layers.parts import Attention, Embedding, QuantizedEmbedding, RmsNorm, RopeAndCache
 from diptych.runtime.layers.rope import RotaryTables
 from diptych.runtime.models.model_config import AttentionConfig, LayerAttention, RopeConfig
-from diptych.runtime.ops.ops import Linear, Ops
+from diptych.runtime.ops.ops import Activation, Linear, Ops
 from diptych.runtime.weights.loader import Weights
 from diptych.runtime.weights.quantized_weight import QuantizedSource, quantize
 from diptych.runtime.weights.weight_format import NO_QUANTIZATION, Quantization, WeightFormat
@@ -56,9 +57,15 @@ class LayerLoader:
             return Embedding(self.tensor(f"{name}.weight", vocab_size, width))
         return QuantizedEmbedding(self._ops.pack_quantized(weight, None, self._weights.dtype, self._memory))
 
-    def rms_norm(self, name: str, width: int, eps: float) -> RmsNorm:
-        """An RMS norm."""
-        return RmsNorm(self._ops, self.tensor(f"{name}.weight", width), eps)
+    def rms_norm(self, name: str, width: int, eps: float, *, is_wide: bool = False, offset: float = 0.0) -> RmsNorm:
+        """An RMS norm. is_wide: the weight is fp32 whatever the model's dtype, and the product is rounded once. offset:
+        what is added to the weight as the checkpoint holds it, in fp32."""
+        dtype = torch.float32 if is_wide else None
+        return RmsNorm(self._ops, self._weights.tensor(f"{name}.weight", [width], dtype, offset), eps)
+
+    def plain_norm(self, width: int, eps: float) -> RmsNorm:
+        """An RMS norm without a weight."""
+        return RmsNorm(self._ops, self._memory.new([width], torch.float32, lambda ones: ones.fill_(1.0)), eps)
 
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
         """A linear layer."""
@@ -73,17 +80,29 @@ class LayerLoader:
         outputs = [count * heads.head_dim for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
         return self.stacked([f"{name}.{part}_proj" for part in "qkv"], inputs, outputs, bias=bias)
 
-    def gate_up(self, name: str, inputs: int, inner: int, *, bias: bool = False) -> Linear:
-        """The first half of a gated MLP: silu(gate(x)) * up(x), ``inner`` wide."""
-        names = [f"{name}.gate_proj", f"{name}.up_proj"]
-        outputs, ops = [inner, inner], self._ops
+    def gate_up(
+        self,
+        name: str,
+        inputs: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        activation: Activation = "silu",
+        fused: str | None = None,
+    ) -> Linear:
+        """The first half of a gated MLP: activation(gate(x)) * up(x), ``inner`` wide. fused: the name behind ``name``
+        of one tensor that holds both, gates first."""
+        names = [f"{name}.{fused}"] if fused else [f"{name}.gate_proj", f"{name}.up_proj"]
+        outputs, ops = [2 * inner] if fused else [inner, inner], self._ops
         vector = self._bias(names, outputs, bias)
         if (weight := self._quantized(names, inputs, outputs)) is not None:
-            return ops.pack_quantized_gate_up(weight, vector, self._weights.dtype, self._memory)
-        return ops.pack_gate_up(self._floating(names, inputs, outputs), vector, self._memory)
+            return ops.pack_quantized_gate_up(weight, vector, self._weights.dtype, self._memory, activation)
+        return ops.pack_gate_up(self._floating(names, inputs, outputs), vector, self._memory, activation)
 
-    def rope(self, rope: RopeConfig, q_norm: RmsNorm | None = None, k_norm: RmsNorm | None = None) -> RopeAndCache:
-        """Rotation of q and k, and the way of k and v into the cache."""
+    def rope(
+        self, rope: RopeConfig | None, q_norm: RmsNorm | None = None, k_norm: RmsNorm | None = None
+    ) -> RopeAndCache:
+        """Rotation of q and k (None: they are not rotated), and the way of k and v into the cache."""
         return RopeAndCache(self._ops, self._rotary.table(rope), q_norm, k_norm)
 
     def attention(self, how: LayerAttention) -> Attention:
@@ -101,9 +120,20 @@ class LayerLoader:
             return embedding.linear
         return self._ops.pack_linear(embedding.weight, None, self._memory)
 
-    def native_step(self, layers: Sequence[PreNormLayer], norm: RmsNorm) -> NativeStep | None:
-        """Decode steps of these layers, and of the norm behind them, in one native call; None where it cannot be."""
-        return native_step(layers, norm, self._attention)
+    def decoder(self, layers: Sequence[DecoderLayer], norm: RmsNorm, *, multiplier: float = 1.0) -> DecoderLayers:
+        """These layers and the norm behind them; decode steps of all of them in one native call where that can be.
+        multiplier: of what each part of a layer adds."""
+        native = native_step(layers, norm, self._attention, multiplier)
+        return DecoderLayers(self._ops, layers, norm, multiplier, native)
+
+    def rounded(self, value: float) -> float:
+        """A number as the model's dtype holds it."""
+        return float(torch.tensor(value, dtype=self._weights.dtype))
+
+    def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        """cap * tanh(logits / cap), in place. logits [rows, vocab]."""
+        self._ops.softcap(logits, cap)
+        return logits
 
     def _linear(
         self,

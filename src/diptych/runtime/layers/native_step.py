@@ -1,8 +1,7 @@
 """Decode steps of all layers in one native call, where a call for each part of a layer would cost as much as its work.
 
-For models of pre-norm layers (PreNormLayer), computed in the order of decode_step.h by the very kernels that the
-parts call one by one: the same bits come out. A model that is made otherwise, or has a part without a kernel, goes
-without.
+For the layers of decoder_layers.py, computed in the order of decode_step.h by the very kernels that the parts call one
+by one: the same bits come out. A model that is made otherwise, or has a part without a kernel, goes without.
 """
 
 import ctypes
@@ -21,11 +20,16 @@ from diptych.runtime.ops.native_linear import NativeLinear
 from diptych.runtime.ops.ops import Linear
 
 
-class PreNormLayer(Protocol):
-    """x += o_proj(attention(rope(qkv(input_norm(x))))), then x += down(gate_up(mlp_norm(x)))."""
+class DecoderLayer(Protocol):
+    """x += attention_norm(o_proj(attention(rope(qkv(input_norm(x)))))), then x +=
+    output_norm(down(gate_up(mlp_norm(x)))).
+
+    A norm that is None is left out. attention_gate: what attention gives is multiplied with sigmoid(attention_gate(.))
+    of the layer's normed input before o_proj (None: it is not).
+    """
 
     @property
-    def input_norm(self) -> RmsNorm: ...
+    def input_norm(self) -> RmsNorm | None: ...
     @property
     def qkv(self) -> Linear: ...
     @property
@@ -33,13 +37,19 @@ class PreNormLayer(Protocol):
     @property
     def attention(self) -> Attention: ...
     @property
+    def attention_gate(self) -> Linear | None: ...
+    @property
     def o_proj(self) -> Linear: ...
     @property
-    def mlp_norm(self) -> RmsNorm: ...
+    def attention_norm(self) -> RmsNorm | None: ...
+    @property
+    def mlp_norm(self) -> RmsNorm | None: ...
     @property
     def gate_up(self) -> Linear: ...
     @property
     def down(self) -> Linear: ...
+    @property
+    def output_norm(self) -> RmsNorm | None: ...
 
 
 def _record(pointers: str, sizes: str, floats: str = "") -> list[tuple[str, type]]:
@@ -48,36 +58,48 @@ def _record(pointers: str, sizes: str, floats: str = "") -> list[tuple[str, type
     return [(name, kind) for names, kind in kinds for name in names.split()]
 
 
+class _Norm(ctypes.Structure):
+    _fields_ = _record("weight", "is_wide", "eps")
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
-        _record("input_norm mlp_norm", "")
-        + [(name, NativeWeight) for name in ("qkv", "output", "gate_up", "down")]
-        + _record("q_norm k_norm k_cache v_cache", "window")
+        *((name, _Norm) for name in ("input_norm", "attention_norm", "mlp_norm", "output_norm")),
+        *((name, NativeWeight) for name in ("qkv", "attention_gate", "output", "gate_up", "down")),
+        *((name, _Norm) for name in ("q_norm", "k_norm")),
+        *_record("cos_sin query_scale k_cache v_cache", "window rotary norms_rows gate", "scale softcap"),
     )
 
 
 class _Step(ctypes.Structure):
-    _fields_ = _record(
-        "layers norm cos_sin residual x qkv attended inner partials positions slots block_tables query_start "
-        "context_lens",
-        "num_layers rows hidden inner_size heads kv_heads dim block_size table_stride",
-        "eps scale",
+    _fields_ = (
+        *_record("layers", ""),
+        ("norm", _Norm),
+        *_record(
+            "residual x qkv attended gates inner partials positions slots block_tables query_start context_lens",
+            "num_layers rows hidden inner_size heads kv_heads dim block_size table_stride",
+            "multiplier",
+        ),
     )
 
 
 class NativeStep:
     """The layers of one model, and the norm behind them, for batches in which every sequence computes one token."""
 
-    def __init__(self, layers: Sequence[PreNormLayer], norm: RmsNorm, attention: NativeCpuAttention) -> None:
+    def __init__(
+        self, layers: Sequence[DecoderLayer], norm: RmsNorm, attention: NativeCpuAttention, multiplier: float
+    ) -> None:
         self._attention = attention
-        self._layers = (_Layer * len(layers))(*(_describe(layer) for layer in layers))
+        self._layers = (_Layer * len(layers))(*(_describe(layer, attention.geometry.head_dim) for layer in layers))
         self._caches: Sequence[LayerCache] = ()  # those that _layers points to
-        geometry, first = attention.geometry, layers[0]
+        self._kept = (list(layers), norm)  # whose tensors the records point to
+        self._has_gates = any(layer.attention_gate is not None for layer in layers)
+        geometry = attention.geometry
         self._step = _Step(
-            layers=ctypes.addressof(self._layers), norm=norm.weight.data_ptr(), cos_sin=first.rope.cos_sin.data_ptr(),
-            num_layers=len(layers), hidden=norm.weight.shape[0], inner_size=first.gate_up.out_features,
-            heads=attention.num_heads, kv_heads=geometry.num_kv_heads, dim=geometry.head_dim,
-            block_size=geometry.block_size, eps=norm.eps, scale=first.attention.how.scale,
+            layers=ctypes.addressof(self._layers), norm=_norm(norm), num_layers=len(layers),
+            hidden=norm.weight.shape[0], inner_size=layers[0].gate_up.out_features, heads=attention.num_heads,
+            kv_heads=geometry.num_kv_heads, dim=geometry.head_dim, block_size=geometry.block_size,
+            multiplier=multiplier,
         )  # fmt: skip
 
     def __call__(self, residual: torch.Tensor, step: ForwardPass) -> torch.Tensor:
@@ -94,6 +116,8 @@ class NativeStep:
         x, qkv, attended, inner = (residual.new_empty((rows, width)) for width in widths)
         call.residual, call.x, call.qkv = residual.data_ptr(), x.data_ptr(), qkv.data_ptr()
         call.attended, call.inner = attended.data_ptr(), inner.data_ptr()
+        gates = torch.empty_like(attended) if self._has_gates else None
+        call.gates = _pointer(gates)
         call.partials = self._attention.partials(batch).data_ptr()
         call.positions, call.slots = batch.positions.data_ptr(), batch.slot_mapping.data_ptr()
         call.block_tables, call.table_stride = batch.block_tables.data_ptr(), batch.block_tables.stride(0)
@@ -103,37 +127,46 @@ class NativeStep:
         return x
 
 
-def native_step(layers: Sequence[PreNormLayer], norm: RmsNorm, attention: AttentionBackend) -> NativeStep | None:
-    """The native step of these layers, or None where a part has no kernel here, or layers differ in what the call has
-    once (eps, scale, rotation)."""
-    if not isinstance(attention, NativeCpuAttention):
+def native_step(
+    layers: Sequence[DecoderLayer], norm: RmsNorm, attention: AttentionBackend, multiplier: float
+) -> NativeStep | None:
+    """The native step of these layers, or None where a part has no kernel here, or MLPs differ in their width."""
+    if not isinstance(attention, NativeCpuAttention) or len({layer.gate_up.out_features for layer in layers}) != 1:
         return None
-    if any(len(_native_linears(layer)) < 4 for layer in layers):
+    if not all(_has_kernels(layer) for layer in layers):
         return None
-    once = {(layer.attention.how.scale, layer.rope.cos_sin.data_ptr()) for layer in layers}
-    eps = {norm.eps} | {part for layer in layers for part in _eps_of(layer)}
-    return NativeStep(layers, norm, attention) if len(once) == len(eps) == 1 else None
+    return NativeStep(layers, norm, attention, multiplier)
 
 
-def _eps_of(layer: PreNormLayer) -> set[float]:
-    norms = (layer.input_norm, layer.mlp_norm, layer.rope.q_norm, layer.rope.k_norm)
-    return {norm.eps for norm in norms if norm is not None}
+def _has_kernels(layer: DecoderLayer) -> bool:
+    """Whether all linear layers are packed for the kernels."""
+    linears = (layer.qkv, layer.o_proj, layer.gate_up, layer.down, layer.attention_gate)
+    return all(linear is None or isinstance(linear, NativeLinear) for linear in linears)
 
 
-def _native_linears(layer: PreNormLayer) -> list[NativeLinear]:
-    """The qkv, o_proj, gate_up and down layers that are packed for the kernels."""
-    linears = (layer.qkv, layer.o_proj, layer.gate_up, layer.down)
-    return [linear for linear in linears if isinstance(linear, NativeLinear)]
-
-
-def _describe(layer: PreNormLayer) -> _Layer:
-    qkv, output, gate_up, down = _native_linears(layer)
-    rope = layer.rope
+def _describe(layer: DecoderLayer, dim: int) -> _Layer:
+    rope, how, gate_up = layer.rope, layer.attention.how, layer.gate_up
+    assert isinstance(gate_up, NativeLinear), "see _has_kernels"
+    norm_of_heads = rope.q_norm or rope.k_norm
     return _Layer(
-        input_norm=_pointer(layer.input_norm.weight), mlp_norm=_pointer(layer.mlp_norm.weight),
-        qkv=qkv.weight, output=output.weight, gate_up=gate_up.weight, down=down.weight,
-        q_norm=_pointer(rope.q_weight), k_norm=_pointer(rope.k_weight), window=layer.attention.how.window or 0,
+        input_norm=_norm(layer.input_norm), attention_norm=_norm(layer.attention_norm), mlp_norm=_norm(layer.mlp_norm),
+        output_norm=_norm(layer.output_norm), qkv=_weight(layer.qkv), attention_gate=_weight(layer.attention_gate),
+        output=_weight(layer.o_proj), gate_up=gate_up.weight, down=_weight(layer.down), q_norm=_norm(rope.q_norm),
+        k_norm=_norm(rope.k_norm), cos_sin=rope.table.cos_sin.data_ptr(),
+        query_scale=_pointer(rope.table.query_scale), window=how.window or 0, rotary=rope.table.cos_sin.shape[1],
+        norms_rows=norm_of_heads is not None and norm_of_heads.weight.shape[0] != dim, gate=gate_up.gate,
+        scale=how.scale, softcap=how.softcap or 0.0,
     )  # fmt: skip
+
+
+def _norm(norm: RmsNorm | None) -> _Norm:
+    if norm is None:
+        return _Norm()
+    return _Norm(norm.weight.data_ptr(), norm.weight.dtype is torch.float32, norm.eps)
+
+
+def _weight(linear: Linear | None) -> NativeWeight:
+    return linear.weight if isinstance(linear, NativeLinear) else NativeWeight()
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

@@ -7,6 +7,7 @@ import torch
 from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
+from diptych.runtime.layers.rope import RotaryTable
 from diptych.runtime.models.model_config import LayerAttention
 from diptych.runtime.ops.ops import Ops, QuantizedLinear
 
@@ -56,16 +57,16 @@ class RmsNorm:
     """x / sqrt(mean(x ** 2) + eps) * weight, row by row (Zhang and Sennrich 2019)."""
 
     ops: Ops
-    weight: torch.Tensor  # [width]
+    weight: torch.Tensor  # [width]; see Ops.rms_norm for what its dtype means
     eps: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, width] -> [rows, width]."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
-    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Add x to ``residual`` in place; the norm of the sum. All are [rows, width]."""
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor, multiplier: float = 1.0) -> torch.Tensor:
+        """Add multiplier * x to ``residual`` in place; the norm of the sum. All are [rows, width]."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, multiplier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +75,27 @@ class RopeAndCache:
     cache."""
 
     ops: Ops
-    cos_sin: torch.Tensor  # see rope.cos_sin_table
+    table: RotaryTable
     q_norm: RmsNorm | None
     k_norm: RmsNorm | None
 
     def __call__(self, qkv: torch.Tensor, cache: LayerCache, batch: InputBatch) -> torch.Tensor:
         """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], rotated in place -> q [num_tokens, num_heads,
         head_dim], a view of it."""
+        table = self.table
         return self.ops.rope_and_cache(
-            qkv, batch.positions, self.cos_sin, batch.slot_mapping, *cache, self.q_weight, self.k_weight, self.eps
-        )
+            qkv, batch.positions, table.cos_sin, batch.slot_mapping, *cache, self.q_weight, self.k_weight, self.eps,
+            table.query_scale,
+        )  # fmt: skip
 
     @property
     def q_weight(self) -> torch.Tensor | None:
-        """[head_dim] of the norm of queries."""
+        """[head_dim] of the norm of each query head, or [all heads] of the norm of them together."""
         return self.q_norm.weight if self.q_norm else None
 
     @property
     def k_weight(self) -> torch.Tensor | None:
-        """[head_dim] of the norm of keys."""
+        """Likewise of keys."""
         return self.k_norm.weight if self.k_norm else None
 
     @property

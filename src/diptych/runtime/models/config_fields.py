@@ -1,9 +1,11 @@
 """Typed access to the fields of a checkpoint's config.json. Imports no torch."""
 
+import copy
 import json
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
 
@@ -29,6 +31,16 @@ class ConfigFields:
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: holds {type(values).__name__}, not an object", param="model")
         return cls(path, values)
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """The same object with other values."""
+        other = copy.copy(self)
+        other.values = values
+        return other
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
+        """The same object, where fields that are absent (not: null) have these values."""
+        return self.with_values(ChainMap(cast(dict[str, Any], self.values), dict(defaults)))
 
     def unsupported(self, name: str, supported: str) -> UnsupportedModelError:
         """The error to raise for a field's value."""

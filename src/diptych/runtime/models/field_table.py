@@ -186,32 +186,117 @@ HARMLESS: Mapping[str, str] = {
 @dataclass(frozen=True, slots=True)
 class FieldTable:
     """What an architecture makes of the fields of a config.json. model_type: what the file must call it. read: by the
-    family. refused: unless the value is one of these, which change nothing. harmless: with the reason."""
+    family. refused: unless the value is one of these, which change nothing. harmless: with the reason. rope_read: the
+    fields of ROPE_REFUSED that the family reads."""
 
     model_type: str
     read: frozenset[str]
     refused: Neutral
     harmless: Mapping[str, str]
+    rope_read: frozenset[str]
 
 
 def _table(
-    model_type: str, read: frozenset[str], harmless: Mapping[str, str], **refused: tuple[Any, ...]
+    model_type: str,
+    read: frozenset[str],
+    harmless: Mapping[str, str],
+    rope_read: frozenset[str] = frozenset(),
+    unread: frozenset[str] = frozenset(),
+    **refused: tuple[Any, ...],
 ) -> FieldTable:
-    columns = {name: values for name, values in {**REFUSED, **refused}.items() if name not in read}
-    return FieldTable(model_type, READ | read, columns, {**HARMLESS, **harmless})
+    """unread: fields that other families read and this one has not."""
+    known = (READ | read) - unread
+    columns = {name: values for name, values in {**REFUSED, **refused}.items() if name not in known | set(harmless)}
+    others = {name: reason for name, reason in {**HARMLESS, **harmless}.items() if name not in known}
+    return FieldTable(model_type, known, columns, others, rope_read)
 
+
+_EVERY_WINDOW = {
+    "use_sliding_window": "sliding_window alone says it",
+    "max_window_layers": "every layer has the window",
+}
+_NO_WINDOWS = {
+    "sliding_window": "no layer has a window",
+    "use_sliding_window": "no layer has a window",
+    "max_window_layers": "no layer has a window",
+    "layer_types": "every layer is full_attention",
+}
+_BY_KIND = {"original_max_position_embeddings": "counts for nothing beside rotary objects by kind of layer"}
+_GEMMA = frozenset(
+    {"attention_bias", "hidden_activation", "layer_types", "query_pre_attn_scalar", "sliding_window"}
+    | {"attn_logit_softcapping", "final_logit_softcapping", "norm_offset"}
+)
+_GEMMA_HARMLESS = {
+    "hidden_act": "hidden_activation says it",
+    "use_sliding_window": "layer_types says it",
+    "max_window_layers": "layer_types says it",
+    "_sliding_window_pattern": "layer_types says it, or sliding_window_pattern",
+}
 
 TABLES: Mapping[str, FieldTable] = {
+    "Gemma2ForCausalLM": _table("gemma2", _GEMMA, _GEMMA_HARMLESS),
+    "Gemma3ForCausalLM": _table(
+        "gemma3_text",
+        _GEMMA | {"rope_local_base_freq", "sliding_window_pattern"},
+        {**_GEMMA_HARMLESS, **_BY_KIND},
+        unread=frozenset(_BY_KIND),
+    ),
+    "GraniteForCausalLM": _table(
+        "granite",
+        frozenset({"attention_bias", "mlp_bias", "attention_multiplier", "embedding_multiplier"})
+        | {"residual_multiplier", "logits_scaling"},
+        _NO_WINDOWS,
+    ),
     "LlamaForCausalLM": _table(
         "llama",
         WINDOWS | {"attention_bias", "mlp_bias"},
         {"max_window_layers": "no layer has a window"},
     ),
+    "Ministral3ForCausalLM": _table(
+        "ministral3",
+        frozenset({"layer_types", "sliding_window"}),
+        _EVERY_WINDOW,
+        rope_read=frozenset({"llama_4_scaling_beta"}),
+        attention_bias=(False, None),
+    ),
     "MistralForCausalLM": _table(
         "mistral",
         frozenset({"layer_types", "sliding_window"}),
-        {"use_sliding_window": "sliding_window alone says it", "max_window_layers": "every layer has the window"},
+        _EVERY_WINDOW,
         attention_bias=(False, None),
+    ),
+    "MuseGlimmerForConditionalGeneration": _table(
+        "muse_glimmer_text",
+        frozenset({"attention_bias", "hidden_activation", "layer_types", "sliding_window", "final_logit_softcapping"})
+        | {"layer_rope_theta", "output_multiplier", "post_norm_eps", "qk_scale_factor"},
+        {
+            "hidden_act": "hidden_activation says it",
+            "use_sliding_window": "layer_types says it",
+            "max_window_layers": "layer_types says it",
+        },
+    ),
+    "Olmo2ForCausalLM": _table("olmo2", frozenset({"attention_bias"}), _NO_WINDOWS),
+    "Olmo3ForCausalLM": _table(
+        "olmo3",
+        frozenset({"attention_bias", "layer_types", "sliding_window"}),
+        {
+            "use_sliding_window": "layer_types says it",
+            "max_window_layers": "layer_types says it",
+            **_BY_KIND,
+        },
+        unread=frozenset(_BY_KIND),
+    ),
+    "Phi3ForCausalLM": _table(
+        "phi3",
+        frozenset({"sliding_window", "partial_rotary_factor"}),
+        {
+            **_EVERY_WINDOW,
+            "attention_bias": "no layer has one",
+            "layer_types": "sliding_window alone says it",
+            "embd_pdrop": _TRAINING,
+            "resid_pdrop": _TRAINING,
+        },
+        rope_read=frozenset({"long_factor", "short_factor", "partial_rotary_factor"}),
     ),
     "Qwen2ForCausalLM": _table(
         "qwen2",
@@ -225,6 +310,16 @@ TABLES: Mapping[str, FieldTable] = {
         qk_norm=(True, None),
         use_qk_norm=(True, None),
         qk_layernorm=(True, None),
+    ),
+    "SeedOssForCausalLM": _table(
+        "seed_oss",
+        frozenset({"attention_bias", "attention_out_bias", "mlp_bias"}),
+        {**_NO_WINDOWS, "residual_dropout": _TRAINING},
+    ),
+    "SmolLM3ForCausalLM": _table(
+        "smollm3",
+        WINDOWS | {"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"},
+        {"max_window_layers": "layer_types says it, or no_rope_layers"},
     ),
 }
 
@@ -261,6 +356,7 @@ ROPE_HARMLESS: Mapping[str, str] = {
     "finetuned": _LABEL,
     "mrope_section": "text has one position for all axes",
     "mrope_interleaved": "text has one position for all axes",
+    "max_position_embeddings": "the field of the same name beside the object counts",
 }
 
 
@@ -274,13 +370,13 @@ def check_fields(fields: ConfigFields, architecture: str) -> None:
         raise fields.unsupported("model_type", f"{table.model_type}, the type of {architecture}")
     _check(fields, table.refused)
     for name in ("rope_parameters", "rope_scaling"):
-        _check_rope(fields.nested(name))
+        check_rope(fields.nested(name), table.rope_read)
 
 
-def _check_rope(rope: ConfigFields) -> None:
-    """Raise for fields of rotary embeddings that no kind of them has here. Objects by kind of layer are left to who
-    reads them."""
-    _check(rope, ROPE_REFUSED)
+def check_rope(rope: ConfigFields, read: frozenset[str] = frozenset()) -> None:
+    """Raise UnsupportedModelError for fields of rotary embeddings that no kind of them has here. Objects by kind of
+    layer are left to who reads them. read: the fields of ROPE_REFUSED that the family reads."""
+    _check(rope, {name: neutral for name, neutral in ROPE_REFUSED.items() if name not in read})
     for name, value in rope.values.items():
         is_known = name in ROPE_READ or name in ROPE_REFUSED or name in ROPE_HARMLESS
         if not is_known and value is not None and not isinstance(value, dict):

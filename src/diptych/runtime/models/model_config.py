@@ -4,21 +4,27 @@ Each family reads its own fields with ``ConfigFields`` and may add fields to ``M
 family of a directory. Nothing here imports torch: the front end reads configs to size its memory.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from diptych.runtime.dtypes import DTYPES
 from diptych.runtime.models.config_fields import ConfigFields
+from diptych.runtime.models.field_table import check_rope
+from diptych.runtime.models.wrappers import TextPart
 from diptych.runtime.quantization.quantization_config import QuantizationConfig, read_quantization
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")  # those of every family
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. original_max_positions: the context length before scaling (llama3, yarn). factors: what each
-    frequency is divided by (factors)."""
+    """Rotary embedding. original_max_positions: the context length before scaling (llama3, yarn, longrope, and
+    llama_4_scaling_beta). factors: what each frequency is divided by (factors; longrope once ``for_context`` has
+    chosen). short_factors, long_factors: likewise, for a longest context of up to original_max_positions and for one
+    beyond it (longrope). rotary: how many values of a head are rotated (None: all). llama_4_scaling_beta: see
+    rope.query_scale."""
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -33,6 +39,22 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    rotary: int | None = None
+    llama_4_scaling_beta: float = 0.0
+
+    def rotary_of(self, head_dim: int) -> int:
+        """How many values of a head are rotated."""
+        return self.rotary or head_dim
+
+    def for_context(self, num_positions: int) -> "RopeConfig":
+        """What a worker computes with whose longest context this is. LongRoPE has two sets of factors; a worker takes
+        one of them for all lengths, so that the KV of a token is the same however long its sequence becomes."""
+        if self.kind != "longrope":
+            return self
+        chosen = self.long_factors if num_positions > self.original_max_positions else self.short_factors
+        return replace(self, factors=chosen, short_factors=(), long_factors=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +88,8 @@ class ModelConfig:
 
     path: the directory or GGUF file. dtype: as the checkpoint says (None: it does not). eos_token_ids: from
     generation_config.json, else config.json. quantization: how the weights of a directory are quantised (None: not).
-    notes: what people should know of the model, though it is served.
+    notes: what people should know of the model, though it is served. text_part: which tensors of a directory are those
+    of this model (None: all of them).
     """
 
     path: Path
@@ -79,11 +102,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None
     notes: tuple[str, ...]
+    text_part: TextPart | None
 
     @property
     def num_layers(self) -> int:
         """Transformer layers, each with K and V of its own."""
         return len(self.attention.layers)
+
+    def for_context(self, num_positions: int) -> Self:
+        """What a worker computes whose longest context this is, where that makes a difference."""
+        return self
 
 
 def read_common(fields: ConfigFields) -> dict[str, Any]:
@@ -98,6 +126,7 @@ def read_common(fields: ConfigFields) -> dict[str, Any]:
         "eos_token_ids": _eos_token_ids(fields),
         "quantization": read_quantization(fields),
         "notes": _notes(fields),
+        "text_part": None,
     }
 
 
@@ -120,21 +149,72 @@ def read_heads(
     return num_heads, num_kv_heads, head_dim
 
 
-def read_rope(fields: ConfigFields) -> RopeConfig:
-    """The RoPE settings from ``rope_parameters`` (newer), or ``rope_theta`` with ``rope_scaling`` (older). Where a file
-    has both objects, transformers takes the older one alone, and so does this."""
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, in layer_types
+
+
+def read_rope(
+    fields: ConfigFields, *, kinds: Sequence[str] = ROPE_KINDS, theta: float = 10_000.0, is_partial: bool = False
+) -> RopeConfig:
+    """From ``rope_parameters`` (newer), or ``rope_theta`` with ``rope_scaling`` (older). Where a file has both objects,
+    transformers takes the older one alone, and so does this. kinds: that the family has. theta: where the file does not
+    say it. is_partial: whether the family may rotate a part of each head."""
     name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     scaling = fields.nested(name)
     if any(isinstance(value, dict) for value in scaling.values.values()):
         raise fields.unsupported(name, "one flat object for all layers")
+    theta = scaling.number("rope_theta", fields.number("rope_theta", theta))
+    return _read_rope(fields, scaling, kinds, theta, _rotary(fields, scaling) if is_partial else None)
+
+
+def read_ropes_by_kind(fields: ConfigFields, thetas: Mapping[str, float]) -> dict[str, RopeConfig]:
+    """One for each kind of layer, from the objects in ``rope_parameters`` (newer), or ``rope_theta`` with
+    ``rope_scaling``, which is that of layers with full attention alone (older). thetas: by kind, where the file does
+    not say them."""
+    parameters, older = fields.nested("rope_parameters"), fields.nested("rope_scaling")
+    if any(not isinstance(value, dict | None) for value in parameters.values.values()):
+        raise fields.unsupported("rope_parameters", f"an object with one object for each of {', '.join(thetas)}")
+    found = {}
+    for kind, default in thetas.items():
+        scaling = parameters.nested(kind)
+        if kind == FULL and older.values:
+            scaling = older.with_values({"rope_type": "default", **scaling.values, **older.values})
+        check_rope(scaling)
+        theta = scaling.number("rope_theta", default)
+        alone = fields.with_values({"max_position_embeddings": fields.values["max_position_embeddings"]})
+        found[kind] = _read_rope(alone, scaling, ROPE_KINDS, theta, None)
+    return found
+
+
+def read_layer_kinds(fields: ConfigFields, default: Sequence[str]) -> tuple[str, ...]:
+    """Each layer's kind, FULL or SLIDING. default: where ``layer_types`` is absent or null."""
+    kinds, num_layers = fields.values.get("layer_types"), fields.integer("num_hidden_layers")
+    if kinds is None:
+        return tuple(default)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in (FULL, SLIDING) for kind in kinds):
+        raise fields.unsupported("layer_types", f"num_hidden_layers ({num_layers}) times {FULL} or {SLIDING}")
+    return tuple(kinds)
+
+
+def read_windows(fields: ConfigFields, kinds: Sequence[str]) -> tuple[int | None, ...]:
+    """Each layer's window, by its kind: that of SLIDING layers is ``sliding_window``, and none where no context is
+    longer."""
+    if SLIDING not in kinds:
+        return (None,) * len(kinds)
+    window = fields.integer("sliding_window")
+    seen = None if window >= fields.integer("max_position_embeddings") else window
+    return tuple(seen if kind == SLIDING else None for kind in kinds)
+
+
+def _read_rope(
+    fields: ConfigFields, scaling: ConfigFields, kinds: Sequence[str], theta: float, rotary: int | None
+) -> RopeConfig:
     key = "rope_type" if "rope_type" in scaling.values else "type"
-    scaling.require(key, *ROPE_KINDS)
+    scaling.require(key, *kinds)
     kind = scaling.values.get(key, "default")
-    theta = scaling.number("rope_theta", fields.number("rope_theta", 10_000.0))
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, rotary=rotary)
     if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=scaling.number("factor"))
+        return RopeConfig(theta=theta, rotary=rotary, kind=kind, factor=scaling.number("factor"))
     if kind == "factors":
         return RopeConfig(theta=theta, kind=kind, factors=scaling.positive_numbers("factors"))
     original = _original_max_positions(fields, scaling)
@@ -149,8 +229,37 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
             original_max_positions=original,
             low_freq_factor=low,
             high_freq_factor=high,
+            rotary=rotary,
         )
-    return _read_yarn(scaling, theta, original, fields.integer("max_position_embeddings"))
+    max_positions = fields.integer("max_position_embeddings")
+    read = _read_yarn if kind == "yarn" else _read_longrope
+    return replace(read(scaling, theta, original, max_positions), rotary=rotary)
+
+
+def _rotary(fields: ConfigFields, scaling: ConfigFields) -> int | None:
+    """How many values of a head are rotated; None: all of them."""
+    source = scaling if scaling.values.get("partial_rotary_factor") is not None else fields
+    factor = source.number("partial_rotary_factor", 1.0)
+    if factor == 1.0:
+        return None
+    head_dim = read_heads(fields)[-1]
+    rotary = int(head_dim * factor)
+    if not 0 < rotary <= head_dim or rotary % 2:
+        raise source.unsupported("partial_rotary_factor", f"an even number of the {head_dim} values of a head")
+    return rotary
+
+
+def _read_longrope(scaling: ConfigFields, theta: float, original: int, max_positions: int) -> RopeConfig:
+    is_given = scaling.values.get("attention_factor") is not None
+    return RopeConfig(
+        theta=theta,
+        kind="longrope",
+        factor=scaling.number("factor", max_positions / original),
+        original_max_positions=original,
+        attention_factor=scaling.number("attention_factor") if is_given else None,
+        short_factors=scaling.positive_numbers("short_factor"),
+        long_factors=scaling.positive_numbers("long_factor"),
+    )
 
 
 def _read_yarn(scaling: ConfigFields, theta: float, original: int, max_positions: int) -> RopeConfig:

@@ -1,37 +1,35 @@
 """Qwen2 and Qwen2.5: Llama with a bias on q, k and v; some layers may have a sliding window."""
 
 from diptych.runtime.models.config_fields import ConfigFields
-from diptych.runtime.models.llama import Llama, LlamaConfig, read_llama_config
+from diptych.runtime.models.decoder import Decoder, DecoderConfig
+from diptych.runtime.models.llama import read_llama_config
+from diptych.runtime.models.model_config import FULL, SLIDING, read_layer_kinds
 
 DEFAULT_WINDOW = 4096  # what a config means that does not say
 DEFAULT_FIRST_WINDOW_LAYER = 28  # likewise
 DEFAULT_KV_HEADS = 32  # likewise
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-class Qwen2(Llama):
-    """A LanguageModel of the Qwen2 family: Llama with biases on the query, key and value projections."""
+class Qwen2(Decoder):
+    """A LanguageModel: Qwen2: Llama with biases on the query, key and value projections."""
 
     @classmethod
-    def read_config(cls, fields: ConfigFields) -> LlamaConfig:
-        return read_llama_config(fields, windows=read_qwen_windows(fields), kv_heads=DEFAULT_KV_HEADS, qkv_bias=True)
+    def read_config(cls, fields: ConfigFields) -> DecoderConfig:
+        return read_llama_config(fields, read_qwen_windows(fields), kv_heads=DEFAULT_KV_HEADS, qkv_bias=True)
 
 
 def read_qwen_windows(fields: ConfigFields) -> tuple[int | None, ...]:
     """Each layer's sliding window. A window that no context can exceed counts as none."""
-    num_layers = fields.integer("num_hidden_layers")
     window = _window(fields)
-    kinds = fields.values.get("layer_types")
-    if kinds is None:
-        first = fields.values.get("max_window_layers", DEFAULT_FIRST_WINDOW_LAYER)
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise fields.unsupported("max_window_layers", "a whole number of at least 0")
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
-        raise fields.unsupported("layer_types", f"num_hidden_layers ({num_layers}) times {' or '.join(LAYER_TYPES)}")
-    if "sliding_attention" in kinds and not fields.flag("use_sliding_window"):
-        raise fields.unsupported("layer_types", "full_attention, as use_sliding_window is false")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if fields.values.get("layer_types") is not None:
+        kinds = read_layer_kinds(fields, ())
+        if SLIDING in kinds and not fields.flag("use_sliding_window"):
+            raise fields.unsupported("layer_types", f"{FULL}, as use_sliding_window is false")
+        return tuple(window if kind == SLIDING else None for kind in kinds)
+    first = fields.values.get("max_window_layers", DEFAULT_FIRST_WINDOW_LAYER)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise fields.unsupported("max_window_layers", "a whole number of at least 0")
+    return tuple(window if layer >= first else None for layer in range(fields.integer("num_hidden_layers")))
 
 
 def _window(fields: ConfigFields) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,11 +10,22 @@ from diptych.runtime.gguf.gguf_config import read_gguf_fields
 from diptych.runtime.gguf.gguf_file import is_gguf
 from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.field_table import check_fields
+from diptych.runtime.models.gemma2 import Gemma2
+from diptych.runtime.models.gemma3 import Gemma3
+from diptych.runtime.models.granite import Granite
 from diptych.runtime.models.llama import Llama
+from diptych.runtime.models.ministral3 import Ministral3
 from diptych.runtime.models.mistral import Mistral
 from diptych.runtime.models.model_config import ModelConfig
+from diptych.runtime.models.muse_glimmer import MuseGlimmer
+from diptych.runtime.models.olmo2 import Olmo2
+from diptych.runtime.models.olmo3 import Olmo3
+from diptych.runtime.models.phi3 import Phi3
 from diptych.runtime.models.qwen2 import Qwen2
 from diptych.runtime.models.qwen3 import Qwen3
+from diptych.runtime.models.seed_oss import SeedOss
+from diptych.runtime.models.smollm3 import SmolLM3
+from diptych.runtime.models.wrappers import WRAPPERS, TextPart, read_text_fields
 
 if TYPE_CHECKING:
     import torch
@@ -56,10 +68,20 @@ class LanguageModel(Protocol):
 
 
 MODELS: dict[str, type[LanguageModel]] = {
+    "Gemma2ForCausalLM": Gemma2,
+    "Gemma3ForCausalLM": Gemma3,
+    "GraniteForCausalLM": Granite,
     "LlamaForCausalLM": Llama,
+    "Ministral3ForCausalLM": Ministral3,
     "MistralForCausalLM": Mistral,
+    "MuseGlimmerForConditionalGeneration": MuseGlimmer,
+    "Olmo2ForCausalLM": Olmo2,
+    "Olmo3ForCausalLM": Olmo3,
+    "Phi3ForCausalLM": Phi3,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "SeedOssForCausalLM": SeedOss,
+    "SmolLM3ForCausalLM": SmolLM3,
 }
 
 
@@ -72,7 +94,17 @@ def read_model_config(path: str | Path) -> ModelConfig:
     path = Path(path)
     fields = read_gguf_fields(path) if is_gguf(path) else ConfigFields.of_file(path / "config.json")
     names = fields.values.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in MODELS:
-        raise fields.unsupported("architectures", "one of " + ", ".join(MODELS))
-    check_fields(fields, names[0])
-    return MODELS[names[0]].read_config(fields)
+    known = dict.fromkeys((*MODELS, *WRAPPERS))
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
+        raise fields.unsupported("architectures", "one of " + ", ".join(known))
+    architecture = names[0]
+    wrapper = WRAPPERS.get(architecture)
+    if wrapper is not None:
+        fields = read_text_fields(fields, architecture)
+        architecture = fields.values["architectures"][0]
+    check_fields(fields, architecture)
+    config = MODELS[architecture].read_config(fields)
+    if wrapper is None:
+        return config
+    note = f"{names[0]} is served as a model of text: its other parts ({', '.join(wrapper.others)}) are not loaded"
+    return replace(config, text_part=TextPart(wrapper.others), notes=(*config.notes, note))

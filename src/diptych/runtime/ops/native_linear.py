@@ -9,18 +9,20 @@ from functools import partial
 import torch
 
 from diptych.runtime.kernels.native import NativeKernels, NativeWeight
+from diptych.runtime.ops.ops import Activation
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_format import MIN_GROUP, WeightFormat
 from diptych.runtime.weights.weight_memory import WeightMemory
 
 PANEL = 32  # columns that are packed together
 PREFETCHED_BYTES = 8192  # room behind the last panel: the kernels ask for what they will not read
+GATES: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}  # as kernels.h numbers them
 MAX_SUMMED_COLUMNS = 1 << 16  # products of bytes that a sum of 32 bits holds
 
 
 class NativeLinear:
-    """A QuantizedLinear on a native kernel. packed, shape: those of the weight. gated: halves the output, silu(first
-    half) * second half. weight_format: None for floating point, without ``rows``."""
+    """A QuantizedLinear on a native kernel. packed, shape: of the weight. activation: halves the output, activation(first half) *
+    second half. weight_format: None for floating point, without ``rows``."""
 
     def __init__(
         self,
@@ -28,13 +30,13 @@ class NativeLinear:
         packed: torch.Tensor,
         bias: torch.Tensor | None,
         shape: tuple[int, int],
-        gated: bool,
+        activation: Activation | None,
         weight_format: WeightFormat | None = None,
     ) -> None:
         self._kernels = kernels
         self._rows, self.in_features = shape
-        self.out_features = self._rows // 2 if gated else self._rows
-        self._gated = int(gated)
+        self.out_features = self._rows if activation is None else self._rows // 2
+        self.gate = GATES[activation]
         self._tensors = (packed, bias)  # that the record points to
         self.weight = NativeWeight(packed.data_ptr(), None if bias is None else bias.data_ptr())
         if weight_format is not None:
@@ -47,7 +49,7 @@ class NativeLinear:
         y = x.new_empty((rows, self.out_features))
         self._kernels.functions.diptych_linear(
             self._kernels.handle, x.data_ptr(), self._weight_ptr, y.data_ptr(), rows, self._rows, self.in_features,
-            x.stride(0), self._gated,
+            x.stride(0), self.gate,
         )  # fmt: skip
         return y
 
@@ -60,10 +62,14 @@ class NativeLinear:
 
 
 def pack_native(
-    kernels: NativeKernels, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, memory: WeightMemory
+    kernels: NativeKernels,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation | None,
+    memory: WeightMemory,
 ) -> NativeLinear:
-    """weight [out_features, in_features], an even number of columns."""
-    rows, columns = weight.shape
+    """weight [out_features, in_features], an even number of columns. activation: see NativeLinear."""
+    (rows, columns), gated = weight.shape, activation is not None
     panels = -(-rows // 2 // (PANEL // 2)) if gated else -(-rows // PANEL)
     size = panels * PANEL * columns + PREFETCHED_BYTES // weight.itemsize
 
@@ -72,7 +78,7 @@ def pack_native(
         kernels.functions.diptych_pack(source.data_ptr(), packed.data_ptr(), rows, columns, gated, is_bf16)
 
     packed = memory.new([size], weight.dtype, fill)
-    return NativeLinear(kernels, packed, bias, (rows, columns), gated)
+    return NativeLinear(kernels, packed, bias, (rows, columns), activation)
 
 
 def has_kernel(weight: QuantizedSource) -> bool:
@@ -83,14 +89,19 @@ def has_kernel(weight: QuantizedSource) -> bool:
 
 
 def pack_native_quantized(
-    kernels: NativeKernels, weight: QuantizedSource, bias: torch.Tensor | None, gated: bool, memory: WeightMemory
+    kernels: NativeKernels,
+    weight: QuantizedSource,
+    bias: torch.Tensor | None,
+    activation: Activation | None,
+    memory: WeightMemory,
 ) -> NativeLinear:
-    """A weight that ``has_kernel``."""
+    """A weight that ``has_kernel``. activation: see NativeLinear."""
+    gated = activation is not None
     number, shape = weight.format, (weight.rows, weight.columns)
     group = number.group_size or weight.columns
     size = kernels.functions.diptych_quantized_size(*shape, gated, number.bits, group, number.has_mins)
     packed = memory.new([size + PREFETCHED_BYTES], torch.uint8, partial(_pack_quantized, kernels, weight, gated))
-    return NativeLinear(kernels, packed, bias, shape, gated, number)
+    return NativeLinear(kernels, packed, bias, shape, activation, number)
 
 
 def _pack_quantized(kernels: NativeKernels, source: QuantizedSource, gated: bool, packed: torch.Tensor) -> None:

@@ -4,12 +4,15 @@ A row's result does not depend on the other rows of the call, bitwise. Each call
 work, so a layer is few calls.
 """
 
+from functools import partial
+
 import torch
 
+from diptych.runtime.attention.layout import head_shape_cpu
 from diptych.runtime.kernels.native import NativeKernels
-from diptych.runtime.ops.native_linear import has_kernel, pack_native, pack_native_quantized
-from diptych.runtime.ops.ops import Linear, QuantizedLinear
-from diptych.runtime.ops.torch_ops import TorchOps
+from diptych.runtime.ops.native_linear import GATES, has_kernel, pack_native, pack_native_quantized
+from diptych.runtime.ops.ops import Activation, Linear, QuantizedLinear
+from diptych.runtime.ops.torch_ops import GatedLinear, TorchOps
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
 
@@ -26,14 +29,18 @@ class NativeOps:
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY) -> Linear:
         if weight.shape[1] % 2:
             return self._fallback.pack_linear(weight, bias, memory)
-        return pack_native(self._kernels, weight, bias, False, memory)
+        return pack_native(self._kernels, weight, bias, None, memory)
 
     def pack_gate_up(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        memory: WeightMemory = CPU_MEMORY,
+        activation: Activation = "silu",
     ) -> Linear:
         if bias is not None or weight.shape[1] % 2:
-            return self._fallback.gated(self.pack_linear(weight, bias, memory), self.silu_and_mul)
-        return pack_native(self._kernels, weight, None, True, memory)
+            return self._gated(self.pack_linear(weight, bias, memory), activation)
+        return pack_native(self._kernels, weight, None, activation, memory)
 
     def pack_quantized(
         self,
@@ -44,7 +51,7 @@ class NativeOps:
     ) -> QuantizedLinear:
         if not has_kernel(weight):
             return self._fallback.pack_quantized(weight, bias, dtype, memory)
-        return pack_native_quantized(self._kernels, weight, bias, False, memory)
+        return pack_native_quantized(self._kernels, weight, bias, None, memory)
 
     def pack_quantized_gate_up(
         self,
@@ -52,34 +59,51 @@ class NativeOps:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         memory: WeightMemory = CPU_MEMORY,
+        activation: Activation = "silu",
     ) -> Linear:
         if bias is not None or not has_kernel(weight):
-            return self._fallback.gated(self.pack_quantized(weight, bias, dtype, memory), self.silu_and_mul)
-        return pack_native_quantized(self._kernels, weight, None, True, memory)
+            return self._gated(self.pack_quantized(weight, bias, dtype, memory), activation)
+        return pack_native_quantized(self._kernels, weight, None, activation, memory)
+
+    def _gated(self, linear: Linear, activation: Activation) -> Linear:
+        return GatedLinear(linear, partial(self.activate, activation=activation))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.empty_like(x)
-        rows, dim = x.shape
-        self._kernels.functions.diptych_norm(
-            self._kernels.handle, x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), rows, dim, eps
+        return self._norm(x, None, weight, eps, 1.0)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float = 1.0
+    ) -> torch.Tensor:
+        return self._norm(x, residual.data_ptr(), weight, eps, multiplier)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, multiplier: float = 1.0) -> None:
+        self._kernels.functions.diptych_add(
+            self._kernels.handle, x.data_ptr(), residual.data_ptr(), *x.shape, multiplier
         )
+
+    def _norm(
+        self, x: torch.Tensor, residual: int | None, weight: torch.Tensor, eps: float, multiplier: float
+    ) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self._kernels.functions.diptych_norm(
+            self._kernels.handle, x.data_ptr(), residual, weight.data_ptr(), weight.dtype is torch.float32,
+            out.data_ptr(), *x.shape, eps, multiplier,
+        )  # fmt: skip
         return out
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.empty_like(x)
-        rows, dim = x.shape
-        self._kernels.functions.diptych_norm(
-            self._kernels.handle, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, dim, eps
-        )
-        return out
-
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def activate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         rows, width = gate_up.shape
         out = gate_up.new_empty((rows, width // 2))
-        self._kernels.functions.diptych_silu_and_mul(
-            self._kernels.handle, gate_up.data_ptr(), out.data_ptr(), rows, width // 2
+        self._kernels.functions.diptych_activate(
+            self._kernels.handle, gate_up.data_ptr(), out.data_ptr(), rows, width // 2, GATES[activation]
         )
         return out
+
+    def gate(self, x: torch.Tensor, gates: torch.Tensor) -> None:
+        self._kernels.functions.diptych_gate(self._kernels.handle, x.data_ptr(), gates.data_ptr(), *x.shape)
+
+    def softcap(self, x: torch.Tensor, cap: float) -> None:
+        self._kernels.functions.diptych_softcap(self._kernels.handle, x.data_ptr(), *x.shape, cap)
 
     def rope_and_cache(
         self,
@@ -92,14 +116,21 @@ class NativeOps:
         q_norm: torch.Tensor | None = None,
         k_norm: torch.Tensor | None = None,
         eps: float = 0.0,
+        query_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows, width = qkv.shape
-        dim, kv_heads = cos_sin.shape[1], k_cache.shape[1]
+        kv_heads, dim = head_shape_cpu(k_cache)
         heads = width // dim - 2 * kv_heads
+        norm = k_norm if q_norm is None else q_norm
+        is_wide = norm is not None and norm.dtype is torch.float32
+        norms_rows = norm is not None and norm.shape[0] != dim
         self._kernels.functions.diptych_rope_and_cache(
-            self._kernels.handle, qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), slots.data_ptr(),
-            k_cache.data_ptr(), v_cache.data_ptr(),
-            0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(),
-            rows, heads, kv_heads, dim, k_cache.shape[2] * k_cache.shape[4], eps,
+            self._kernels.handle, qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), _pointer(query_scale),
+            slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _pointer(q_norm), _pointer(k_norm), is_wide,
+            norms_rows, rows, heads, kv_heads, dim, cos_sin.shape[1], k_cache.shape[2] * k_cache.shape[4], eps,
         )  # fmt: skip
         return qkv.view(rows, -1, dim)[:, :heads]
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,11 +1,13 @@
 """The operations of a transformer layer around attention. Rows are tokens; tensors are contiguous in the last dim."""
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
+
+Activation = Literal["silu", "gelu_tanh"]  # of the gate of an MLP; gelu_tanh: x (1 + tanh(u)) / 2, see torch's gelu
 
 
 class Linear(Protocol):
@@ -50,9 +52,14 @@ class Ops(Protocol):
         ...
 
     def pack_gate_up(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        memory: WeightMemory = CPU_MEMORY,
+        activation: Activation = "silu",
     ) -> Linear:
-        """weight [2 * dim, in_features], gate rows first: a layer that gives silu(gate) * up [num_tokens, dim]."""
+        """weight [2 * dim, in_features], gate rows first: a layer that gives activation(gate) * up [num_tokens,
+        dim]."""
         ...
 
     def pack_quantized(
@@ -72,34 +79,52 @@ class Ops(Protocol):
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         memory: WeightMemory = CPU_MEMORY,
+        activation: Activation = "silu",
     ) -> Linear:
         """Pack quantised weights as pack_gate_up does."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [num_tokens, dim] -> [num_tokens, dim]."""
+        """x [num_tokens, dim] -> [num_tokens, dim]. weight: in the dtype of x, where the normed value is rounded to it
+        before the product is; or in fp32, where only the product is rounded."""
         ...
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """residual += x in place; returns rms_norm(residual)."""
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float = 1.0
+    ) -> torch.Tensor:
+        """residual += multiplier * x in place; returns rms_norm(residual)."""
         ...
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """gate_up [num_tokens, 2 * dim] -> silu(gate) * up [num_tokens, dim]."""
+    def add(self, x: torch.Tensor, residual: torch.Tensor, multiplier: float = 1.0) -> None:
+        """residual += multiplier * x in place. Both are [num_tokens, dim]."""
+        ...
+
+    def activate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """gate_up [num_tokens, 2 * dim] -> activation(gate) * up [num_tokens, dim]."""
+        ...
+
+    def gate(self, x: torch.Tensor, gates: torch.Tensor) -> None:
+        """x *= sigmoid(gates) in place. Both are [num_tokens, dim]."""
+        ...
+
+    def softcap(self, x: torch.Tensor, cap: float) -> None:
+        """x = cap * tanh(x / cap) in place. x [num_rows, dim]."""
         ...
 
     def rope_and_cache(
         self,
         qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         positions: torch.Tensor,  # [num_tokens] int64
-        cos_sin: torch.Tensor,  # [max_positions, head_dim] fp32: head_dim/2 cosines, then head_dim/2 sines
+        cos_sin: torch.Tensor,  # [max_positions, rotary] fp32: rotary/2 cosines, then rotary/2 sines
         slots: torch.Tensor,  # [num_tokens] int64
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        q_norm: torch.Tensor | None = None,  # [head_dim]: RMS norm of each query head first
+        q_norm: torch.Tensor | None = None,  # [head_dim]: RMS norm of each query head first; [all heads]: of the row
         k_norm: torch.Tensor | None = None,
         eps: float = 0.0,
+        query_scale: torch.Tensor | None = None,  # [max_positions] fp32: what rotated queries are multiplied with
     ) -> torch.Tensor:
-        """Rotate q and k (the "half" convention of Hugging Face Llama), write k and v into the cache, return q as
-        [num_tokens, num_heads, head_dim] (a view of qkv, rotated in place)."""
+        """Rotate the first ``rotary`` values of each head of q and k (the "half" convention of Hugging Face Llama:
+        pairs are rotary/2 apart), write k and v into the cache, return q as [num_tokens, num_heads, head_dim] (a view
+        of qkv, rotated in place)."""
         ...

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from diptych.runtime.attention.layout import write_cpu, write_cuda
-from diptych.runtime.ops.ops import Linear, QuantizedLinear
+from diptych.runtime.attention.layout import head_shape_cpu, write_cpu, write_cuda
+from diptych.runtime.ops.ops import Activation, Linear, QuantizedLinear
 from diptych.runtime.ops.torch_quantized_linear import DequantizedLinear, TorchQuantizedLinear, multiplies_numbers
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
@@ -87,9 +88,13 @@ class TorchOps:
         return BlockedLinear(kept, bias) if is_blocked else TorchLinear(kept, bias)
 
     def pack_gate_up(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        memory: WeightMemory = CPU_MEMORY,
+        activation: Activation = "silu",
     ) -> Linear:
-        return self.gated(self.pack_linear(weight, bias, memory), self.silu_and_mul)
+        return GatedLinear(self.pack_linear(weight, bias, memory), partial(self.activate, activation=activation))
 
     def pack_quantized(
         self,
@@ -108,26 +113,34 @@ class TorchOps:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         memory: WeightMemory = CPU_MEMORY,
+        activation: Activation = "silu",
     ) -> Linear:
-        return self.gated(self.pack_quantized(weight, bias, dtype, memory), self.silu_and_mul)
-
-    @staticmethod
-    def gated(linear: Linear, activate: Callable[[torch.Tensor], torch.Tensor]) -> Linear:
-        """A linear layer followed by silu(gate) * up."""
-        return GatedLinear(linear, activate)
+        linear = self.pack_quantized(weight, bias, dtype, memory)
+        return GatedLinear(linear, partial(self.activate, activation=activation))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * normed.to(x.dtype)
+        return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (weight * normed).to(x.dtype)
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        residual.add_(x)
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float = 1.0
+    ) -> torch.Tensor:
+        self.add(x, residual, multiplier)
         return self.rms_norm(residual, weight, eps)
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def add(self, x: torch.Tensor, residual: torch.Tensor, multiplier: float = 1.0) -> None:
+        residual.add_(x, alpha=multiplier)
+
+    def activate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def gate(self, x: torch.Tensor, gates: torch.Tensor) -> None:
+        x.mul_(gates.sigmoid())
+
+    def softcap(self, x: torch.Tensor, cap: float) -> None:
+        x.div_(cap).tanh_().mul_(cap)
 
     def rope_and_cache(
         self,
@@ -140,19 +153,24 @@ class TorchOps:
         q_norm: torch.Tensor | None = None,
         k_norm: torch.Tensor | None = None,
         eps: float = 0.0,
+        query_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        rows, head_dim = qkv.shape[0], cos_sin.shape[1]
+        rows, rotary = qkv.shape[0], cos_sin.shape[1]
         on_cuda = k_cache.device.type == "cuda"
-        num_kv_heads = k_cache.shape[2] if on_cuda else k_cache.shape[1]
+        num_kv_heads, head_dim = (k_cache.shape[2], k_cache.shape[3]) if on_cuda else head_shape_cpu(k_cache)
         heads = qkv.view(rows, -1, head_dim)
         num_heads = heads.shape[1] - 2 * num_kv_heads
         for norm, part in ((q_norm, heads[:, :num_heads]), (k_norm, heads[:, num_heads : num_heads + num_kv_heads])):
             if norm is not None:
-                part.copy_(self.rms_norm(part, norm, eps))
-        rotated = heads[:, : num_heads + num_kv_heads]
-        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [rows, 1, head_dim / 2] each
+                normed = part.reshape(rows, -1, norm.shape[0])  # one row of all heads, or one of each
+                part.copy_(self.rms_norm(normed, norm, eps).view(part.shape))
+        keys = heads[:, num_heads : num_heads + num_kv_heads]
+        rotated = heads[:, : num_heads + num_kv_heads, :rotary]
+        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [rows, 1, rotary / 2] each
         first, second = rotated.float().chunk(2, dim=-1)
         rotated.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
+        if query_scale is not None:
+            heads[:, :num_heads].mul_(query_scale[positions].view(rows, 1, 1))
         write = write_cuda if on_cuda else write_cpu
-        write(rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :], k_cache, v_cache, slots)
+        write(keys, heads[:, num_heads + num_kv_heads :], k_cache, v_cache, slots)
         return heads[:, :num_heads]

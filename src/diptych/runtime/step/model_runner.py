@@ -377,6 +377,7 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     """
     model_config = read_model_config(config.model)
     max_model_len = _max_model_len(config.max_model_len, model_config)
+    model_config = model_config.for_context(max_model_len)
     checkpoint = open_checkpoint(model_config)
     dtype, note = resolve_dtype(config.dtype, model_config, checkpoint)
     device = torch.device(config.device)

@@ -53,7 +53,7 @@ def open_checkpoint(config: ModelConfig) -> Checkpoint:
     """The checkpoint that ``config`` was read from."""
     if is_gguf(config.path):
         return GgufCheckpoint(config.path, config.attention)
-    return SafetensorsDirectory(config.path, config.quantization)
+    return SafetensorsDirectory(config.path, config.quantization, config.text_part)
 
 
 FINGERPRINT_BYTES = 64  # of each tensor

@@ -48,10 +48,18 @@ class Weights:
         self._left = dict.fromkeys(checkpoint.tensors)
         self._done_bytes = 0
 
-    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """One tensor of exactly this shape, to keep."""
+    def tensor(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, offset: float = 0.0
+    ) -> torch.Tensor:
+        """One tensor of exactly this shape, to keep. dtype: None for the model's. offset: added to each value."""
         self._take(name, tuple(shape))
-        return self.memory.new(shape, self.dtype, lambda target: self._read(name, target))
+
+        def fill(target: torch.Tensor) -> None:
+            self._read(name, target)
+            if offset:
+                target.add_(offset)
+
+        return self.memory.new(shape, dtype or self.dtype, fill)
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *shape: int) -> torch.Tensor:
         """Tensors of shape [rows[i], *shape] stacked along the first dimension, to pack or to give to

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from diptych.control.errors import ConfigError
+from diptych.runtime.models.wrappers import TextPart
 from diptych.runtime.quantization.packed_weight import find_packed_weights
 from diptych.runtime.quantization.quantization_config import QuantizationConfig
 from diptych.runtime.weights.safetensors_file import SafetensorsFile
@@ -14,13 +15,18 @@ SINGLE = "model.safetensors"
 
 
 class SafetensorsDirectory:
-    """A Checkpoint in a directory of safetensors files. packed: the quantised weights among ``tensors``."""
+    """A Checkpoint in a directory of safetensors files. packed: the quantised weights among ``tensors``. text_part: which tensors there are, and what
+    they are called here (None: all, as they are stored)."""
 
-    def __init__(self, path: Path, quantization: QuantizationConfig | None = None) -> None:
+    def __init__(
+        self, path: Path, quantization: QuantizationConfig | None = None, text_part: TextPart | None = None
+    ) -> None:
         self.path = path
+        self._text_part = text_part
         self.files = self._paths()
         self._file_of: dict[str, SafetensorsFile] = {}
         for file in map(SafetensorsFile, self.files):
+            file.rename(self._name)
             for name in file.entries:
                 if name in self._file_of:
                     raise ConfigError(
@@ -43,6 +49,9 @@ class SafetensorsDirectory:
     def first_bytes(self, name: str, count: int) -> bytes:
         parts = [self._file_of[part].data(part)[:count] for part in self.parts_of(name)]
         return b"".join(parts)[:count]
+
+    def _name(self, stored: str) -> str | None:
+        return stored if self._text_part is None else self._text_part.name_of(stored)
 
     def _tensors(self) -> dict[str, StoredTensor]:
         weight_of = {part: name for name, packed in self.packed.items() for part in packed.parts.values()}
@@ -78,6 +87,7 @@ class SafetensorsDirectory:
         index = self.path / INDEX
         if not index.exists():
             return
-        for name, file in self._weight_map(index).items():
-            if name not in self._file_of:
-                raise ConfigError(f"{self.path / file}: tensor {name} is missing; {index} promises it")
+        for stored, file in self._weight_map(index).items():
+            name = self._name(stored)
+            if name is not None and name not in self._file_of:
+                raise ConfigError(f"{self.path / file}: tensor {stored} is missing; {index} promises it")

@@ -4,6 +4,7 @@ Never interprets a tensor's name, and never imports torch.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,14 @@ class SafetensorsFile:
         self.path = path
         self._file = MappedFile(path)
         self.entries = self._read_header()
+
+    def rename(self, name_of: Callable[[str], str | None]) -> None:
+        """Know each tensor by another name from now on; None: not at all."""
+        named = [(name_of(name), entry) for name, entry in self.entries.items()]
+        entries = {name: entry for name, entry in named if name is not None}
+        if len(entries) < sum(name is not None for name, _ in named):
+            raise self._broken("two of its tensors are one tensor of the text model")
+        self.entries = entries
 
     def data(self, name: str) -> memoryview:
         """The bytes of a tensor."""

@@ -160,17 +160,24 @@ INLINE void value_tiled(const Attention &a, typename S::Tiles &tiles, Scratch<S>
     }
 }
 
+// 16 products of queries and keys to scores with a cap
+INLINE void cap_scores(const Attention &a, float *scores) {
+    store(scores, tanh_ps(load((const float *)scores) * all(a.scale / a.softcap)) * all(a.softcap));
+}
+
 // weights = 2^(score - max) of the visible keys, 0 elsewhere; returns whether any key is visible
 template <class S>
 INLINE bool soften(const Attention &a, const Vectors<S> &v, Scratch<S> &s, int vector, int64_t start, int groups,
                    float &top, float &total) {
-    const float *scores = s.scores + vector * SEGMENT;
+    float *scores = s.scores + vector * SEGMENT;
     typename S::Factor *weights = s.weights + vector * SEGMENT;
     const int64_t low = maximum(v.low[vector] - start, 0), high = minimum(v.high[vector] - start, groups * 16);
     if (high <= low) {
         memset(weights, 0, groups * 16 * sizeof(*weights));
         return false;
     }
+    if (a.softcap > 0.0f)
+        for (int64_t group = low / 16; group * 16 < high; group++) cap_scores(a, scores + group * 16);
     auto visible = [&](int group) { return lanes(low - group * 16, high - group * 16); };
     // groups [full, end) are visible as a whole, which needs no masks and gives the same numbers
     const int full = (int)((low + 15) / 16), end = (int)maximum(high / 16, full);
@@ -179,7 +186,7 @@ INLINE bool soften(const Attention &a, const Vectors<S> &v, Scratch<S> &s, int v
     for (int group = (int)(low / 16); group < full; group++)
         best = larger_in(visible(group), best, load(scores + group * 16));
     if (end < groups) best = larger_in(visible(end), best, load(scores + end * 16));
-    const float factor = a.scale * 1.44269504088896341f;  // from here on powers of 2
+    const float factor = (a.softcap > 0.0f ? 1.0f : a.scale) * 1.44269504088896341f;  // from here on powers of 2
     top = largest_of(best) * factor;
     const Vec scale = all(factor), shift = all(top);
     Vec sum = zeros();

@@ -23,35 +23,46 @@ void run_decode_step(const Kernels &kernels, const Step &s) {
         Meeting meeting{&barrier, omp_get_num_threads()};
         const Team team{memory, &meeting, wait_at_meeting};
         auto meet = [&] { wait_at_meeting(&meeting); };
-        auto project = [&](const char *x, const Weight &weight, char *y, int64_t n, int64_t k, bool gated) {
-            const Linear p{x, weight, y, s.rows, n, k, k, gated ? n / 2 : n, gated};
+        auto project = [&](const char *x, const Weight &weight, char *y, int64_t n, int64_t k, int64_t gate) {
+            const Linear p{x, weight, y, s.rows, n, k, k, gate ? n / 2 : n, gate};
             weight.bits ? kernels.quantized(p, team) : linear<S>(p);
             meet();
         };
-        auto add_norm = [&](const char *weight) {
-            norm<T>({s.x, s.residual, weight, s.x, s.rows, s.hidden, s.eps});
+        // a thread norms the same rows each time, and need not wait for the others in between. What comes after the
+        // sum goes to x, or stays in residual alone where there is no norm before the next part
+        auto add_norm = [&](const NormWeight &after, const NormWeight &before) {
+            if (after.weight) norm<T>({s.x, nullptr, after, s.x, s.rows, s.hidden, 1.0f});
+            norm<T>({s.x, s.residual, before, s.x, s.rows, s.hidden, s.multiplier});
             meet();
         };
-        norm<T>({s.residual, nullptr, s.layers[0].input_norm, s.x, s.rows, s.hidden, s.eps});
-        meet();
+        auto input_of = [&](const NormWeight &before) { return before.weight ? s.x : s.residual; };
+        if (s.layers[0].input_norm.weight) {
+            norm<T>({s.residual, nullptr, s.layers[0].input_norm, s.x, s.rows, s.hidden, 1.0f});
+            meet();
+        }
         for (int64_t index = 0; index < s.num_layers; index++) {
             const Layer &l = s.layers[index];
-            project(s.x, l.qkv, s.qkv, width, s.hidden, false);
-            rope_and_cache<T>({s.qkv, s.positions, s.cos_sin, s.slots, l.k_cache, l.v_cache, l.q_norm, l.k_norm, s.rows,
-                               s.heads, s.kv_heads, s.dim, s.block_size, s.eps});
+            project(input_of(l.input_norm), l.qkv, s.qkv, width, s.hidden, NOT_GATED);
+            rope_and_cache<T>({s.qkv, s.positions, l.cos_sin, l.query_scale, s.slots, l.k_cache, l.v_cache, l.q_norm,
+                               l.k_norm, s.rows, s.heads, s.kv_heads, s.dim, l.rotary, s.block_size, l.norms_rows});
             meet();
             const Attention attention{s.qkv, l.k_cache, l.v_cache, s.block_tables, s.query_start, s.context_lens,
                                       s.attended, s.partials, width, s.table_stride, s.rows, s.rows, s.heads,
-                                      s.kv_heads, s.dim, s.block_size, l.window, s.scale};
+                                      s.kv_heads, s.dim, s.block_size, l.window, l.scale, l.softcap};
             attend_segments<S>(attention);
             meet();
             combine_segments<S>(attention);
             meet();
-            project(s.attended, l.output, s.x, s.hidden, queries, false);
-            add_norm(l.mlp_norm);
-            project(s.x, l.gate_up, s.inner, 2 * s.inner_size, s.hidden, true);
-            project(s.inner, l.down, s.x, s.hidden, s.inner_size, false);
-            add_norm(index + 1 < s.num_layers ? s.layers[index + 1].input_norm : s.norm);
+            if (l.attention_gate.w) {
+                project(input_of(l.input_norm), l.attention_gate, s.gates, queries, s.hidden, NOT_GATED);
+                gate<T>({s.attended, s.gates, s.rows, queries});
+                meet();
+            }
+            project(s.attended, l.output, s.x, s.hidden, queries, NOT_GATED);
+            add_norm(l.attention_norm, l.mlp_norm);
+            project(input_of(l.mlp_norm), l.gate_up, s.inner, 2 * s.inner_size, s.hidden, l.gate);
+            project(s.inner, l.down, s.x, s.hidden, s.inner_size, NOT_GATED);
+            add_norm(l.output_norm, index + 1 < s.num_layers ? s.layers[index + 1].input_norm : s.norm);
         }
     }
 }

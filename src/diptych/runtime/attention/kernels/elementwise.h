@@ -16,10 +16,17 @@ INLINE float inverse_rms(const T *x, int64_t dim, float eps) {
     return 1.0f / __builtin_sqrtf(sum_of(sum) / (float)dim + eps);
 }
 
-// the normed value is rounded to T before it is scaled, as the reference implementations do
+// rms_norm of a row; when the normed value is rounded is a matter of what the reference implementations do
 template <typename T>
-INLINE void scale_row(const T *x, const T *weight, T *out, int64_t dim, float inverse) {
-    const Vec factor = all(inverse);
+INLINE void norm_row(const T *x, const NormWeight &w, T *out, int64_t dim) {
+    const Vec factor = all(inverse_rms(x, dim, w.eps));
+    if (w.is_wide) {
+        const float *weight = (const float *)w.weight;
+        for (int64_t i = 0; i < dim; i += 16)
+            store(out + i, load(x + i, dim - i) * factor * load(weight + i, dim - i), dim - i);
+        return;
+    }
+    const T *weight = (const T *)w.weight;
     for (int64_t i = 0; i < dim; i += 16) {
         T rounded[16];
         store((T *)rounded, load(x + i, dim - i) * factor);
@@ -35,11 +42,12 @@ void norm(const Norm &p) {
         const T *x = (const T *)p.x + r * p.dim;
         if (p.residual) {
             T *sum = (T *)p.residual + r * p.dim;
+            const Vec multiplier = all(p.multiplier);
             for (int64_t i = 0; i < p.dim; i += 16)
-                store(sum + i, load(x + i, p.dim - i) + load((const T *)sum + i, p.dim - i), p.dim - i);
+                store(sum + i, load(x + i, p.dim - i) * multiplier + load((const T *)sum + i, p.dim - i), p.dim - i);
             x = sum;
         }
-        scale_row(x, (const T *)p.weight, (T *)p.out + r * p.dim, p.dim, inverse_rms(x, p.dim, p.eps));
+        if (p.weight.weight) norm_row(x, p.weight, (T *)p.out + r * p.dim, p.dim);
     }
 }
 
@@ -50,19 +58,49 @@ void run_norm(const Norm &p) {
 }
 
 template <typename T>
-void run_silu_and_mul(const Activation &p) {
+void run_activate(const Activation &p) {
 #pragma omp parallel for schedule(static) if (p.rows >= PARALLEL_ROWS)
     for (int64_t r = 0; r < p.rows; r++)
         for (int64_t i = 0; i < p.dim; i += 16) {
             const T *gate = (const T *)p.gate_up + r * 2 * p.dim + i;
             const Vec g = load(gate, p.dim - i), u = load(gate + p.dim, p.dim - i);
-            store((T *)p.out + r * p.dim + i, silu(g) * u, p.dim - i);
+            store((T *)p.out + r * p.dim + i, activate(g, p.gate) * u, p.dim - i);
         }
 }
 
+// for a team of threads: see decode_step.h
 template <typename T>
-INLINE void rotate(T *head, const float *cos_sin, int64_t dim) {
-    const int64_t half = dim / 2;
+void gate(const Gating &p) {
+#pragma omp for schedule(static) nowait
+    for (int64_t r = 0; r < p.rows; r++) {
+        T *x = (T *)p.x + r * p.dim;
+        const T *gates = (const T *)p.gate + r * p.dim;
+        for (int64_t i = 0; i < p.dim; i += 16)
+            store(x + i, load((const T *)x + i, p.dim - i) * sigmoid(load(gates + i, p.dim - i)), p.dim - i);
+    }
+}
+
+template <typename T>
+void run_gate(const Gating &p) {
+#pragma omp parallel if (p.rows >= PARALLEL_ROWS)
+    gate<T>(p);
+}
+
+template <typename T>
+void run_softcap(const Softcap &p) {
+    const Vec cap = all(p.cap);
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < p.rows; r++) {
+        T *x = (T *)p.x + r * p.dim;
+        for (int64_t i = 0; i < p.dim; i += 16)
+            store(x + i, tanh_ps(load((const T *)x + i, p.dim - i) / cap) * cap, p.dim - i);
+    }
+}
+
+// the first `rotary` values of a head: pairs are half of it apart
+template <typename T>
+INLINE void rotate(T *head, const float *cos_sin, int64_t rotary) {
+    const int64_t half = rotary / 2;
     for (int64_t i = 0; i < half; i += 16) {
         const int64_t count = half - i;
         const Vec a = load((const T *)head + i, count), b = load((const T *)head + half + i, count);
@@ -95,12 +133,21 @@ void rope_and_cache(const Rope &r) {
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < r.rows; row++) {
         T *q = (T *)r.qkv + row * width, *k = q + r.heads * r.dim, *v = k + r.kv_heads * r.dim;
-        const float *cos_sin = r.cos_sin + r.positions[row] * r.dim;
+        const float *cos_sin = r.cos_sin + r.positions[row] * r.rotary;
+        if (r.norms_rows) {
+            if (r.q_norm.weight) norm_row((const T *)q, r.q_norm, q, r.heads * r.dim);
+            if (r.k_norm.weight) norm_row((const T *)k, r.k_norm, k, r.kv_heads * r.dim);
+        }
         for (int64_t h = 0; h < r.heads + r.kv_heads; h++) {
             T *head = q + h * r.dim;
-            const T *norm = (const T *)(h < r.heads ? r.q_norm : r.k_norm);
-            if (norm) scale_row((const T *)head, norm, head, r.dim, inverse_rms((const T *)head, r.dim, r.eps));
-            rotate(head, cos_sin, r.dim);
+            const NormWeight &norm = h < r.heads ? r.q_norm : r.k_norm;
+            if (norm.weight && !r.norms_rows) norm_row((const T *)head, norm, head, r.dim);
+            rotate(head, cos_sin, r.rotary);
+        }
+        if (r.query_scale) {
+            const Vec scale = all(r.query_scale[r.positions[row]]);
+            for (int64_t i = 0; i < r.heads * r.dim; i += 16)
+                store(q + i, load((const T *)q + i, r.heads * r.dim - i) * scale, r.heads * r.dim - i);
         }
         for (int64_t h = 0; h < r.kv_heads; h++) write_kv(r, row, h, k + h * r.dim, v + h * r.dim);
     }

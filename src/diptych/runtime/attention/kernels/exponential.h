@@ -21,7 +21,22 @@ INLINE Vec exp_ps(Vec x) {
     return only(lanes_above(x, -87.0f), times_power_of_2(p, n));
 }
 
-INLINE Vec silu(Vec x) { return x / (all(1.0f) + exp_ps(zeros() - larger(x, all(-80.0f)))); }
+// 1 + e^-x, for the functions below
+INLINE Vec one_and_exp(Vec x) { return all(1.0f) + exp_ps(zeros() - larger(x, all(-80.0f))); }
+
+INLINE Vec sigmoid(Vec x) { return all(1.0f) / one_and_exp(x); }
+INLINE Vec silu(Vec x) { return x / one_and_exp(x); }
+
+// x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + e^-2u)
+INLINE Vec gelu_tanh(Vec x) {
+    const Vec u = fmadd(x * x * x, all(0.044715f), x);
+    return x / one_and_exp(u * all(1.5957691216057308f));
+}
+
+INLINE Vec activate(Vec x, int64_t gate) { return gate == GELU_TANH ? gelu_tanh(x) : silu(x); }
+
+// tanh(x), to 2e-7 of 1
+INLINE Vec tanh_ps(Vec x) { return all(2.0f) / one_and_exp(x + x) - all(1.0f); }
 
 // 2^x as 2^n * p(r), |r| <= 1/2; the relative error is below 3e-7 (fp32) or 3e-6 (where the result becomes bf16)
 template <typename T>

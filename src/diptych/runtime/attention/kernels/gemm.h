@@ -3,7 +3,7 @@
 // rows pass it. Each result is one accumulator summed along K in order, so that a row's result is bitwise the same for
 // every number of rows.
 //
-// Packed: [ceil(N / 32)][K / LANES][2][16] units. For the gated form (silu(gate) * up) a panel holds 16 gate columns and
+// Packed: [ceil(N / 32)][K / LANES][2][16] units. For the gated form (activation(gate) * up) a panel holds 16 gate columns and
 // the 16 up columns that belong to them.
 #pragma once
 #include <omp.h>
@@ -46,6 +46,7 @@ template <typename T, bool GATED> class Columns {
         count_ = (GATED ? p.n / 2 : p.n) - column;
         y_ = (T *)p.y + column;
         stride_ = p.y_stride;
+        gate_ = p.gate;
         left_bias_ = right_bias_ = zeros();
         if (GATED || !p.weight.bias) return;
         left_bias_ = load((const T *)p.weight.bias + column, count_);
@@ -53,14 +54,14 @@ template <typename T, bool GATED> class Columns {
     }
     ALWAYS_INLINE void put(int64_t row, Vec left, Vec right) const {
         T *y = y_ + row * stride_;
-        if (GATED) return store(y, silu(left) * right, count_);
+        if (GATED) return store(y, activate(left, gate_) * right, count_);
         store(y, left + left_bias_, count_);
         if (count_ > 16) store(y + 16, right + right_bias_, count_ - 16);
     }
 
   private:
     T *y_;
-    int64_t stride_, count_;
+    int64_t stride_, count_, gate_;
     Vec left_bias_, right_bias_;
 };
 
@@ -216,9 +217,9 @@ template <class S>
 void linear(const Linear &p) {
     if constexpr (S::HAS_TILES) {
         typedef typename S::Tiled::Tiles Tiles;
-        if (p.k % 32 == 0) return p.gated ? gemm_tiled<Tiles, true>(p) : gemm_tiled<Tiles, false>(p);
+        if (p.k % 32 == 0) return p.gate ? gemm_tiled<Tiles, true>(p) : gemm_tiled<Tiles, false>(p);
     }
-    p.gated ? gemm<S, true>(p) : gemm<S, false>(p);
+    p.gate ? gemm<S, true>(p) : gemm<S, false>(p);
 }
 
 constexpr int64_t QUANTIZED_ROWS = 1024;  // at once: they are kept twice

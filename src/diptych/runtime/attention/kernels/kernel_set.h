@@ -7,8 +7,8 @@ namespace {
 template <class S>
 constexpr Kernels kernels_of() {
     typedef typename S::T T;
-    return {run_linear<S>, run_norm<T>, run_silu_and_mul<T>, run_rope_and_cache<T>, run_attention<S>, run_decode_step<S>,
-            nullptr};
+    return {run_linear<S>, run_norm<T>, run_activate<T>, run_gate<T>, run_softcap<T>, run_rope_and_cache<T>, run_attention<S>,
+            run_decode_step<S>, nullptr};
 }
 
 }  // namespace

@@ -36,41 +36,67 @@ INLINE int64_t group_bytes(const Weight &w, int64_t k) {
 }
 INLINE int64_t panel_bytes(const Weight &w, int64_t k) { return group_bytes(w, k) * (k / w.group); }
 
-// y = x W^T (+ bias), or silu(gate) * up when gated
+// what becomes of the results of a gate, which the others are multiplied with
+enum Gate : int64_t { NOT_GATED = 0, SILU = 1, GELU_TANH = 2 };
+
+// y = x W^T (+ bias), or activation(gate) * up when gated
 struct Linear {
     const char *x;     // [m, k]
     Weight weight;     // [n, k]
     char *y;           // [m, n], or [m, n / 2] when gated
     int64_t m, n, k, x_stride, y_stride;  // strides in elements
-    bool gated;
+    int64_t gate;      // a Gate
 };
 
-// out = rms_norm(x), or residual += x; out = rms_norm(residual). out may be x
-struct Norm {
-    const char *x;       // [rows, dim]
-    char *residual;      // [rows, dim] or null
-    const char *weight;  // [dim]
-    char *out;           // [rows, dim]
-    int64_t rows, dim;
+// of an RMS norm. is_wide: in fp32, and the product is rounded to T once; else in T, and the normed value is rounded
+// before it is multiplied, too
+struct NormWeight {
+    const char *weight;  // null where there is no such norm
+    int64_t is_wide;
     float eps;
 };
 
-// out = silu(gate) * up
+// out = rms_norm(x), or residual += multiplier * x; out = rms_norm(residual). out may be x
+struct Norm {
+    const char *x;      // [rows, dim]
+    char *residual;     // [rows, dim] or null
+    NormWeight weight;  // [dim]; without one, only the sum is computed
+    char *out;          // [rows, dim]
+    int64_t rows, dim;
+    float multiplier;
+};
+
+// out = activation(gate) * up
 struct Activation {
     const char *gate_up;  // [rows, 2 dim]
     char *out;            // [rows, dim]
+    int64_t rows, dim, gate;
+};
+
+// x *= sigmoid(gate)
+struct Gating {
+    char *x;           // [rows, dim]
+    const char *gate;  // [rows, dim]
     int64_t rows, dim;
+};
+
+// x = cap * tanh(x / cap)
+struct Softcap {
+    char *x;  // [rows, dim]
+    int64_t rows, dim;
+    float cap;
 };
 
 struct Rope {
     char *qkv;                 // [rows, (heads + 2 kv_heads) * dim]
     const int64_t *positions;  // [rows]
-    const float *cos_sin;      // [positions, dim]
+    const float *cos_sin;      // [positions, rotary]
+    const float *query_scale;  // [positions] or null: of rotated queries
     const int64_t *slots;      // [rows]
     char *k_cache, *v_cache;
-    const char *q_norm, *k_norm;  // [dim] or null
-    int64_t rows, heads, kv_heads, dim, block_size;
-    float eps;
+    NormWeight q_norm, k_norm;  // [dim] each, or of all heads side by side
+    int64_t rows, heads, kv_heads, dim, rotary, block_size;  // rotary: the values of a head that are rotated
+    int64_t norms_rows;  // whether a norm is over all heads together
 };
 
 struct Attention {
@@ -82,30 +108,33 @@ struct Attention {
     char *out;                    // [tokens, heads, dim]
     float *partials;              // [decode tasks, group, dim + 2]
     int64_t q_stride, table_stride, seqs, decodes, heads, kv_heads, dim, block_size, window;
-    float scale;
+    float scale, softcap;  // softcap 0: none
 };
 
+// norms: before and after attention and MLP, [hidden]
 struct Layer {
-    const char *input_norm, *mlp_norm;                      // [hidden]
-    Weight qkv, output, gate_up, down;
-    const char *q_norm, *k_norm;                            // [dim] or null
+    NormWeight input_norm, attention_norm, mlp_norm, output_norm;
+    Weight qkv, attention_gate, output, gate_up, down;  // attention_gate: of what attention gives, w null where it has none
+    NormWeight q_norm, k_norm;                          // see Rope
+    const float *cos_sin, *query_scale;                 // see Rope
     char *k_cache, *v_cache;
-    int64_t window;
+    int64_t window, rotary, norms_rows, gate;
+    float scale, softcap;  // see Attention
 };
 
 // one token of each of `rows` sequences through all layers
 struct Step {
     const Layer *layers;
-    const char *norm;                // [hidden]: behind the last layer
-    const float *cos_sin;            // [max positions, dim]
+    NormWeight norm;                 // [hidden]: behind the last layer
     char *residual;                  // [rows, hidden]: the tokens' embeddings; overwritten
     char *x;                         // [rows, hidden]: the result
-    char *qkv, *attended, *inner;    // scratch: [rows, (heads + 2 kv_heads) * dim], [rows, heads * dim], [rows, inner_size]
+    char *qkv, *attended, *gates;    // scratch: [rows, (heads + 2 kv_heads) * dim], two of [rows, heads * dim]
+    char *inner;                     // scratch: [rows, inner_size]
     float *partials;                 // scratch, see Attention
     const int64_t *positions, *slots;  // [rows]
     const int32_t *block_tables, *query_start, *context_lens;  // see Attention
     int64_t num_layers, rows, hidden, inner_size, heads, kv_heads, dim, block_size, table_stride;
-    float eps, scale;
+    float multiplier;                // of what is added to residual
 };
 
 // threads that compute one Linear: memory that all of them see, and how they wait for each other
@@ -120,7 +149,9 @@ typedef void TeamLinear(const Linear &, const Team &);
 struct Kernels {
     void (*linear)(const Kernels &, const Linear &);
     void (*norm)(const Norm &);
-    void (*silu_and_mul)(const Activation &);
+    void (*activate)(const Activation &);
+    void (*gate)(const Gating &);
+    void (*softcap)(const Softcap &);
     void (*rope_and_cache)(const Rope &);
     void (*attention)(const Attention &);
     void (*decode_step)(const Kernels &, const Step &);

@@ -33,26 +33,45 @@ const Kernels *diptych_kernels(const char *set, int64_t is_bf16) {
     return nullptr;
 }
 
+// gate: a Gate
 void diptych_linear(const Kernels *kernels, const void *x, const Weight *weight, void *y, int64_t m, int64_t n,
-                    int64_t k, int64_t x_stride, int64_t gated) {
-    kernels->linear(*kernels, {(const char *)x, *weight, (char *)y, m, n, k, x_stride, gated ? n / 2 : n, gated != 0});
+                    int64_t k, int64_t x_stride, int64_t gate) {
+    kernels->linear(*kernels, {(const char *)x, *weight, (char *)y, m, n, k, x_stride, gate ? n / 2 : n, gate});
 }
 
 // residual: null for out = rms_norm(x)
-void diptych_norm(const Kernels *kernels, const void *x, void *residual, const void *weight, void *out, int64_t rows,
-                  int64_t dim, float eps) {
-    kernels->norm({(const char *)x, (char *)residual, (const char *)weight, (char *)out, rows, dim, eps});
+void diptych_norm(const Kernels *kernels, const void *x, void *residual, const void *weight, int64_t is_wide, void *out,
+                  int64_t rows, int64_t dim, float eps, float multiplier) {
+    kernels->norm({(const char *)x, (char *)residual, {(const char *)weight, is_wide, eps}, (char *)out, rows, dim,
+                   multiplier});
 }
 
-void diptych_silu_and_mul(const Kernels *kernels, const void *gate_up, void *out, int64_t rows, int64_t dim) {
-    kernels->silu_and_mul({(const char *)gate_up, (char *)out, rows, dim});
+// x += multiplier * more
+void diptych_add(const Kernels *kernels, const void *more, void *x, int64_t rows, int64_t dim, float multiplier) {
+    kernels->norm({(const char *)more, (char *)x, {}, nullptr, rows, dim, multiplier});
 }
 
+void diptych_activate(const Kernels *kernels, const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t gate) {
+    kernels->activate({(const char *)gate_up, (char *)out, rows, dim, gate});
+}
+
+void diptych_gate(const Kernels *kernels, void *x, const void *gate, int64_t rows, int64_t dim) {
+    kernels->gate({(char *)x, (const char *)gate, rows, dim});
+}
+
+void diptych_softcap(const Kernels *kernels, void *x, int64_t rows, int64_t dim, float cap) {
+    kernels->softcap({(char *)x, rows, dim, cap});
+}
+
+// norms_are_wide: of both q_norm and k_norm
 void diptych_rope_and_cache(const Kernels *kernels, void *qkv, const int64_t *positions, const float *cos_sin,
-                            const int64_t *slots, void *k_cache, void *v_cache, const void *q_norm, const void *k_norm,
-                            int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, float eps) {
-    kernels->rope_and_cache({(char *)qkv, positions, cos_sin, slots, (char *)k_cache, (char *)v_cache,
-                             (const char *)q_norm, (const char *)k_norm, rows, heads, kv_heads, dim, block_size, eps});
+                            const float *query_scale, const int64_t *slots, void *k_cache, void *v_cache,
+                            const void *q_norm, const void *k_norm, int64_t norms_are_wide, int64_t norms_rows,
+                            int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t rotary,
+                            int64_t block_size, float eps) {
+    kernels->rope_and_cache({(char *)qkv, positions, cos_sin, query_scale, slots, (char *)k_cache, (char *)v_cache,
+                             {(const char *)q_norm, norms_are_wide, eps}, {(const char *)k_norm, norms_are_wide, eps},
+                             rows, heads, kv_heads, dim, rotary, block_size, norms_rows});
 }
 
 // floats that `partials` must hold
@@ -62,13 +81,13 @@ int64_t diptych_attention_workspace(int64_t decodes, int64_t max_context, int64_
 
 void diptych_attention(const Kernels *kernels, const void *q, const void *k_cache, const void *v_cache,
                        const int32_t *block_tables, const int32_t *query_start, const int32_t *context_lens, void *out,
-                       float *partials, const int64_t *sizes, float scale) {
+                       float *partials, const int64_t *sizes, float scale, float softcap) {
     kernels->attention({(const char *)q, (const char *)k_cache, (const char *)v_cache, block_tables, query_start,
                         context_lens, (char *)out, partials, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-                        sizes[5], sizes[6], sizes[7], sizes[8], scale});
+                        sizes[5], sizes[6], sizes[7], sizes[8], scale, softcap});
 }
 
 void diptych_decode_step(const Kernels *kernels, const Step *step) { kernels->decode_step(*kernels, *step); }
 
-int64_t diptych_abi() { return 6; }
+int64_t diptych_abi() { return 7; }
 }

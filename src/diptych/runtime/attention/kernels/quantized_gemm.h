@@ -200,7 +200,7 @@ INLINE void quantized_tile(const Linear &p, const QuantizedRows &rows, const Cut
     auto put = [&](auto columns) {
         for (int i = 0; i < R; i++) columns.put(row + i, result[i][0], result[i][1]);
     };
-    p.gated ? put(Columns<T, true>(p, panel)) : put(Columns<T, false>(p, panel));
+    p.gate ? put(Columns<T, true>(p, panel)) : put(Columns<T, false>(p, panel));
 }
 
 template <class I, typename T, int BITS, bool GROUPED>

@@ -75,7 +75,7 @@ INLINE void quantized_tiled_linear(const Linear &p, const Team &team, TeamLinear
     TilesOfBytes<Tiles> tiles;
     share_panels<128>(p, [&](int64_t row, int64_t end, int64_t first, int64_t last) {
         for (int64_t panel = first; panel < last; panel++)
-            p.gated ? pass_quantized_tiles<T, true>(p, tiles, rows, row, end, panel)
+            p.gate ? pass_quantized_tiles<T, true>(p, tiles, rows, row, end, panel)
                     : pass_quantized_tiles<T, false>(p, tiles, rows, row, end, panel);
     });
 }

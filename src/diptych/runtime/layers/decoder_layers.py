@@ -1,0 +1,56 @@
+"""The layers of a decoder: attention and a gated MLP, each with a norm before it, behind it, or both.
+
+One description for all families: native_step.py computes decode steps of such layers in one native call, and the loop
+here computes all other steps part by part, with the same bits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from diptych.runtime.layers.forward_pass import ForwardPass
+from diptych.runtime.layers.native_step import DecoderLayer, NativeStep
+from diptych.runtime.layers.parts import RmsNorm
+from diptych.runtime.ops.ops import Ops
+
+
+class DecoderLayers:
+    """Some layers and the norm behind them. multiplier: of what each part adds to the residual stream. native: computes
+    whole decode steps (None: nothing does)."""
+
+    def __init__(
+        self, ops: Ops, layers: Sequence[DecoderLayer], norm: RmsNorm, multiplier: float, native: NativeStep | None
+    ) -> None:
+        self._ops = ops
+        self.layers = layers
+        self.norm = norm
+        self._multiplier = multiplier
+        self.native_step = native
+
+    def __call__(self, residual: torch.Tensor, step: ForwardPass) -> torch.Tensor:
+        """residual [num_tokens, hidden], the embeddings of the batch's tokens, is overwritten. Writes K and V; the
+        normed hidden states of its sample_rows, in that order: [num_samples, hidden]."""
+        if self.native_step is not None and step.batch.is_decode:
+            return self.native_step(residual, step)
+        before = [*(layer.input_norm for layer in self.layers), self.norm]
+        x = residual if before[0] is None else before[0](residual)
+        for index, layer in enumerate(self.layers):
+            cache = step.begin_layer(index)
+            attended = layer.attention(layer.rope(layer.qkv(x), cache, step.batch), cache, step)
+            attended, x, residual = step.rows_to_keep(index, attended, x, residual)
+            if layer.attention_gate is not None:
+                self._ops.gate(attended, layer.attention_gate(x))
+            x = self._add(layer.o_proj(attended), residual, layer.attention_norm, layer.mlp_norm)
+            x = self._add(layer.down(layer.gate_up(x)), residual, layer.output_norm, before[index + 1])
+        return x
+
+    def _add(
+        self, x: torch.Tensor, residual: torch.Tensor, after: RmsNorm | None, before: RmsNorm | None
+    ) -> torch.Tensor:
+        """Add what a part gives to ``residual`` in place; the input of the next part."""
+        if after is not None:
+            x = after(x)
+        if before is not None:
+            return before.of_sum(x, residual, self._multiplier)
+        self._ops.add(x, residual, self._multiplier)
+        return residual

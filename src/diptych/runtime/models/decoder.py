@@ -1,0 +1,195 @@
+"""The decoder that all families here are: attention and a gated MLP in each layer, with their differences as data.
+
+A family's file reads its config.json into a DecoderConfig, which says where the norms are, what is rotated, and what is
+multiplied with what. Knows the names of tensors, not the names of families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Self
+
+from diptych.runtime.models.config_fields import ConfigFields
+from diptych.runtime.models.model_config import (
+    AttentionConfig,
+    LayerAttention,
+    ModelConfig,
+    RopeConfig,
+    read_common,
+    read_heads,
+)
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    import torch
+
+    from diptych.runtime.layers.forward_pass import ForwardPass
+    from diptych.runtime.layers.layer_loader import LayerLoader
+    from diptych.runtime.layers.parts import RmsNorm
+    from diptych.runtime.ops.ops import Activation
+
+
+NormKind = Literal["rounded", "wide", "centered", "plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class NormConfig:
+    """An RMS norm. kind: rounded: the normed value is rounded to the model's dtype, then multiplied with the weight;
+    wide: multiplied in fp32, then rounded; centered: likewise, with 1 + weight; plain: it has no weight."""
+
+    eps: float
+    kind: NormKind = "rounded"
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig(ModelConfig):
+    """What the layers of a decoder compute.
+
+    ropes: of each layer (None: no rotation). norm: behind the last layer. before_norm, after_norm: before and behind
+    attention and MLP (None: there is none). qk_norm: of queries and keys before they are rotated, head by head, or
+    where norms_rows of all heads together. embedding_norm: of the embedding. embedding_multiplier, residual_multiplier,
+    logits_multiplier: of embeddings (in the model's dtype where rounds_multiplier), of what each part adds to the
+    residual stream, of logits. final_softcap: of logits after that. is_fused: the checkpoint holds q, k and v, and gate
+    and up, as one tensor each. has_attention_gate: see DecoderLayer.
+    """
+
+    intermediate_size: int
+    ropes: tuple[RopeConfig | None, ...]
+    tie_word_embeddings: bool
+    norm: NormConfig
+    before_norm: NormConfig | None
+    after_norm: NormConfig | None = None
+    qk_norm: NormConfig | None = None
+    norms_rows: bool = False
+    embedding_norm: NormConfig | None = None
+    activation: Activation = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    embedding_multiplier: float = 1.0
+    rounds_multiplier: bool = False
+    residual_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+    final_softcap: float | None = None
+    is_fused: bool = False
+    has_attention_gate: bool = False
+
+    def for_context(self, num_positions: int) -> Self:
+        ropes = tuple(rope and rope.for_context(num_positions) for rope in self.ropes)
+        if ropes == self.ropes:
+            return self
+        original = next(rope.original_max_positions for rope in self.ropes if rope and rope.long_factors)
+        which = f"long ones, beyond {original}" if num_positions > original else f"short ones, up to {original}"
+        note = f"the rotary factors are the {which} tokens, as max_model_len is {num_positions}"
+        return replace(self, ropes=ropes, notes=(*self.notes, note))
+
+
+def read_decoder(
+    fields: ConfigFields,
+    ropes: Sequence[RopeConfig | None],
+    *,
+    windows: Sequence[int | None] = (),
+    scale: float | None = None,
+    softcap: float | None = None,
+    head_dim: int | None = None,
+    kv_heads: int | None = None,
+    **differences: Any,
+) -> DecoderConfig:
+    """What families read alike, with their ``differences``: fields of DecoderConfig. ropes, windows: of each layer (no
+    windows given: no layer has one). scale: of scores (None: head_dim^-0.5). head_dim: where the file does not say it
+    (None: hidden_size divided by the number of heads). kv_heads: likewise (None: as many as there are heads)."""
+    heads = read_heads(fields, head_dim, kv_heads)
+    num_layers = fields.integer("num_hidden_layers")
+    scale = heads[-1] ** -0.5 if scale is None else scale
+    layers = tuple(LayerAttention(scale, window, softcap) for window in windows or (None,) * num_layers)
+    norm = NormConfig(fields.number("rms_norm_eps", 1e-6))
+    return DecoderConfig(
+        **read_common(fields),
+        **{
+            "attention": AttentionConfig(*heads, layers),
+            "intermediate_size": fields.integer("intermediate_size"),
+            "ropes": tuple(ropes),
+            "tie_word_embeddings": fields.flag("tie_word_embeddings"),
+            "norm": norm,
+            "before_norm": norm,
+            **differences,
+        },
+    )
+
+
+class LoadedLayer:
+    """The parts of one layer, loaded from ``model.layers.{index}``; see DecoderLayer."""
+
+    def __init__(self, config: DecoderConfig, load: LayerLoader, index: int) -> None:
+        heads, hidden, inner = config.attention, config.hidden_size, config.intermediate_size
+        layer = f"model.layers.{index}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        before, after = config.before_norm, config.after_norm
+        key_width = heads.num_kv_heads * heads.head_dim
+        self.input_norm = _load_norm(load, f"{layer}.input_layernorm", hidden, before)
+        if config.is_fused:
+            widths = [heads.query_width + 2 * key_width]
+            self.qkv = load.stacked([f"{attention}.qkv_proj"], hidden, widths, bias=config.qkv_bias)
+        else:
+            self.qkv = load.qkv(attention, hidden, heads, bias=config.qkv_bias)
+        q_width, k_width = (heads.query_width, key_width) if config.norms_rows else (heads.head_dim, heads.head_dim)
+        q_norm = _load_norm(load, f"{attention}.q_norm", q_width, config.qk_norm)
+        k_norm = _load_norm(load, f"{attention}.k_norm", k_width, config.qk_norm)
+        self.rope = load.rope(config.ropes[index], q_norm, k_norm)
+        self.attention = load.attention(heads.layers[index])
+        self.attention_gate = (
+            load.linear(f"{attention}.gate_proj", hidden, heads.query_width) if config.has_attention_gate else None
+        )
+        self.o_proj = load.linear(f"{attention}.o_proj", heads.query_width, hidden, bias=config.output_bias)
+        self.attention_norm = _load_norm(load, f"{layer}.post_attention_layernorm", hidden, after)
+        mlp_norm = "post_attention_layernorm" if after is None else "pre_feedforward_layernorm"
+        self.mlp_norm = _load_norm(load, f"{layer}.{mlp_norm}", hidden, before)
+        fused = "gate_up_proj" if config.is_fused else None
+        self.gate_up = load.gate_up(mlp, hidden, inner, bias=config.mlp_bias, activation=config.activation, fused=fused)
+        self.down = load.linear(f"{mlp}.down_proj", inner, hidden, bias=config.mlp_bias)
+        self.output_norm = _load_norm(load, f"{layer}.post_feedforward_layernorm", hidden, after)
+
+
+def _load_norm(load: LayerLoader, name: str, width: int, norm: NormConfig | None) -> RmsNorm | None:
+    if norm is None:
+        return None
+    if norm.kind == "plain":
+        return load.plain_norm(width, norm.eps)
+    offset = 1.0 if norm.kind == "centered" else 0.0
+    return load.rms_norm(name, width, norm.eps, is_wide=norm.kind != "rounded", offset=offset)
+
+
+class Decoder:
+    """A LanguageModel of equal decoder layers. A family adds ``read_config``."""
+
+    fits_cuda_graphs = True
+
+    def __init__(self, config: DecoderConfig, load: LayerLoader) -> None:
+        self.config = config
+        is_tied, hidden = config.tie_word_embeddings, config.hidden_size
+        self.embed_tokens = load.embedding("model.embed_tokens", config.vocab_size, hidden, is_tied=is_tied)
+        self.embedding_norm = _load_norm(load, "model.embed_norm", hidden, config.embedding_norm)
+        layers = [LoadedLayer(config, load, index) for index in range(config.num_layers)]
+        norm = _load_norm(load, "model.norm", hidden, config.norm)
+        assert norm is not None, "config.norm is one"
+        self.lm_head = load.lm_head(self.embed_tokens, is_tied=is_tied)
+        self.layers = load.decoder(layers, norm, multiplier=config.residual_multiplier)
+        multiplier = config.embedding_multiplier
+        self._multiplier = load.rounded(multiplier) if config.rounds_multiplier else multiplier
+        self._softcap = load.softcap
+
+    def forward(self, step: ForwardPass) -> torch.Tensor:
+        x = self.embed_tokens(step.batch.token_ids)  # [num_tokens, hidden]
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        if self.config.embedding_multiplier != 1.0:
+            x = x * self._multiplier
+        return self.layers(x, step)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.lm_head(hidden)
+        if self.config.logits_multiplier != 1.0:
+            logits.mul_(self.config.logits_multiplier)
+        return logits if self.config.final_softcap is None else self._softcap(logits, self.config.final_softcap)
