@@ -10,7 +10,7 @@ import typer
 from diptych.cli.command_line import Command
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.examples import examples
-from diptych.cli.options import GB, model_path, tier_memory
+from diptych.cli.options import GB, KERNEL_NAMES, model_path, tier_memory
 from diptych.cli.output import print_tables
 from diptych.control.config import DTypeName, QuantizeName
 from diptych.control.errors import ConfigError
@@ -91,7 +91,7 @@ def warm(
     block_size: Annotated[int, typer.Option(help="Tokens per KV block, as for serve.")] = 32,
     dtype: Annotated[DTypeName, typer.Option(help="Arithmetic, as for serve.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Compute threads, as for serve.")] = None,
-    instruction_set: Annotated[InstructionSetName, typer.Option("--isa", help="CPU kernels, as for serve.")] = "auto",
+    instruction_set: Annotated[InstructionSetName, typer.Option(*KERNEL_NAMES, help="Kernels, as for serve.")] = "auto",
     quantize: Annotated[QuantizeName, typer.Option(help="Weights of 8 or 4 bits, as for serve.")] = "none",
 ) -> None:
     """Compute prompts ahead of time, so that a server that starts on this folder finds them.

@@ -15,7 +15,7 @@ import typer
 from diptych import __version__
 from diptych.cli.calibrate_engine import calibrate_engine, refuse_others
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import Text, model_name, model_path
+from diptych.cli.options import KERNEL_NAMES, Text, model_name, model_path
 from diptych.cli.output import check_folders, drawn, progress_bar
 from diptych.control.config import QuantizeName
 from diptych.control.errors import ConfigError
@@ -54,7 +54,7 @@ def calibrate(
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 32,
     threads: Annotated[int | None, typer.Option(help="Compute threads, as for serve.")] = None,
     cores: Annotated[str | None, typer.Option(help="Cores to compute on, as for serve.")] = None,
-    instruction_set: Annotated[InstructionSetName, typer.Option("--isa", help="CPU kernels, as for serve.")] = "auto",
+    instruction_set: Annotated[InstructionSetName, typer.Option(*KERNEL_NAMES, help="Kernels, as for serve.")] = "auto",
     quantize: Annotated[QuantizeName, typer.Option(help="Weights of 8 or 4 bits, as for serve.")] = "none",
     engine: Annotated[Text, typer.Option(help=ENGINE_HELP)] = None,
     steps_output: Annotated[Path | None, typer.Option(help=STEPS_HELP)] = None,
