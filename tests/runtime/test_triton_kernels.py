@@ -209,6 +209,29 @@ def test_a_gpu_computes_with_triton_where_it_is_installed_and_torch_is_always_th
 
 
 @pytest.mark.slow
+def test_a_model_gives_the_same_logits_with_triton_as_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu_parts import models
+
+    monkeypatch.setattr(models, "DEVICE", DEVICE)
+    monkeypatch.setattr(models, "DTYPE", torch.float32)
+    monkeypatch.setattr(models, "choose", lambda dtype, wish, device: wish)
+    found = []
+    for kernels in (TRITON, TORCH):
+        loaded = models.load("tiny", kernels, num_tokens=200, max_num_seqs=4)
+        layout = loaded.runner.attention
+        batch = models.batch_of([(0, 20)], 512)
+        if kernels == TORCH and not HAS_GPU:
+            assert layout.name == "torch-cpu"
+        with torch.inference_mode():
+            hidden = loaded.runner.forward(batch)
+            rest = models.batch_of([(20, 1)], 512)
+            decoded = loaded.runner.forward(rest)
+            found.append([loaded.runner.model.logits(rows[-1:]) for rows in (hidden, decoded)])
+    for ours, theirs in zip(*found, strict=True):
+        close(ours, theirs)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_all_ways_to_launch_a_kernel_multiply_with_the_same_instructions(capability: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
