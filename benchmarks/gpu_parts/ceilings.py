@@ -3,8 +3,8 @@
 from statistics import median
 
 import torch
-
 from benchmarks.gpu_parts.models import DEVICE, DTYPE, ceilings, row, seconds_of
+
 from diptych.runtime.kernels.instruction_set import TRITON, available
 
 

@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any
 
 import torch
-
 from benchmarks.gpu_parts.models import DEVICE, DTYPE, Loaded, batch_of, ceilings, load, row, seconds_of
+
 from diptych.runtime.kernels.instruction_set import available
 
 ON_GPU = DEVICE.type == "cuda"

@@ -168,11 +168,14 @@ def ceilings() -> dict[str, float]:
     """Bytes per second of a copy (read and written counted each), and multiplications and additions per second of a
     large product, measured now: what a GPU gives changes with its clock."""
     size = 1 << (31 if DEVICE.type == "cuda" else 24)
-    source = torch.empty(size, dtype=torch.uint8, device=DEVICE).zero_()
-    target = torch.empty_like(source)
-    copy_s = median(seconds_of(lambda: target.copy_(source), 10))
-    del source, target
+    copy_s = _copy_s(size)
     side = 8192 if DEVICE.type == "cuda" else 256
     left, right = (torch.empty(side, side, dtype=DTYPE, device=DEVICE).normal_() for _ in range(2))
     product_s = median(seconds_of(lambda: left @ right, 10))
     return {"copy_bytes_s": 2 * size / copy_s, "product_flop_s": 2 * side**3 / product_s}
+
+
+def _copy_s(size: int) -> float:
+    source = torch.empty(size, dtype=torch.uint8, device=DEVICE).zero_()
+    target = torch.empty_like(source)
+    return median(seconds_of(lambda: target.copy_(source), 10))

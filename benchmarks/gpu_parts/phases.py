@@ -5,8 +5,8 @@ import time
 from typing import Any
 
 import torch
-
 from benchmarks.gpu_parts.models import DEVICE, load, row
+
 from diptych.control.config import BudgetConfig, SchedulerConfig, shape_preset
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.request import SamplingParams

@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-
 from benchmarks.gpu_parts.models import BLOCK_SIZE, DEVICE, DTYPE, Loaded, batch_of, load, row
+
 from diptych.runtime.kernels.instruction_set import available
 
 SHAPE = "1B" if DEVICE.type == "cuda" else "tiny"

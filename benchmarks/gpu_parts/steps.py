@@ -5,9 +5,9 @@ import time
 from statistics import median
 
 import torch
-
 from benchmarks.gpu_parts.engine import step
 from benchmarks.gpu_parts.models import DEVICE, batch_of, load, row, seconds_of
+
 from diptych.control.config import shape_preset
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.request import SamplingParams

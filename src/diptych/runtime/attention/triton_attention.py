@@ -16,7 +16,7 @@ from diptych.runtime.models.model_config import LayerAttention
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _TritonPlan:
     batch: InputBatch
     how: LayerAttention
 
@@ -30,11 +30,11 @@ class TritonAttention(CudaKVLayout):
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         super().__init__(geometry, device)
 
-    def plan(self, batch: InputBatch, how: LayerAttention) -> _Plan:
+    def plan(self, batch: InputBatch, how: LayerAttention) -> _TritonPlan:
         """The kernel finds its tiles on the device; nothing is computed ahead."""
-        return _Plan(batch, how)
+        return _TritonPlan(batch, how)
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _TritonPlan) -> torch.Tensor:
         """q [num_tokens, num_heads, head_dim], its heads side by side -> [num_tokens, num_heads * head_dim]."""
         batch, how = plan.batch, plan.how
         return paged_attention(

@@ -130,6 +130,26 @@ def _merge(peak, total, sums, other_peak, other_total, other_sums):  # type: ign
 
 
 @triton.jit
+def _scores(  # type: ignore[no-untyped-def]
+    queries, keys, key, is_key, position, scale, softcap, HAS_SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    IEEE: tl.constexpr,
+):  # fmt: skip
+    """Of a key tile, as powers of two; minus infinity where a row does not see a key."""
+    if IEEE:
+        scores = tl.dot(queries, keys, input_precision="ieee") * scale
+    else:
+        scores = tl.dot(queries, keys) * scale
+    if HAS_SOFTCAP:  # tanh(x) = (1 - e**-2x) / (1 + e**-2x) for x >= 0: never overflows
+        small = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / softcap))
+        capped = softcap * (1.0 - small) / (1.0 + small)
+        scores = tl.where(scores < 0, -capped, capped)
+    is_seen = (key[None, :] <= position[:, None]) & is_key[None, :]
+    if WINDOW > 0:
+        is_seen = is_seen & (key[None, :] > position[:, None] - WINDOW)
+    return tl.where(is_seen, scores * LOG2_E, float("-inf"))
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, out, split_sums, split_stats, query_start, context_lens, block_tables, num_seqs, num_splits,
     scale, softcap, q_stride, table_stride, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
@@ -167,18 +187,7 @@ def _attend(  # type: ignore[no-untyped-def]
             block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
             slot = (block * BLOCK_SIZE + key % BLOCK_SIZE) * kv_stride + kv_head * HEAD_DIM
             keys = tl.load(k_cache + slot[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
-            if IEEE:
-                scores = tl.dot(queries, keys, input_precision="ieee") * scale
-            else:
-                scores = tl.dot(queries, keys) * scale
-            if HAS_SOFTCAP:  # tanh(x) = (1 - e**-2x) / (1 + e**-2x) for x >= 0: never overflows
-                small = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / softcap))
-                capped = softcap * (1.0 - small) / (1.0 + small)
-                scores = tl.where(scores < 0, -capped, capped)
-            is_seen = (key[None, :] <= position[:, None]) & is_key[None, :]
-            if WINDOW > 0:
-                is_seen = is_seen & (key[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
+            scores = _scores(queries, keys, key, is_key, position, scale, softcap, HAS_SOFTCAP, WINDOW, IEEE)
             new_peak = tl.maximum(part_peak, tl.max(scores, 1))
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             weights = tl.exp2(scores - base[:, None])
