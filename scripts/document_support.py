@@ -152,7 +152,7 @@ def _python() -> str:
 
 
 def _machines() -> Iterator[str]:
-    yield "\n## Processors\n\n| `--isa` | needs | bfloat16 | float32 |\n|---|---|---|---|\n"
+    yield "\n## Processors\n\n| `--kernels` | needs | bfloat16 | float32 |\n|---|---|---|---|\n"
     for name in reversed(_sets()):
         marks = ("yes" if name in NATIVE_SETS[dtype] else "" for dtype in (torch.bfloat16, torch.float32))
         yield table_row(f"`{name}`", NEEDS[name], *marks)

@@ -91,7 +91,7 @@ class Sequences:
         size = self.shape.block_size
         for k, v, table in zip(self.k, self.v, self.tables, strict=True):
             slots = torch.tensor([table[p // size] * size + p % size for p in range(len(k))])
-            write = write_cuda if backend.name == "cuda" else write_cpu
+            write = write_cuda if k_cache.dim() == 4 else write_cpu
             write(k, v, k_cache, v_cache, slots)
         return k_cache, v_cache
 

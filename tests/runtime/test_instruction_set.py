@@ -8,7 +8,7 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.kernels import instruction_set
-from diptych.runtime.kernels.instruction_set import AMX_EMULATED, AUTO, NATIVE_SETS, TORCH, available, choose
+from diptych.runtime.kernels.instruction_set import AMX_EMULATED, AUTO, NATIVE_SETS, TORCH, TRITON, available, choose
 from diptych.runtime.kernels.native import FEATURES, load_native
 from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 from diptych.serving.link.engine_options import InstructionSetName
@@ -54,7 +54,7 @@ def test_emulated_tiles_are_never_chosen_and_no_option() -> None:
 
 def test_every_set_of_this_processor_is_an_option() -> None:
     names = {name for sets in NATIVE_SETS.values() for name in sets}
-    assert set(get_args(InstructionSetName)) == {AUTO, *names, TORCH}
+    assert set(get_args(InstructionSetName)) == {AUTO, *names, TRITON, TORCH}
 
 
 def test_a_set_that_is_not_available_is_refused_with_those_that_are() -> None:

@@ -32,7 +32,6 @@ from diptych.serving.batches.batch_records import BatchLimits
 from diptych.serving.batches.batch_service import BatchOptions, BatchService
 from diptych.serving.batches.batch_store import BatchStore
 from diptych.serving.batches.line_check import LineFault, check_line
-from diptych.serving.api.multipart import MultipartParser
 from diptych.serving.keys.key_meter import KeyMeter
 from diptych.serving.keys.key_usage import KeyUsage
 from diptych.timeline.ring import Timeline

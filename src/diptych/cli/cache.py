@@ -10,7 +10,7 @@ import typer
 from diptych.cli.command_line import Command
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.examples import examples
-from diptych.cli.options import GB, model_path, tier_memory
+from diptych.cli.options import GB, KERNEL_NAMES, model_path, tier_memory
 from diptych.cli.output import print_tables
 from diptych.control.config import DTypeName, QuantizeName
 from diptych.control.errors import ConfigError
@@ -101,7 +101,7 @@ def warm(
     threads: Annotated[int | None, typer.Option(help="Compute threads. Default: one per physical core.")] = None,
     instruction_set: Annotated[
         InstructionSetName,
-        typer.Option("--isa", help="Instructions of the CPU kernels; auto: the fastest set of this machine."),
+        typer.Option(*KERNEL_NAMES, help="Kernels that compute; auto: the best of this machine."),
     ] = "auto",
     quantize: Annotated[
         QuantizeName, typer.Option(help="Quantise the checkpoint's weights to 8 or 4 bits at load, as serve does.")

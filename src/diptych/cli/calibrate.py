@@ -17,7 +17,7 @@ import typer
 from diptych import __version__
 from diptych.base.terminal_text import ShownConsole, console
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import Text, model_name, model_path
+from diptych.cli.options import KERNEL_NAMES, Text, model_name, model_path
 from diptych.cli.output import check_folders, drawn, progress_bar
 from diptych.control.config import QuantizeName
 from diptych.control.errors import ConfigError
@@ -107,7 +107,7 @@ def calibrate(
     ] = None,
     instruction_set: Annotated[
         InstructionSetName,
-        typer.Option("--isa", help="Instructions of the CPU kernels; auto: the fastest set of this machine."),
+        typer.Option(*KERNEL_NAMES, help="Kernels that compute; auto: the best of this machine."),
     ] = "auto",
     quantize: Annotated[
         QuantizeName, typer.Option(help="Quantise the checkpoint's weights to 8 or 4 bits at load, as serve does.")

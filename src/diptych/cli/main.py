@@ -34,6 +34,7 @@ from diptych.cli.guide import guide
 from diptych.cli.http_options import HttpOptions, admin_key, default_slo, failure_folder, keyring, manners
 from diptych.cli.keys import keys
 from diptych.cli.options import (
+    KERNEL_NAMES,
     Text,
     model_name,
     model_path,
@@ -267,7 +268,7 @@ def generate(
     seed: Annotated[int | None, option("Seed that makes the output repeatable. Default: a random one.", MODEL)] = None,
     threads: Annotated[int | None, option("Compute threads. Default: one per physical core.", MACHINE)] = None,
     dtype: Annotated[DTypeName, option("Arithmetic of the model; auto: the checkpoint's own.", MODEL)] = "auto",
-    instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, "--isa")] = "auto",
+    instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, *KERNEL_NAMES)] = "auto",
     quantize: Annotated[QuantizeName, option(QUANTIZE_HELP, MODEL)] = "none",
 ) -> None:
     """Continue one text in this process, without a server; the text appears as it is made."""

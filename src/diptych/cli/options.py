@@ -25,6 +25,8 @@ Number: TypeAlias = float | None
 Switch: TypeAlias = bool | None
 Strings: TypeAlias = list[str] | None
 
+KERNEL_NAMES = ("--kernels", "--isa")  # the second is the old name
+
 
 def option(help_text: str, panel: str, *names: str, **settings: Any) -> Any:
     """An option in one panel of a command's help."""

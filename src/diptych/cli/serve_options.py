@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from diptych.cli.http_options import SERVER
-from diptych.cli.options import SLO_HELP, Number, Strings, Text, Whole, option
+from diptych.cli.options import KERNEL_NAMES, SLO_HELP, Number, Strings, Text, Whole, option
 from diptych.control.cluster.cluster_config import OnFailure
 from diptych.control.config import BudgetName, DTypeName, OrderName, PreemptionName, PresetName, QuantizeName
 from diptych.control.planner.planner_config import PlanMode
@@ -26,7 +26,7 @@ MODEL, OBJECTIVES, WORKERS = "Model", "Objectives", "Workers"
 SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memory", "Machine"
 MODEL_HELP = "Model directory, GGUF file, or a name of the Hub that is in its cache. Default: the bundled model."
 TRANSFERS = "|".join(("auto", *CONNECTORS))  # FleetOptions refuses other names
-ISA_HELP = "Instructions of the CPU kernels; auto: the fastest set of this machine."
+ISA_HELP = "Kernels that compute: instructions of a CPU, triton on a GPU, or torch; auto: this machine's best."
 QUANTIZE_HELP = "Quantise the checkpoint's weights to 8 or 4 bits at load; on a CPU."
 SPECULATION_HELP = (
     "Draft tokens by n-gram lookup in prompt and answer, and verify several at once; auto: where no token changes."
@@ -197,5 +197,5 @@ class ServeOptions:
     cores: Annotated[
         Text, option("CPUs to compute on, such as 0-3: one thread each. Default: all that are allowed.", MACHINE)
     ] = None
-    instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, "--isa")] = "auto"
+    instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, *KERNEL_NAMES)] = "auto"
     quantize: Annotated[QuantizeName, option(QUANTIZE_HELP, MACHINE)] = "none"

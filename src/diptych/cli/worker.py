@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from diptych.base.stop_signals import stop_signals
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.http_options import LogLevel
-from diptych.cli.options import Text, Whole, model_path, option
+from diptych.cli.options import KERNEL_NAMES, Text, Whole, model_path, option
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
 from diptych.runtime.transfer.stream.addresses import parse_address
@@ -50,7 +50,7 @@ def worker(
         Text, option("CPUs to compute on, such as 0-3: one thread each. Default: all that are allowed.", MACHINE)
     ] = None,
     instruction_set: Annotated[
-        InstructionSetName, option("Instructions of the CPU kernels; auto: the fastest set.", MACHINE, "--isa")
+        InstructionSetName, option("Kernels that compute; auto: the best of this host.", MACHINE, *KERNEL_NAMES)
     ] = "auto",
     agent: Annotated[
         Text, option("Identity of 32 hexadecimal digits, from what starts the worker. Default: a random one.", FRONT)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from diptych.serving.front.reply_times import ReplySums, ReplyTimes
 from tests.laws import law
 
 from diptych.control.errors import ConfigError
@@ -32,7 +33,6 @@ from diptych.serving.front.reply_chunks import (
     error_message,
     read_chunk,
 )
-from diptych.serving.front.reply_times import ReplySums, ReplyTimes
 from diptych.serving.front.step_feed import ClockOffset, StepFeed
 
 S = NS_PER_S

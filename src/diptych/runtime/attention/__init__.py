@@ -7,7 +7,7 @@ from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.attention.cuda_attention import CudaAttention, paged_attention
 from diptych.runtime.attention.native_attention import NativeCpuAttention
 from diptych.runtime.attention.torch_attention import TorchCpuAttention
-from diptych.runtime.kernels.instruction_set import TORCH
+from diptych.runtime.kernels.instruction_set import TORCH, TRITON
 from diptych.runtime.kernels.native import load_native
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.models.model_config import AttentionConfig
@@ -16,9 +16,13 @@ from diptych.runtime.models.model_config import AttentionConfig
 def make_attention(
     config: AttentionConfig, block_size: int, dtype: torch.dtype, device: torch.device, instruction_set: str = TORCH
 ) -> AttentionBackend:
-    """The backend for a device. On the cpu: the kernels of ``instruction_set`` (see instruction_set.choose) where they
-    cover what the layers ask for, else plain torch."""
+    """The backend for a device, with the kernels that instruction_set.choose has named. On a CPU plain torch takes what
+    the native kernels do not cover."""
     geometry = KVGeometry.of(config, block_size, str(dtype).removeprefix("torch."))
+    if instruction_set == TRITON:
+        from diptych.runtime.attention.triton_attention import TritonAttention  # half a second, where it is used
+
+        return TritonAttention(geometry, device)
     if device.type == "cuda":
         return CudaAttention(geometry, config.layers, device, paged_attention())
     if device.type != "cpu":

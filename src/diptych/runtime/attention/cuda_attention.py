@@ -35,8 +35,31 @@ class _PagedPlan:
     how: LayerAttention
 
 
-class CudaAttention:
-    """An AttentionBackend for GPUs. paged: the kernel of ``paged_attention``; None to gather."""
+class CudaKVLayout:
+    """The memory of K and V on a GPU, which all attention backends there share."""
+
+    def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
+        self.geometry = geometry
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, geometry.dtype)
+
+    def allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeroed (k_cache, v_cache) of one layer."""
+        count = num_blocks * self.geometry.block_size * self.geometry.num_kv_heads * self.geometry.head_dim
+        return self.laid_out(
+            torch.zeros(count, dtype=self.dtype, device=self.device),
+            torch.zeros(count, dtype=self.dtype, device=self.device),
+        )
+
+    def laid_out(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k_cache, v_cache) of one layer over 1-d memory of the caller."""
+        shape = (-1, self.geometry.block_size, self.geometry.num_kv_heads, self.geometry.head_dim)
+        return k.view(shape), v.view(shape)
+
+
+class CudaAttention(CudaKVLayout):
+    """Attention by torch. paged: torch's function that ``paged_attention`` finds; None to gather each sequence's
+    blocks."""
 
     name = "cuda"
 
@@ -49,22 +72,9 @@ class CudaAttention:
     ) -> None:
         if geometry.dtype == "float32":
             raise ConfigError("dtype is float32; on cuda: bfloat16", param="dtype")
-        self.geometry = geometry
-        self.device = device
-        self.dtype: torch.dtype = getattr(torch, geometry.dtype)
+        super().__init__(geometry, device)
         self._paged = paged
         self.fits_cuda_graphs = paged is not None and all(layer.softcap is None for layer in layers)
-
-    def allocate(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        count = num_blocks * self.geometry.block_size * self.geometry.num_kv_heads * self.geometry.head_dim
-        return self.laid_out(
-            torch.zeros(count, dtype=self.dtype, device=self.device),
-            torch.zeros(count, dtype=self.dtype, device=self.device),
-        )
-
-    def laid_out(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (-1, self.geometry.block_size, self.geometry.num_kv_heads, self.geometry.head_dim)
-        return k.view(shape), v.view(shape)
 
     def plan(self, batch: InputBatch, how: LayerAttention) -> _PagedPlan | GatherPlan:
         if self._paged is None or how.softcap is not None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from diptych.runtime.kernels.instruction_set import TORCH
+from diptych.runtime.kernels.instruction_set import TORCH, TRITON
 from diptych.runtime.kernels.native import load_native
 from diptych.runtime.ops.native_ops import NativeOps
 from diptych.runtime.ops.ops import Ops
@@ -13,6 +13,10 @@ def make_ops(dtype: torch.dtype, instruction_set: str) -> Ops:
     """The operations in ``dtype`` with the kernels that instruction_set.choose has named."""
     if instruction_set == TORCH:
         return TorchOps()
+    if instruction_set == TRITON:
+        from diptych.runtime.ops.triton_ops import TritonOps  # half a second, where it is used
+
+        return TritonOps()
     library = load_native()
     assert library is not None, f"{instruction_set} was chosen, but no native kernel is here"
     return NativeOps(library.kernels(instruction_set, dtype))

@@ -72,11 +72,12 @@ class RunnerConfig:
     """What to load and how much memory it may use.
 
     dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks.
-    max_model_len: None for what the checkpoint supports. instruction_set: of the native kernels, see
-    instruction_set.choose. quantize: weights in floating point become whole numbers, see QUANTIZATIONS. shared_pool:
-    the KV cache lies in a pool that other workers map, too; ``num_blocks`` of its blocks are this worker's.
-    shared_weights: the descriptor of a file in memory that holds the weights for all workers, or will when the first of
-    them has loaded. shared_host: of one for the host blocks, which other workers read. These five on the cpu only.
+    max_model_len: None for what the checkpoint supports. instruction_set: the kernels, a name that
+    instruction_set.choose takes for the device. quantize: weights in floating point become whole numbers, one of
+    QUANTIZATIONS. shared_pool: the KV cache lies in a pool that other workers map, too; ``num_blocks`` of its blocks
+    are this worker's. shared_weights: the descriptor of a file in memory that holds the weights for all workers, or
+    will when the first of them has loaded. shared_host: of one for the host blocks, which other workers read. These
+    four on the cpu only.
     speculation: see SPECULATIONS.
     """
 
@@ -99,7 +100,7 @@ class RunnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights. weights: their formats, in words. instruction_set: of its kernels on a cpu. note: what
+    """A model with its weights. weights: their formats, in words. instruction_set: the kernels that compute. note: what
     the loader wants people to know ("" if nothing)."""
 
     model: LanguageModel
@@ -382,7 +383,7 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     dtype, note = resolve_dtype(config.dtype, model_config, checkpoint)
     device = torch.device(config.device)
     _check_cpu_only(config, device)
-    instruction_set = choose(dtype, config.instruction_set) if device.type == "cpu" else TORCH
+    instruction_set = choose(dtype, config.instruction_set, device.type)
     ops = make_ops(dtype, instruction_set)
     attention = make_attention(model_config.attention, config.block_size, dtype, device, instruction_set)
     num_blocks = config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
@@ -421,7 +422,6 @@ def speculates(speculation: str, instruction_set: str) -> bool:
 
 def _check_cpu_only(config: RunnerConfig, device: torch.device) -> None:
     for name, default in (
-        ("instruction_set", AUTO),
         ("quantize", "none"),
         ("shared_pool", None),
         ("shared_weights", None),

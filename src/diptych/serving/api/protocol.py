@@ -435,8 +435,8 @@ class StatusReply(BaseModel):
 
 
 class VersionReply(BaseModel):
-    """The reply of /version. control: how the control code runs, "compiled" or "Python". instruction_set: of the
-    kernels on a CPU; processor: its name, the cores of a worker, its caches: both null on a GPU. weights: their
+    """The reply of /version. control: how the control code runs, "compiled" or "Python". instruction_set: the
+    kernels that compute. processor: its name, the cores of a worker, its caches; null on a GPU. weights: their
     formats, such as bfloat16 or int8. These three are null while the workers load. chat_template: what that of
     the model takes (see TemplateProfile); null where there is none."""
 

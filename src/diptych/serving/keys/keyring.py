@@ -15,9 +15,9 @@ from pathlib import Path
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.admission.quota import Quota, QuotaRefusal
 from diptych.control.errors import ConfigError
-from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.serving import edge_limits
 from diptych.serving.keys.key_file import check_distinct, read_keys
 from diptych.serving.keys.key_meter import KeyMeter

@@ -19,7 +19,7 @@ from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S, CodecName
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 # The words are those of runtime/kernels/instruction_set.py.
-InstructionSetName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"]
+InstructionSetName = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "triton", "torch"]
 SpeculationName = Literal["auto", "on", "off"]  # runtime/step/model_runner.py
 ExplainMisses = Literal["off", "on", "text"]
 
@@ -28,8 +28,9 @@ BUNDLED_MODEL = Path(diptych.__file__).parent / "bundled" / "stdlib-python"
 
 class DeviceOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where the worker computes. cores: CPUs by number. threads None: one for each of these, or else for each physical
-    core that the process may use. instruction_set: of the native kernels on a cpu; auto takes the fastest that the
-    processor has. quantize: weights in floating point become whole numbers when they are loaded, on a cpu."""
+    core that the process may use. instruction_set: the kernels, on a cpu named after the instructions that they need;
+    auto takes the fastest that the processor has, and triton on a GPU. quantize: weights in floating point become whole
+    numbers when they are loaded, on a cpu."""
 
     device: DeviceName = "auto"
     dtype: DTypeName = "auto"

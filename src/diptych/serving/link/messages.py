@@ -77,7 +77,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     address: str = ""  # of its KV connector
     num_blocks: int = 0
     block_size: int = 0
-    instruction_set: str = ""  # of the kernels on a cpu
+    instruction_set: str = ""  # the kernels that compute
     weights: str = ""  # their formats
     processor: str = ""  # on a cpu: its name, the cores that are used, its caches
     share: ComputeShare = ComputeShare()

@@ -107,7 +107,7 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
     if device == "cuda":
         compute = multiprocessors_of(runner.attention.device, runner.forget_graphs)
     model, loaded, capacity = runner.model_config, runner.loaded, engine.kv.capacity_tokens
-    where = f"{threads.words}, {loaded.instruction_set}" if device == "cpu" else device
+    where = f"{threads.words if device == 'cpu' else device}, {loaded.instruction_set}"
     cache = f"KV cache of {capacity:,} tokens ({runner.num_blocks * geometry.block_bytes / 2**30:.2f} GiB)"
     description = f"{model.architecture}, {loaded.weights}, {where}, {cache}"
     ready = Ready(
@@ -118,7 +118,7 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
         options.scheduler.max_num_seqs,
         list(model.eos_token_ids),
         f"{description}; {loaded.note}" if loaded.note else description,
-        instruction_set=loaded.instruction_set if device == "cpu" else "",
+        instruction_set=loaded.instruction_set,
         weights=loaded.weights,
         processor=threads.processor_words if device == "cpu" else "",
         share=compute.share,
