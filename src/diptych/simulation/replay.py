@@ -213,7 +213,7 @@ class _ReplayedEngine:
         )
         request.gives_way = self._gives_way and options.gives_way
         request.hands_off, request.lease_ns, borrowed, request.num_borrowed_tokens, *more = handoff
-        request.borrowed_block_ids = tuple(borrowed)
+        request.borrowed_tables = (tuple(borrowed),) if borrowed else ()
         request.is_ahead = request_id in self._ahead
         self._ahead.discard(request_id)
         request.standing_at_arrival = Standing(more[0]) if more else Standing.NEW  # unknown before version 5

@@ -46,7 +46,7 @@ class Outgoing:
     def in_step(self, prefills: Iterable[ScheduledPrefill]) -> list[SendChunk]:
         """What ``on_step`` will give when a step has computed these: its layers may be sent as they are computed."""
         chunks = (
-            self._chunk(prefill.request_id, prefill.start + prefill.num_tokens, prefill.block_ids)
+            self._chunk(prefill.request_id, prefill.start + prefill.num_tokens, prefill.block_tables[0])
             for prefill in prefills
         )
         return [chunk for chunk in chunks if chunk is not None]

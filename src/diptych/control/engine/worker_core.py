@@ -185,7 +185,7 @@ class WorkerCore:
         request.hands_off, request.is_ahead = True, command.is_ahead
         request.lease_ns = command.lease_ns
         if command.borrowed:
-            request.borrowed_block_ids = command.block_ids
+            request.borrowed_tables = (command.block_ids,)
             request.num_borrowed_tokens = command.num_cached_tokens
         self._note(self.engine.add_request(request, now))
         if attempt_id in self.engine.requests:
@@ -391,7 +391,9 @@ class WorkerCore:
             return
         events = self.engine.place_found(attempt_id, now)
         self._open(prefill, request, command.num_cached_tokens)
-        chunk = self._outgoing.catch_up(attempt_id, request.num_computed_tokens, tuple(request.block_ids))
+        chunk = self._outgoing.catch_up(
+            attempt_id, request.num_computed_tokens, request.tables[0] if request.tables else ()
+        )
         if chunk is not None:
             self._post(chunk)
         self._note(events)

@@ -3,6 +3,7 @@
 from diptych.control.cluster.cluster_events import Arrived, Reported
 from diptych.control.events import KVEvents, KVSnapshot
 from diptych.control.recent_rows import ROW_WEIGHT, Row
+from diptych.control.request import BlockTables
 
 TIMELESS = frozenset(("ahead", "configure", "rescale", "observe"))  # rows of an engine without a time
 
@@ -42,9 +43,10 @@ def weigh_engine_row(row: Row) -> int:
             return 0
         weight = len(output.new_blocks) + len(output.finished) + len(output.paused) + len(output.extra_rows)
         if output.prefills:
-            weight += sum(ROW_WEIGHT + len(chunk.block_ids) for chunk in output.prefills) + len(output.block_copies)
+            weight += sum(ROW_WEIGHT + _num_blocks(chunk.block_tables) for chunk in output.prefills)
+            weight += len(output.block_copies)
         if output.resumed:
-            weight += sum(ROW_WEIGHT + len(member.block_ids) for member in output.resumed)
+            weight += sum(ROW_WEIGHT + _num_blocks(member.block_tables) for member in output.resumed)
         if output.swap_out or output.swap_in:
             weight += len(output.swap_out) + len(output.swap_in)
         return weight
@@ -55,6 +57,10 @@ def weigh_engine_row(row: Row) -> int:
     if kind == "tier":
         return len(getattr(row[3], "added", ())) + len(getattr(row[3], "removed", ()))
     return 0
+
+
+def _num_blocks(tables: BlockTables) -> int:
+    return sum([len(block_ids) for block_ids in tables])
 
 
 def weigh_planner_row(row: Row) -> int:

@@ -83,7 +83,7 @@ class KVCacheManager:
         reach (then waiting is cheaper)."""
         if not self._in_progress or not request.reads_prefix_cache or not self.config.enable_prefix_cache:
             return False
-        if request.borrowed_block_ids:
+        if request.borrowed_tables:
             return False
         index = num_blocks
         full_blocks = (request.num_tokens - 1) // self.block_size
@@ -91,18 +91,18 @@ class KVCacheManager:
 
     def stop_progress(self, request: Request) -> None:
         """A prompt that is half computed is set aside: others that begin alike need not wait for it."""
-        for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.borrowed_block_ids else ():
+        for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.borrowed_tables else ():
             self._forget_in_progress(block_hash)
 
     def resume_progress(self, request: Request) -> None:
         """It is not set aside any more."""
-        for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.borrowed_block_ids else ():
+        for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.borrowed_tables else ():
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
 
     def fits_now(self, request: Request, cached: list[int], *, alone: bool, given_up: int = 0) -> bool:
         """Whether there are blocks for the whole prompt (``alone``: nothing else is admitted, all may be used), if
         others give up so many."""
-        if request.borrowed_block_ids:
+        if request.borrowed_tables:
             return True
         new_blocks = self.num_blocks_for(request.num_tokens) - len(cached)
         spare = 0 if alone else self.config.watermark_blocks
@@ -122,7 +122,7 @@ class KVCacheManager:
         others: gives (blocks held alone, tokens to come) of every admitted request. It is only called when the sum of
         all expectations does not fit, so that admission costs nothing while memory is plentiful.
         """
-        if request.borrowed_block_ids:
+        if request.borrowed_tables:
             return True
         total = self._num_reserved - given_up[1] + self.num_blocks_for(request.num_tokens + expected_tokens)
         if self.config.admission == "greedy" or total + self.config.watermark_blocks <= self.pool.num_blocks:
@@ -139,17 +139,17 @@ class KVCacheManager:
         """Take the blocks of the whole prompt; the caller has asked ``fits_now``. A prompt that is computed into the
         blocks of another worker takes those, and nothing of it is kept here. Returns the (cached block, block) copies
         that it needs: what is cached here, and not there."""
-        if request.borrowed_block_ids:
-            request.block_ids = list(request.borrowed_block_ids)
-            request.num_hashed_blocks = request.num_shared_blocks = len(request.block_ids)
+        if request.borrowed_tables:
+            _hold(request, [list(block_ids) for block_ids in request.borrowed_tables])
+            request.num_hashed_blocks = request.num_shared_blocks = request.num_blocks
             first = request.num_borrowed_tokens // self.block_size
             request.num_computed_tokens = request.num_scheduled_tokens = self.num_cached_tokens(request, cached)
-            return list(zip(cached[first:], request.block_ids[first:], strict=False))
+            return list(zip(cached[first:], request.block_tables[0][first:], strict=False))
         self._reserve(request, request.num_tokens + expected_tokens)
         self.pool.share(cached)
         self.pool.taker = request.request_id
         total = self.num_blocks_for(request.num_tokens)
-        request.block_ids = cached + self.pool.allocate(total - len(cached))
+        _hold(request, [cached + self.pool.allocate(total - len(cached))])
         request.num_hashed_blocks = request.num_shared_blocks = len(cached)
         request.num_computed_tokens = request.num_scheduled_tokens = len(cached) * self.block_size
         self.queried_tokens += request.num_tokens
@@ -171,7 +171,9 @@ class KVCacheManager:
         self.pool.taker = request.request_id
         block_id = self.pool.take_one()
         if block_id is not None:
-            request.block_ids.append(block_id)
+            request.block_tables[0].append(block_id)
+            request.num_blocks += 1
+            request.frozen_tables = None
         return block_id
 
     def remember_computed(self, request: Request, num_computed_tokens: int) -> None:
@@ -179,19 +181,20 @@ class KVCacheManager:
         full = min(num_computed_tokens // self.block_size, len(request.block_hashes))
         for index in range(request.num_hashed_blocks, full):
             block_hash = request.block_hashes[index]
-            self.pool.remember(block_hash, request.block_ids[index])
+            self.pool.remember(block_hash, request.block_tables[0][index])
             self._forget_in_progress(block_hash)
         request.num_hashed_blocks = max(request.num_hashed_blocks, full)
 
     def release(self, request: Request) -> None:
         """Give up everything that the request holds, on the device and on the host."""
-        if request.borrowed_block_ids:
-            request.block_ids = []
-        elif request.block_ids:
+        if request.borrowed_tables:
+            _hold(request, [])
+        elif request.block_tables:
             for block_hash in request.block_hashes[request.num_hashed_blocks :]:
                 self._forget_in_progress(block_hash)
-            self.pool.release(request.block_ids)
-            request.block_ids = []
+            for block_ids in request.block_tables:
+                self.pool.release(block_ids)
+            _hold(request, [])
             self._num_reserved -= request.num_reserved_blocks
             request.num_reserved_blocks = 0
         if request.host_block_ids:
@@ -203,7 +206,7 @@ class KVCacheManager:
         count = self.num_blocks_for(num_tokens)
         if count == 0 or count > self.host.num_available:
             return None
-        copies = list(zip(request.block_ids[:count], host_blocks := self.host.allocate(count), strict=True))
+        copies = list(zip(request.block_tables[0][:count], host_blocks := self.host.allocate(count), strict=True))
         self.release(request)
         request.host_block_ids = host_blocks
         return copies
@@ -216,10 +219,10 @@ class KVCacheManager:
     def swap_in(self, request: Request, expected_tokens: int) -> list[tuple[int, int]]:
         """Bring a swapped request back: (host, device) copies; the caller has asked ``can_swap_in``."""
         self.pool.taker = request.request_id
-        request.block_ids = self.pool.allocate(len(request.host_block_ids))
+        _hold(request, [self.pool.allocate(len(request.host_block_ids))])
         request.num_shared_blocks = 0
-        self._reserve(request, len(request.block_ids) * self.block_size + expected_tokens)
-        copies = list(zip(request.host_block_ids, request.block_ids, strict=True))
+        self._reserve(request, request.num_blocks * self.block_size + expected_tokens)
+        copies = list(zip(request.host_block_ids, request.block_tables[0], strict=True))
         self.tiers.use_in_step(request.host_block_ids)
         request.host_block_ids = []
         request.num_hashed_blocks = len(request.block_hashes)  # its old blocks may still be known under these hashes
@@ -253,3 +256,9 @@ class KVCacheManager:
         self.pool.check()
         self.tiers.check()
         self.check_counts()
+
+
+def _hold(request: Request, tables: list[list[int]]) -> None:
+    """From now on these are the blocks of the request."""
+    request.block_tables, request.frozen_tables = tables, None
+    request.num_blocks = sum([len(block_ids) for block_ids in tables])

@@ -111,7 +111,7 @@ class GivingWay:
         if request.gives_way or not len(self):
             return 0, 0
         yielding = [other for other in self if self._may_lose_blocks(other)]
-        held = Counter(block for other in yielding for block in other.block_ids)
+        held = Counter(block for other in yielding for block_ids in other.block_tables for block in block_ids)
         kept, references = {*cached}, self._kv.pool.references
         freed = sum(count == references(block) and block not in kept for block, count in held.items())
         return freed, sum(other.num_reserved_blocks for other in yielding)
@@ -152,7 +152,7 @@ class GivingWay:
         if request.request_id in plan.paused:  # by this very plan: the executor has not heard of it
             plan.paused.remove(request.request_id)
         else:
-            plan.resumed.append(ResumedDecode(request.request_id, num_tokens, tuple(request.block_ids)))
+            plan.resumed.append(ResumedDecode(request.request_id, num_tokens, request.tables))
         rested = RequestRested(plan.now, request.request_id)
         if rested in plan.events:
             plan.events.remove(rested)

@@ -116,13 +116,13 @@ class Holders:
         """Of every one that is not set aside."""
         demands = []
         for request in self.batch:
-            own = len(request.block_ids) - request.num_shared_blocks
+            own = request.num_blocks - request.num_shared_blocks
             demands.append((own, self._to_come(request, self.batch.num_outputs(request))))
         for request in (*self.prefilling.values(), *self.joining.values(), *self.incoming.holders()):
             demands.append(self._demand(request))
         for request in self.outgoing.values():
-            demands.append((len(request.block_ids) - request.num_shared_blocks, 0))
+            demands.append((request.num_blocks - request.num_shared_blocks, 0))
         return demands
 
     def _demand(self, request: Request) -> tuple[int, int]:
-        return len(request.block_ids) - request.num_shared_blocks, self.expected(request)
+        return request.num_blocks - request.num_shared_blocks, self.expected(request)

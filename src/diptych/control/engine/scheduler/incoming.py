@@ -51,7 +51,7 @@ class Incoming:
         for request in reversed(self.reserved.values()):
             if request.order_key > stream.order_key and (num_blocks > 0 or not self.recalled):
                 self.recalled[request.request_id] = request
-                num_blocks -= len(request.block_ids) - request.num_shared_blocks
+                num_blocks -= request.num_blocks - request.num_shared_blocks
         return list(self.recalled.values())
 
     def seat(
@@ -110,4 +110,4 @@ def reservation(request: Request, block_size: int, now: int) -> HandoffReserved:
     """The report that a reserved request has its blocks, and in these what is cached of it."""
     num_cached = request.num_cached_tokens
     num_below = num_cached - request.num_shared_blocks * block_size
-    return HandoffReserved(now, request.request_id, num_cached, tuple(request.block_ids), num_below)
+    return HandoffReserved(now, request.request_id, num_cached, request.tables[0], num_below)

@@ -71,7 +71,8 @@ class Preemption:
             if freed >= blocks_needed and len(victims) >= seats_needed:
                 break
             victims.append(member)
-            freed += sum(self._kv.pool.references(block) == 1 and block not in cached for block in member.block_ids)
+            blocks = [block for block_ids in member.block_tables for block in block_ids]
+            freed += sum(self._kv.pool.references(block) == 1 and block not in cached for block in blocks)
         return victims if freed >= blocks_needed and len(victims) >= seats_needed else []
 
     def preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool) -> bool:

@@ -41,6 +41,7 @@ from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.engine.scheduler.stride import StandingRefusal, steps_that_stand
 from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
+from diptych.control.errors import BrokenInvariantError
 from diptych.control.events import Event, HandoffRecalled, RequestAdmitted, RequestResumed
 from diptych.control.request import Request
 from diptych.control.step import ResumedDecode, SchedulerOutput
@@ -253,7 +254,7 @@ class Scheduler:
         for request in self.incoming.take_delivered():
             request.handoff_end_ns = plan.now
             self.batch.join(request, request.num_prompt_tokens, 1)
-            plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, tuple(request.block_ids)))
+            plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, request.tables))
         for request in self.joining.values():
             if request.hands_off:
                 self.outgoing[request.request_id] = request
@@ -287,7 +288,7 @@ class Scheduler:
                 self._preempt(plan, self.preemption.victim_for_growth(self.prefilling.values()))
             if request.request_id in self.batch:
                 assert block_id is not None
-                plan.new_blocks.append((request.request_id, block_id))
+                plan.new_blocks.append((request.request_id, 0, block_id))
                 self.batch.block_added(request)
         self._resume_swapped(plan)
         plan.num_decodes = len(self.batch)
@@ -320,10 +321,10 @@ class Scheduler:
             num_tokens = request.num_scheduled_tokens
             self.batch.join(request, num_tokens, request.num_output_tokens)
             for due in self.batch.take_block_due():
-                (block_id,) = self._kv.pool.allocate(1)  # can_swap_in has left room for it
-                due.block_ids.append(block_id)
+                if self._kv.grow(due) is None:
+                    raise BrokenInvariantError("no block for a request that was swapped in, though there was room")
                 self.batch.block_added(due)
-            plan.resumed.append(ResumedDecode(request.request_id, num_tokens, tuple(request.block_ids)))
+            plan.resumed.append(ResumedDecode(request.request_id, num_tokens, request.tables))
             plan.events.append(RequestResumed(plan.now, request.request_id))
 
     def _plan_prefills(self, plan: StepPlan) -> None:
