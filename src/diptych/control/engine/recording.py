@@ -40,8 +40,9 @@ from diptych.control.step import Extra, Offer, SchedulerOutput, StepFeatures, St
 Row = tuple[Any, ...]
 
 FORMAT = "diptych recording"
-VERSION = 9  # of a file of rows; before, no peer was read
-# 7 did not let class batch give way, 6 had no lent blocks, 5 no tiers, 4 no standing, 3 a request's options one by one
+VERSION = 10  # of a file of rows; before, a request had one block table
+# 8 read no peer, 7 did not let class batch give way, 6 had no lent blocks, 5 no tiers, 4 no standing,
+# 3 a request's options one by one
 DIGEST_BYTES = 12
 
 
@@ -192,8 +193,8 @@ class RecordingEngineCore(EngineCore):
 
 def request_row(request: Request) -> Row:
     """What an engine is told of a request: (id, prompt tokens, max_tokens, block hashes, options, reads_prefix_cache,
-    hands_off, lease_ns, borrowed block ids, borrowed tokens, standing, is_lent, peer run as (peer, first block, blocks)
-    or ()). Neither tenant nor salt is written down."""
+    hands_off, lease_ns, borrowed block tables, borrowed tokens, standing, is_lent, peer run as (peer, first block,
+    blocks) or ()). Neither tenant nor salt is written down."""
     run = request.peer_run
     return (
         request.request_id,
@@ -204,7 +205,7 @@ def request_row(request: Request) -> Row:
         request.reads_prefix_cache,
         request.hands_off,
         request.lease_ns,
-        request.borrowed_tables[0] if request.borrowed_tables else (),
+        request.borrowed_tables,
         request.num_borrowed_tokens,
         int(request.standing_at_arrival),
         request.is_lent,

@@ -110,4 +110,4 @@ def reservation(request: Request, block_size: int, now: int) -> HandoffReserved:
     """The report that a reserved request has its blocks, and in these what is cached of it."""
     num_cached = request.num_cached_tokens
     num_below = num_cached - request.num_shared_blocks * block_size
-    return HandoffReserved(now, request.request_id, num_cached, request.tables[0], num_below)
+    return HandoffReserved(now, request.request_id, num_cached, request.tables, num_below)
