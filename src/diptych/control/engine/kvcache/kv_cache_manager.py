@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
 from diptych.control.engine.kvcache.demand import future_peak_blocks
+from diptych.control.engine.kvcache.prefix_cache import Hit
 from diptych.control.engine.kvcache.tier_loads import WorkNs
 from diptych.control.engine.kvcache.tiers import Tiers
 from diptych.control.errors import BrokenInvariantError
@@ -50,23 +51,24 @@ class KVCacheManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def cached_blocks(self, request: Request) -> list[int]:
-        """Blocks of the longest cached prefix, leaving at least one token to compute."""
+    def longest_hit(self, request: Request) -> Hit:
+        """The longest prefix of the request's prompt that is cached, leaving at least one token to compute."""
         if not request.reads_prefix_cache or not self.config.enable_prefix_cache:
-            return []
+            return Hit([], 0)
         limit = (request.num_tokens - 1) // self.block_size
-        return self.pool.prefix_cache.longest_prefix(request.block_hashes[:limit])
+        blocks = self.pool.prefix_cache.longest_prefix(request.block_hashes[:limit])
+        return Hit(blocks, len(blocks) * self.block_size)
 
-    def num_cached_tokens(self, request: Request, cached: list[int] | None = None) -> int:
-        """Tokens of the request's prompt that need not be computed: in ``cached`` (None: what is cached now), or in the
-        blocks of another worker that it is computed into."""
-        if cached is None:
-            cached = self.cached_blocks(request)
-        return max(request.num_borrowed_tokens, len(cached) * self.block_size)
+    def num_cached_tokens(self, request: Request, hit: Hit | None = None) -> int:
+        """Tokens of the request's prompt that need not be computed: those of the ``hit`` (None: that of now), or what
+        lies in the blocks of another worker that it is computed into."""
+        if hit is None:
+            hit = self.longest_hit(request)
+        return max(request.num_borrowed_tokens, hit.num_tokens)
 
-    def blocks_below(self, request: Request, cached: list[int], work_ns: WorkNs) -> list[int]:
-        """The host blocks that continue the ``cached`` ones of a prompt, where copying them up pays."""
-        return self.tiers.worth_copying(request, self.num_cached_tokens(request, cached) // self.block_size, work_ns)
+    def blocks_below(self, request: Request, hit: Hit, work_ns: WorkNs) -> list[int]:
+        """The host blocks that continue the ``hit`` of a prompt, where copying them up pays."""
+        return self.tiers.worth_copying(request, self.num_cached_tokens(request, hit) // self.block_size, work_ns)
 
     def num_ready_tokens(self, request: Request) -> int:
         """Tokens of the request's prompt that need not be computed, on the device or on the host."""
@@ -99,19 +101,19 @@ class KVCacheManager:
         for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.borrowed_tables else ():
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
 
-    def fits_now(self, request: Request, cached: list[int], *, alone: bool, given_up: int = 0) -> bool:
+    def fits_now(self, request: Request, hit: Hit, *, alone: bool, given_up: int = 0) -> bool:
         """Whether there are blocks for the whole prompt (``alone``: nothing else is admitted, all may be used), if
         others give up so many."""
         if request.borrowed_tables:
             return True
-        new_blocks = self.num_blocks_for(request.num_tokens) - len(cached)
+        new_blocks = self.num_blocks_for(request.num_tokens) - len(hit.blocks)
         spare = 0 if alone else self.config.watermark_blocks
-        return new_blocks + spare <= self.pool.num_available - self.pool.num_idle(cached) + given_up
+        return new_blocks + spare <= self.pool.num_available - self.pool.num_idle(hit.blocks) + given_up
 
     def fits_later(
         self,
         request: Request,
-        cached: list[int],
+        hit: Hit,
         expected_tokens: int,
         others: Demands,
         given_up: tuple[int, int] = (0, 0),
@@ -127,15 +129,15 @@ class KVCacheManager:
         total = self._num_reserved - given_up[1] + self.num_blocks_for(request.num_tokens + expected_tokens)
         if self.config.admission == "greedy" or total + self.config.watermark_blocks <= self.pool.num_blocks:
             return True
-        new_blocks = self.num_blocks_for(request.num_tokens) - len(cached)
+        new_blocks = self.num_blocks_for(request.num_tokens) - len(hit.blocks)
         demands = [*others(), (new_blocks, expected_tokens)]
         held = sum(blocks for blocks, _ in demands) - new_blocks
         used = self.pool.num_used - given_up[0]
-        shared = used + self.pool.num_idle(cached) - held  # not owned by one request alone
+        shared = used + self.pool.num_idle(hit.blocks) - held  # not owned by one request alone
         peak = shared + future_peak_blocks(demands, self.block_size)
         return peak + self.config.watermark_blocks <= self.pool.num_blocks
 
-    def admit(self, request: Request, cached: list[int], expected_tokens: int) -> list[tuple[int, int]]:
+    def admit(self, request: Request, hit: Hit, expected_tokens: int) -> list[tuple[int, int]]:
         """Take the blocks of the whole prompt; the caller has asked ``fits_now``. A prompt that is computed into the
         blocks of another worker takes those, and nothing of it is kept here. Returns the (cached block, block) copies
         that it needs: what is cached here, and not there."""
@@ -143,18 +145,18 @@ class KVCacheManager:
             _hold(request, [list(block_ids) for block_ids in request.borrowed_tables])
             request.num_hashed_blocks = request.num_shared_blocks = request.num_blocks
             first = request.num_borrowed_tokens // self.block_size
-            request.num_computed_tokens = request.num_scheduled_tokens = self.num_cached_tokens(request, cached)
-            return list(zip(cached[first:], request.block_tables[0][first:], strict=False))
+            request.num_computed_tokens = request.num_scheduled_tokens = self.num_cached_tokens(request, hit)
+            return list(zip(hit.blocks[first:], request.block_tables[0][first:], strict=False))
         self._reserve(request, request.num_tokens + expected_tokens)
-        self.pool.share(cached)
+        self.pool.share(hit.blocks)
         self.pool.taker = request.request_id
         total = self.num_blocks_for(request.num_tokens)
-        _hold(request, [cached + self.pool.allocate(total - len(cached))])
-        request.num_hashed_blocks = request.num_shared_blocks = len(cached)
-        request.num_computed_tokens = request.num_scheduled_tokens = len(cached) * self.block_size
+        _hold(request, [hit.blocks + self.pool.allocate(total - len(hit.blocks))])
+        request.num_hashed_blocks = request.num_shared_blocks = len(hit.blocks)
+        request.num_computed_tokens = request.num_scheduled_tokens = hit.num_tokens
         self.queried_tokens += request.num_tokens
         self.hit_tokens += request.num_computed_tokens
-        for block_hash in request.block_hashes[len(cached) :]:
+        for block_hash in request.block_hashes[len(hit.blocks) :]:
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
         return []
 
