@@ -355,7 +355,7 @@ class Request:
         """Its block tables as they are now, for plans and messages: one record, until it gets or loses a block."""
         tables = self.frozen_tables
         if tables is None:
-            tables = self.frozen_tables = tuple([tuple(block_ids) for block_ids in self.block_tables])
+            tables = self.frozen_tables = tuple(map(tuple, self.block_tables))
         return tables
 
     @property

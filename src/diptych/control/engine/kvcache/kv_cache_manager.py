@@ -13,6 +13,7 @@ from diptych.control.engine.kvcache.prefix_cache import Hit
 from diptych.control.engine.kvcache.tier_loads import WorkNs
 from diptych.control.engine.kvcache.tiers import Tiers
 from diptych.control.errors import BrokenInvariantError
+from diptych.control.kv_layout import KVLayout
 from diptych.control.request import Request
 
 Demands = Callable[[], Iterable[tuple[int, int]]]
@@ -23,7 +24,10 @@ class KVCacheManager:
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self.block_size = config.block_size
+        self.layout = KVLayout.dense(config.block_size)
+        self.block_size = self.layout.hash_tokens
+        self._is_dense = self.layout.is_dense
+        self.capacity_tokens = self.layout.capacity_tokens(config.num_blocks - config.watermark_blocks)  # when alone
         self.pool = BlockPool(
             config.num_blocks,
             enable_prefix_cache=config.enable_prefix_cache,
@@ -42,14 +46,11 @@ class KVCacheManager:
         """Share of the blocks in use, 0 to 1."""
         return self.pool.num_used / self.pool.num_blocks
 
-    @property
-    def capacity_tokens(self) -> int:
-        """The longest sequence that fits when it is alone."""
-        return (self.pool.num_blocks - self.config.watermark_blocks) * self.block_size
-
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
-        return -(-num_tokens // self.block_size)
+        """Blocks that a sequence of this many tokens is charged."""
+        if self._is_dense:
+            return -(-num_tokens // self.block_size)
+        return self.layout.peak_pages(num_tokens)
 
     def longest_hit(self, request: Request) -> Hit:
         """The longest prefix of the request's prompt that is cached, leaving at least one token to compute."""
@@ -263,4 +264,4 @@ class KVCacheManager:
 def _hold(request: Request, tables: list[list[int]]) -> None:
     """From now on these are the blocks of the request."""
     request.block_tables, request.frozen_tables = tables, None
-    request.num_blocks = sum([len(block_ids) for block_ids in tables])
+    request.num_blocks = sum(map(len, tables))
