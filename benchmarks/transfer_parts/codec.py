@@ -163,13 +163,13 @@ def generate(subject: Subject, prompt: list[int], change: Callable[[], None] | N
     sampling = SamplingParams(max_tokens=total, temperature=0.0, ignore_eos=True)
     runner.add_request("r", prompt, sampling)
     held = -(-len(prompt) // BLOCK_SIZE)
-    chunk = ScheduledPrefill("r", 0, len(prompt), tuple(range(held)), True)
+    chunk = ScheduledPrefill("r", 0, len(prompt), (tuple(range(held)),), True)
     tokens = list(runner.execute(SchedulerOutput(0, prefills=(chunk,))).payload.token_ids)
     if change is not None:
         change()
     while len(tokens) < total:
         grows = len(prompt) + len(tokens) > held * BLOCK_SIZE
-        new_blocks = (("r", held),) if grows else ()
+        new_blocks = (("r", 0, held),) if grows else ()
         held += grows
         step = SchedulerOutput(len(tokens), num_decodes=1, new_blocks=new_blocks)
         tokens += runner.execute(step).payload.token_ids

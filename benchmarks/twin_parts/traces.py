@@ -88,7 +88,7 @@ def hit_rate(requests: Iterable[RequestSpec], num_blocks: int, block_tokens: int
     for spec in requests:
         hashes = tuple(identity.to_bytes(8, "little") for identity in spec.hash_ids)
         request = Request("", spec.prompt_tokens, 1, block_hashes=hashes)
-        manager.admit(request, manager.cached_blocks(request), 0)
+        manager.admit(request, manager.longest_hit(request), 0)
         manager.remember_computed(request, request.num_tokens)
         manager.release(request)
     return 100 * manager.hit_tokens / manager.queried_tokens

@@ -7,7 +7,7 @@ stale or shared-by-mistake block is an assertion error. Token ids are a pure fun
 import random
 
 from diptych.control.engine.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
-from diptych.control.request import FinishReason, Request
+from diptych.control.request import FinishReason, Request, only_table
 from diptych.control.step import Extra, Offer, SchedulerOutput, StepResult
 
 
@@ -59,10 +59,11 @@ class CheckingExecutor:
         for resumed in output.resumed:
             sequence = self.sequences[resumed.request_id]
             assert resumed.num_tokens == len(sequence.tokens) - 1
-            sequence.blocks, sequence.computed = list(resumed.block_ids), resumed.num_tokens
+            sequence.blocks, sequence.computed = list(only_table(resumed.block_tables)), resumed.num_tokens
             self.batch[resumed.request_id] = None
-        for request_id, block in output.new_blocks:
+        for request_id, group, block in output.new_blocks:
             assert request_id in self.batch, "a block for a request that does not decode"
+            assert group == 0
             self.sequences[request_id].blocks.append(block)
         assert output.num_decodes in (0, len(self.batch))
         stopped: list[tuple[str, FinishReason]] = []
@@ -71,7 +72,7 @@ class CheckingExecutor:
         for chunk in output.prefills:
             assert chunk.request_id not in self.batch
             sequence = self.sequences[chunk.request_id]
-            sequence.blocks, sequence.computed = list(chunk.block_ids), chunk.start
+            sequence.blocks, sequence.computed = list(only_table(chunk.block_tables)), chunk.start
             self._compute(chunk.request_id, chunk.num_tokens, full)
             assert chunk.is_last == (sequence.computed == len(sequence.tokens))
             if chunk.is_last:

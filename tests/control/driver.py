@@ -128,8 +128,10 @@ class Driver:
             assert not (output.prefills and output.num_decodes)
         holders: dict[int, int] = {}
         for request in core.requests.values():
-            assert len(request.block_ids) == len(set(request.block_ids))
-            for block in request.block_ids:
+            blocks = [block for block_ids in request.block_tables for block in block_ids]
+            assert len(blocks) == len(set(blocks)) == request.num_blocks
+            assert request.tables == tuple(tuple(block_ids) for block_ids in request.block_tables)
+            for block in blocks:
                 holders[block] = holders.get(block, 0) + 1
         for block, count in holders.items():
             assert core.kv.pool.references(block) == count

@@ -94,7 +94,7 @@ class Fleet:
         return self.tell(Reported(worker, events))
 
     def reserved(self, attempt: str = "a", blocks: Sequence[int] = (5, 6)) -> list[Command]:
-        return self.report(D, HandoffReserved(self.now, attempt, 16, tuple(blocks)))
+        return self.report(D, HandoffReserved(self.now, attempt, 16, (tuple(blocks),)))
 
     def prefilled(self, attempt: str = "a") -> list[Command]:
         commands = self.report(P, RequestAdmitted(self.now, attempt, 0, True))
@@ -143,18 +143,18 @@ def test_a_stream_that_lost_its_worker_is_computed_when_it_has_a_place() -> None
     fleet = Fleet("prefill", "decode", "decode")
     (reserve, _) = fleet.submit()
     assert isinstance(reserve, Reserve)
-    fleet.report(reserve.worker, HandoffReserved(fleet.now, "a", 0, (1,)))
+    fleet.report(reserve.worker, HandoffReserved(fleet.now, "a", 0, ((1,),)))
     fleet.prefilled()
     again = fleet.tell(WorkerDown(reserve.worker, {"a": 1}))[-1]
     assert isinstance(again, Reserve) and again.num_output_tokens == 1
-    (prefill,) = fleet.report(again.worker, HandoffReserved(fleet.now, "a~1", 16, (1,)))
+    (prefill,) = fleet.report(again.worker, HandoffReserved(fleet.now, "a~1", 16, ((1,),)))
     assert prefill == Prefill(P, "a", "a~1", 1, again.worker, 16, (), LEASE)
 
 
 def test_blocks_of_one_memory_domain_are_borrowed_and_leases_are_not_needed() -> None:
     fleet = Fleet("prefill", "decode", memory_domain=0)
     assert fleet.submit() == [Reserve(D, "a", "a", 0, 0, True)]
-    assert fleet.reserved() == [Prefill(P, "a", "a", 0, D, 16, (5, 6), 0)]
+    assert fleet.reserved() == [Prefill(P, "a", "a", 0, D, 16, ((5, 6),), 0)]
 
 
 def test_borrowed_blocks_stay_until_the_writer_has_let_go() -> None:
@@ -542,11 +542,11 @@ def test_a_changed_role_counts_for_the_next_request_and_for_none_before() -> Non
     assert isinstance(commands[0], Reserve)
     assert fleet.tell(RoleChanged(2, "prefill")) == []
     fleet.tell(RoleChanged(P, "decode"))
-    fleet.report(commands[0].worker, HandoffReserved(fleet.now, "a", 0, (1,)))
+    fleet.report(commands[0].worker, HandoffReserved(fleet.now, "a", 0, ((1,),)))
     reserve, prefill = fleet.submit("b")
     assert isinstance(reserve, Reserve) and reserve.worker in (0, 1)
     assert isinstance(prefill, Prefill) and prefill.worker == 2
-    assert fleet.report(reserve.worker, HandoffReserved(fleet.now, "b", 0, (1,))) == [Send(2, "b", 0)]
+    assert fleet.report(reserve.worker, HandoffReserved(fleet.now, "b", 0, ((1,),))) == [Send(2, "b", 0)]
 
 
 def streaming(fleet: Fleet, request_id: str = "a") -> int:
@@ -567,7 +567,7 @@ def test_a_worker_that_becomes_a_prefill_worker_hands_its_streams_over_where_the
         Restarted("a", "a~1", 3),
         Reserve(there, "a", "a~1", 3, LEASE, False),
     ]
-    (prefill,) = fleet.report(there, HandoffReserved(fleet.now, "a~1", 0, (5,)))
+    (prefill,) = fleet.report(there, HandoffReserved(fleet.now, "a~1", 0, ((5,),)))
     assert prefill == Prefill(here, "a", "a~1", 3, there, 0, (), LEASE)
     fleet.report(here, fleet.end("a"), FirstToken(fleet.now, "a~1"))
     assert fleet.report(there, HandoffDelivered(fleet.now, "a~1")) == [Release(here, "a~1")]
@@ -600,7 +600,7 @@ def test_a_handoff_on_its_way_to_a_worker_that_drains_goes_to_another() -> None:
     reserve, _ = fleet.submit()
     assert isinstance(reserve, Reserve)
     here, there = reserve.worker, 3 - reserve.worker
-    fleet.report(here, HandoffReserved(fleet.now, "a", 0, (5,)))
+    fleet.report(here, HandoffReserved(fleet.now, "a", 0, ((5,),)))
     commands = fleet.tell(DrainStarted(here))
     assert commands[:-1] == [
         Drop(P, "a"),
@@ -616,7 +616,7 @@ def test_a_drained_worker_says_so_once_when_nothing_is_left_and_gets_nothing_bef
     here = streaming(fleet)
     there = 1 - here
     fleet.tell(DrainStarted(here, {"a": 3}))
-    fleet.report(there, HandoffReserved(fleet.now, "a~1", 0, (5,)))
+    fleet.report(there, HandoffReserved(fleet.now, "a~1", 0, ((5,),)))
     fleet.report(here, fleet.end("a"), FirstToken(fleet.now, "a~1"))
     fleet.report(there, HandoffDelivered(fleet.now, "a~1"))
     assert fleet.report(here, HandoffReleased(0, "a~1")) == [Drained(here)]
@@ -763,7 +763,7 @@ def test_what_a_reservation_finds_in_a_cache_is_compared_with_what_was_expected_
     for number in range(MIN_ADMISSIONS):
         assert not fleet.core.router.alarm
         fleet.submit(str(number))
-        fleet.report(D, HandoffReserved(fleet.now, str(number), 64, (1,)))
+        fleet.report(D, HandoffReserved(fleet.now, str(number), 64, ((1,),)))
     assert f"of the last {MIN_ADMISSIONS} prompts" in fleet.core.router.alarm
 
 

@@ -18,7 +18,7 @@ from diptych.control.events import (
     RequestFinished,
     RequestPreempted,
 )
-from diptych.control.request import Request
+from diptych.control.request import BlockTables, Request, only_table
 from diptych.control.step import ScheduledPrefill, StepResult
 from tests.control.driver import expect_answers
 from tests.laws import law
@@ -40,10 +40,10 @@ def reserve(decode: EngineCore, request_id: str = "a", lease_ns: int = 0, now: i
     return event
 
 
-def borrowing(blocks: tuple[int, ...], num_cached: int = 0, request_id: str = "a") -> Request:
+def borrowing(tables: BlockTables, num_cached: int = 0, request_id: str = "a") -> Request:
     request = Request(request_id, 100, 8)
     request.hands_off = True
-    request.borrowed_block_ids, request.num_borrowed_tokens = blocks, num_cached
+    request.borrowed_tables, request.num_borrowed_tokens = tables, num_cached
     return request
 
 
@@ -54,7 +54,7 @@ def prefill(worker: EngineCore, request: Request, now: int = 0) -> list[tuple[in
     while request.num_output_tokens == 0:
         output = worker.begin_step(now)
         assert output is not None
-        tables += [chunk.block_ids for chunk in output.prefills]
+        tables += [only_table(chunk.block_tables) for chunk in output.prefills]
         worker.end_step(StepResult(output.step_id), now + 1)
     return tables
 
@@ -62,9 +62,10 @@ def prefill(worker: EngineCore, request: Request, now: int = 0) -> list[tuple[in
 def test_a_prompt_is_computed_into_the_blocks_that_the_decode_worker_reserved() -> None:
     decode, writer = core(first_block=1000), core()
     reserved = reserve(decode)
-    assert len(reserved.block_ids) == 7 and min(reserved.block_ids) >= 1000
-    request = borrowing(reserved.block_ids, 32)
-    assert set(prefill(writer, request)) == {reserved.block_ids}
+    blocks = only_table(reserved.block_tables)
+    assert len(blocks) == 7 and min(blocks) >= 1000
+    request = borrowing(reserved.block_tables, 32)
+    assert set(prefill(writer, request)) == {blocks}
     assert request.num_computed_tokens == 100
     assert writer.kv.pool.num_used == 0  # nothing of its own
     assert writer.release("a", 2) == [HandoffReleased(2, "a")]
@@ -72,7 +73,7 @@ def test_a_prompt_is_computed_into_the_blocks_that_the_decode_worker_reserved() 
     assert not writer.requests
     assert decode.deliver("a", 3, first_step_ns=0, first_token_ns=1) == [HandoffDelivered(3, "a")]
     output = decode.begin_step(3)
-    assert output is not None and output.resumed[0].block_ids[: len(reserved.block_ids)] == reserved.block_ids
+    assert output is not None and only_table(output.resumed[0].block_tables)[:7] == blocks
 
 
 @pytest.mark.parametrize(("held", "cached_there"), [(3, 0), (6, 32), (2, 48), (0, 16)])
@@ -84,16 +85,16 @@ def test_of_a_prompt_for_another_worker_what_is_cached_here_is_copied_and_the_re
     if held:
         first = Request("first", BLOCK * held + 1, 8, block_hashes=hashes[:held])
         prefill(writer, first)
-        own = tuple(first.block_ids)
+        own = only_table(first.tables)
         writer.abort("first", 5)
-    request = borrowing(tuple(range(1000, 1007)), cached_there)
+    request = borrowing((tuple(range(1000, 1007)),), cached_there)
     request.block_hashes = list(hashes)
     writer.add_request(request, 6)
     output = writer.begin_step(6)
     assert output is not None
     start = max(held * BLOCK, cached_there)
     (chunk,) = output.prefills
-    assert (chunk.start, chunk.num_tokens, chunk.block_ids) == (start, 100 - start, tuple(range(1000, 1007)))
+    assert (chunk.start, chunk.num_tokens, chunk.block_tables) == (start, 100 - start, (tuple(range(1000, 1007)),))
     there = cached_there // BLOCK
     assert output.block_copies == tuple((own[at], 1000 + at) for at in range(there, held))
     events = [event for event in writer.end_step(StepResult(output.step_id), 7) if isinstance(event, RequestAdmitted)]
@@ -104,7 +105,7 @@ def test_of_a_prompt_for_another_worker_what_is_cached_here_is_copied_and_the_re
 
 def test_a_worker_without_memory_prefills_for_others() -> None:
     decode, writer = core(first_block=100), core(num_blocks=5)
-    assert prefill(writer, borrowing(reserve(decode).block_ids))
+    assert prefill(writer, borrowing(reserve(decode).block_tables))
 
 
 def test_a_drop_that_comes_first_refuses_what_comes_after_it() -> None:
@@ -207,7 +208,7 @@ def test_leases_expire_exactly_when_nobody_has_renewed_them(seed: int) -> None:
 
 
 def prefilled(request_id: str, start: int, num_tokens: int) -> ScheduledPrefill:
-    return ScheduledPrefill(request_id, start, num_tokens, BLOCKS, is_last=False)
+    return ScheduledPrefill(request_id, start, num_tokens, (BLOCKS,), is_last=False)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33, 100, 1000])
@@ -234,7 +235,7 @@ def test_of_borrowed_blocks_only_the_commit_is_sent() -> None:
     outgoing = Outgoing(BLOCK)
     outgoing.begin("a", 0, 100, is_borrowed=True)
     assert outgoing.in_step([prefilled("a", 0, 64)]) == outgoing.on_step([prefilled("a", 0, 64)]) == []
-    assert outgoing.on_step([prefilled("a", 64, 36)]) == [SendChunk("a", 100, 0, BLOCKS, True)]
+    assert outgoing.on_step([prefilled("a", 64, 36)]) == [SendChunk("a", 100, 0, (BLOCKS,), True)]
 
 
 def test_a_step_that_was_broken_off_teaches_nothing_and_leaves_nothing() -> None:

@@ -60,7 +60,7 @@ def test_no_lease_of_a_handoff_under_way_runs_out(lease_ns: int, share: float) -
     for number in range(8):
         name = f"r{number}"
         fleet.handle(Arrived(Submission(name, 100, 8)), now)
-        fleet.handle(Reported(1, (HandoffReserved(now, name, 16, (1, 2)),)), now)
+        fleet.handle(Reported(1, (HandoffReserved(now, name, 16, ((1, 2),)),)), now)
         for _ in range(rng.randint(1, 6)):
             due = fleet.core.next_time()
             assert due is not None and now <= due <= now + lease_ns  # the driver is asked to come back in time
@@ -77,7 +77,7 @@ def test_no_lease_of_a_handoff_under_way_runs_out(lease_ns: int, share: float) -
 def test_without_renewals_every_lease_runs_out_after_its_length(lease_ns: int) -> None:
     fleet = Workers(lease_ns, 0)
     fleet.handle(Arrived(Submission("a", 100, 8)), 0)
-    fleet.handle(Reported(1, (HandoffReserved(0, "a", 16, (1, 2)),)), 0)
+    fleet.handle(Reported(1, (HandoffReserved(0, "a", 16, ((1, 2),)),)), 0)
     fleet.advance(lease_ns - 1)
     assert fleet.expired == []
     fleet.advance(10 * lease_ns)
@@ -87,7 +87,7 @@ def test_without_renewals_every_lease_runs_out_after_its_length(lease_ns: int) -
 def test_a_lease_of_no_length_is_never_renewed_and_never_ends() -> None:
     fleet = Workers(0, 0)
     fleet.handle(Arrived(Submission("a", 100, 8)), 0)
-    fleet.handle(Reported(1, (HandoffReserved(0, "a", 16, (1, 2)),)), 0)
+    fleet.handle(Reported(1, (HandoffReserved(0, "a", 16, ((1, 2),)),)), 0)
     fleet.handle(Tick(), 10**12)
     fleet.advance(10**15)
     assert fleet.expired == [] and not fleet._on_their_way

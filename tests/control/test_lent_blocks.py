@@ -15,7 +15,7 @@ from diptych.control.config import (
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.engine.kvcache.tier_records import CancelLoad, LoadBlocks
 from diptych.control.events import FirstToken, HandoffRecalled, HandoffReserved
-from diptych.control.request import Request
+from diptych.control.request import Request, only_table
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepResult
 from tests.control.checking_executor import token_at
@@ -60,7 +60,7 @@ class LendingDriver(TieredDriver):
                 assert event.request_id not in self.lent, "reserved twice"
                 assert 0 <= event.num_tier_tokens <= event.num_cached_tokens < len(self.prompts[event.request_id])
                 for position in range(event.num_cached_tokens):
-                    slot = self.executor.device[event.block_ids[position // size]][position % size]
+                    slot = self.executor.device[only_table(event.block_tables)[position // size]][position % size]
                     assert slot == self.fingerprint(event.request_id, position)
                 self.lent[event.request_id] = event
         self.num_seen = len(self.log)
@@ -73,7 +73,7 @@ class LendingDriver(TieredDriver):
         """The prefill worker is done."""
         event, size = self.lent.pop(request_id), self.config.cache.block_size
         for position in range(event.num_cached_tokens, len(self.prompts[request_id])):
-            block = event.block_ids[position // size]
+            block = only_table(event.block_tables)[position // size]
             self.executor.device[block][position % size] = self.fingerprint(request_id, position)
         sequence = self.executor.sequences[request_id]
         sequence.tokens.append(token_at(sequence.tokens))

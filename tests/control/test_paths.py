@@ -37,7 +37,7 @@ class Fleet:
         if isinstance(begun, Serve):
             return begun.worker, begun.worker
         prefill = next(command for command in commands if isinstance(command, Prefill))
-        self.report(begun.worker, HandoffReserved(self.now, begun.attempt_id, 0, (1,)))
+        self.report(begun.worker, HandoffReserved(self.now, begun.attempt_id, 0, ((1,),)))
         self.attempt = begun.attempt_id
         return prefill.worker, begun.worker
 

@@ -259,7 +259,7 @@ def test_the_commands_of_an_attempt_say_which_peer_each_worker_may_read() -> Non
     assert [getattr(command, "peer_run", None) for command in whole.begin()] == [here]
     for is_borrowed in (False, True):
         attempt = Attempt("a", "a", 0, 1, 2, is_borrowed, 0, here, there)
-        commands = [*attempt.begin(), *attempt.on_reserved(0, (7, 8))]
+        commands = [*attempt.begin(), *attempt.on_reserved(0, ((7, 8),))]
         said = {type(command): command.peer_run for command in commands if isinstance(command, Reserve | Prefill)}
         assert said == {Reserve: there, Prefill: here}
 

@@ -192,7 +192,7 @@ def test_a_whole_prompt_gets_its_blocks_at_admission() -> None:
     driver = make()
     request = driver.add("a", 500)
     driver.step()
-    assert len(request.block_ids) == -(-500 // 16)
+    assert request.num_blocks == -(-500 // 16)
     driver.run()
 
 
@@ -288,7 +288,7 @@ def test_an_abort_frees_the_blocks_for_the_very_next_step() -> None:
     assert driver.core.scheduler.holders.num_running == 1
     driver.abort("a")
     driver.step()
-    assert driver.core.requests["b"].block_ids
+    assert driver.core.requests["b"].block_tables
     driver.run()
     assert driver.finished()["a"].reason is FinishReason.ABORT
 
@@ -368,7 +368,7 @@ def test_a_repeated_step_is_as_good_as_its_steps() -> None:
     )
     for request_id, request in core.requests.items():
         twin = one_by_one.core.requests[request_id]
-        assert request.block_ids == twin.block_ids
+        assert request.block_tables == twin.block_tables
         assert core.scheduler.batch.num_outputs(request) == one_by_one.core.scheduler.batch.num_outputs(twin) == 26
     assert core.scheduler.batch.context == one_by_one.core.scheduler.batch.context
 

@@ -149,7 +149,7 @@ def test_blocks_come_early_only_where_memory_is_plentiful() -> None:
         taken = streams.rows(offer(0, *[1.0] * 60))["r0"]
         assert (taken == 60) == (num_blocks == 400) and taken > 40
         request = streams.core.requests["r0"]
-        assert len(request.block_ids) * 16 >= streams.core.scheduler.batch.num_computed(request)
+        assert request.num_blocks * 16 >= streams.core.scheduler.batch.num_computed(request)
         streams.core.kv.check()
 
 

@@ -45,7 +45,7 @@ from diptych.control.events import (
     Resized,
     TransferFailed,
 )
-from diptych.control.request import FinishReason, Request
+from diptych.control.request import BlockTables, FinishReason, Request, only_table
 from diptych.control.step import StepResult
 
 BLOCK = 16
@@ -76,7 +76,7 @@ def reserved(worker: WorkerCore, attempt_id: str = "a", *, borrowed: bool = Fals
     return worker.take_outbox()
 
 
-def prefilling(worker: WorkerCore, *, cached: int = 32, blocks: tuple[int, ...] = (), lease_ns: int = 0) -> Outbox:
+def prefilling(worker: WorkerCore, *, cached: int = 32, blocks: BlockTables = (), lease_ns: int = 0) -> Outbox:
     worker.prefill(Prefill(0, "a", "a", 0, 7, cached, blocks, lease_ns), request(), 0)
     return worker.take_outbox()
 
@@ -86,7 +86,7 @@ def test_kv_leaves_behind_the_tokens_of_its_step_in_whole_blocks_and_the_commit_
     outbox = prefilling(worker)
     assert outbox.before == [OpenTransfer("a", 7, 32)]
     assert [type(event) for event in outbox.events] == [RequestQueued]
-    blocks = tuple(range(7))
+    blocks = (tuple(range(7)),)
     assert step(worker, 0).after == [SendChunk("a", 32, 16, blocks, False)]
     assert step(worker, 20).after == [SendChunk("a", 48, 48, blocks, False)]
     last = step(worker, 40)
@@ -113,7 +113,7 @@ def test_a_prompt_computed_ahead_of_its_place_sends_nothing_and_gives_no_token_b
     assert worker.is_withheld("a")
     worker.handle(Send(0, "a", 32), 60)
     outbox = worker.take_outbox()
-    blocks = tuple(range(7))
+    blocks = (tuple(range(7)),)
     assert outbox.before == [OpenTransfer("a", 7, 32)]
     assert outbox.events == [FirstToken(60, "a")]
     assert outbox.after == [SendChunk("a", 32, 68, blocks, True), CommitTransfer("a", 0, 60)]
@@ -131,7 +131,7 @@ def test_a_place_that_is_found_while_the_prompt_is_computed_lets_the_rest_stream
     ahead(worker)
     step(worker, 0)
     worker.handle(Send(0, "a", 0), 15)
-    blocks = tuple(range(7))
+    blocks = (tuple(range(7)),)
     assert worker.take_outbox().after == [SendChunk("a", 0, 48, blocks, False)]
     assert step(worker, 20).after == [SendChunk("a", 48, 48, blocks, False)]
     last = step(worker, 40)
@@ -179,7 +179,7 @@ def test_an_answer_that_ends_with_its_first_token_ends_though_it_was_withheld() 
 
 def test_of_borrowed_blocks_nothing_is_sent_but_the_commit() -> None:
     worker = worker_of()
-    assert prefilling(worker, blocks=tuple(range(50, 57))).before == [OpenTransfer("a", 7, 100)]
+    assert prefilling(worker, blocks=(tuple(range(50, 57)),)).before == [OpenTransfer("a", 7, 100)]
     assert step(worker, 0).after == []  # tokens 32 .. 79: the first 32 are there
     assert step(worker, 20).after == [CommitTransfer("a", 0, 30)]
 
@@ -188,8 +188,8 @@ def test_a_place_for_kv_is_known_before_its_reservation_is() -> None:
     worker = worker_of()
     outbox = reserved(worker)
     (event,) = outbox.events
-    assert isinstance(event, HandoffReserved) and len(event.block_ids) == 7
-    assert outbox.before == [ExpectTransfer("a", event.block_ids, 0, 100)]
+    assert isinstance(event, HandoffReserved) and len(only_table(event.block_tables)) == 7
+    assert outbox.before == [ExpectTransfer("a", event.block_tables, 0, 100)]
     assert not worker.is_idle
 
 
@@ -201,7 +201,7 @@ def test_of_a_prompt_whose_beginning_is_cached_only_the_rest_is_expected() -> No
     outbox = reserved(worker)
     (event,) = [event for event in outbox.events if isinstance(event, HandoffReserved)]
     assert event.num_cached_tokens == 96
-    assert outbox.before == [ExpectTransfer("a", event.block_ids, 96, 4)]
+    assert outbox.before == [ExpectTransfer("a", event.block_tables, 96, 4)]
 
 
 def test_into_borrowed_blocks_only_a_commit_is_expected() -> None:
@@ -255,7 +255,7 @@ def test_a_broken_transfer_is_reported_and_nothing_more_is_sent_of_it(is_sender:
 
 def test_a_peer_is_forgotten_with_all_that_is_computed_into_its_blocks_and_nothing_else() -> None:
     worker = worker_of()
-    for attempt_id, target, blocks in (("near", 7, (1, 2)), ("other", 8, (3, 4)), ("copied", 7, ())):
+    for attempt_id, target, blocks in (("near", 7, ((1, 2),)), ("other", 8, ((3, 4),)), ("copied", 7, ())):
         worker.prefill(Prefill(0, "a", attempt_id, 0, target, 0, blocks, 0), Request(attempt_id, 20, 8), 0)
     worker.take_outbox()
     worker.handle(ForgetPeer(0, 7), 5)

@@ -20,7 +20,7 @@ def check_yielding(engine: EngineCore, output: SchedulerOutput) -> None:
         assert all(request.gives_way for request in here if request.request_id not in scheduler.joining), here
     places = (scheduler.batch, scheduler.prefilling, scheduler.joining, scheduler.swapped, scheduler.waiting)
     for request in scheduler.giving_way:
-        assert request.request_id in engine.requests and request.block_ids
+        assert request.request_id in engine.requests and request.block_tables
         assert not any(request.request_id in place for place in places)
     if any(not request.gives_way for request in scheduler.prefilling.values()):
         return

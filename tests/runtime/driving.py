@@ -40,14 +40,14 @@ def generate(
     results, tokens, start = [], [], 0
     for number in chunks:
         is_last = start + number == len(prompt)
-        chunk = ScheduledPrefill(request_id, start, number, tuple(blocks[:held]), is_last)
+        chunk = ScheduledPrefill(request_id, start, number, (tuple(blocks[:held]),), is_last)
         results.append(runner.execute(SchedulerOutput(len(results), prefills=(chunk,))))
         start += number
     tokens += results[-1].payload.token_ids
     while len(tokens) < sampling.max_tokens:
         new_blocks = []
         if len(prompt) + len(tokens) > held * size:
-            new_blocks = [(request_id, blocks[held])]
+            new_blocks = [(request_id, 0, blocks[held])]
             held += 1
         results.append(runner.execute(SchedulerOutput(len(results), num_decodes=1, new_blocks=tuple(new_blocks))))
         tokens += results[-1].payload.token_ids
@@ -86,7 +86,7 @@ def hand_off(
         happened += decode.connector.poll()
     assert isinstance(happened[-1], Committed), happened
     decode.runner.add_request(attempt_id, prompt, sampling, output_token_ids=tokens)
-    resumed: tuple[ResumedDecode, ...] = (ResumedDecode(attempt_id, len(prompt), tuple(received)),)
+    resumed: tuple[ResumedDecode, ...] = (ResumedDecode(attempt_id, len(prompt), (tuple(received),)),)
     while len(tokens) < sampling.max_tokens:
         tokens += decode.runner.execute(SchedulerOutput(0, num_decodes=1, resumed=resumed)).payload.token_ids
         resumed = ()
@@ -109,7 +109,7 @@ def compute_and_send(
                 worker.connector.send(attempt_id, sent, count, blocks, num_layers)
 
         worker.runner.on_layer = on_layer
-        chunk = ScheduledPrefill(attempt_id, start, number, tuple(blocks), is_last)
+        chunk = ScheduledPrefill(attempt_id, start, number, (tuple(blocks),), is_last)
         tokens = worker.runner.execute(SchedulerOutput(0, prefills=(chunk,))).payload.token_ids
         worker.runner.on_layer = None
         worker.connector.send(attempt_id, sent, count, blocks)

@@ -304,7 +304,7 @@ def test_a_request_that_moves_to_another_worker_continues_its_stream() -> None:
     shared = runner("qwen3")
     tokens, _ = generate(shared, prompt, [33], sampling)
     shared.add_request("moved", prompt, sampling, output_token_ids=tokens[:15])
-    chunk = ScheduledPrefill("moved", 0, 48, (4, 9), True)
+    chunk = ScheduledPrefill("moved", 0, 48, ((4, 9),), True)
     moved = list(shared.execute(SchedulerOutput(0, prefills=(chunk,))).payload.token_ids)
     for step in range(1, 15):
         moved += shared.execute(SchedulerOutput(step, num_decodes=1)).payload.token_ids

@@ -142,7 +142,7 @@ def test_a_prompt_that_begins_again_counts_each_token_once(pooling: Pooling) -> 
     shared.add_request("r", prompt, embedding(pooling))
     payload = StepTokens([], [])
     for start, count in ((0, 20), (20, 20), (0, 32), (32, 31), (63, 1)):
-        chunk = ScheduledPrefill("r", start, count, blocks, start + count == 64)
+        chunk = ScheduledPrefill("r", start, count, (blocks,), start + count == 64)
         payload = shared.execute(SchedulerOutput(0, prefills=(chunk,))).payload
         assert payload.token_ids == []
     shared.execute(SchedulerOutput(0, finished=("r",)))

@@ -39,7 +39,7 @@ runner = load_runner(RunnerConfig(model, num_blocks=8, shared_pool=SharedPool(fd
 runner.add_request("r", prompt, SamplingParams(max_tokens=99, temperature=0.0))
 start = 0
 for count in chunks:
-    chunk = ScheduledPrefill("r", start, count, tuple(block_ids), start + count == len(prompt))
+    chunk = ScheduledPrefill("r", start, count, (tuple(block_ids),), start + count == len(prompt))
     result = runner.execute(SchedulerOutput(0, prefills=(chunk,)))
     start += count
 print(result.payload.token_ids[0])
@@ -72,7 +72,7 @@ def test_one_process_prefills_into_the_blocks_of_another_which_decodes_from_them
         command = [sys.executable, "-c", PREFILL_WORKER, *map(str, arguments)]
         first = int(subprocess.run(command, pass_fds=[fd], check=True, capture_output=True, text=True).stdout)
     decoder.add_request("r", prompt, greedy(), output_token_ids=[first])
-    plan = SchedulerOutput(0, num_decodes=1, resumed=(ResumedDecode("r", 300, tuple(block_ids)),))
+    plan = SchedulerOutput(0, num_decodes=1, resumed=(ResumedDecode("r", 300, (tuple(block_ids),)),))
     tokens = [first]
     for _ in range(39):
         tokens += decoder.execute(plan).payload.token_ids

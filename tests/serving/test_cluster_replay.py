@@ -11,10 +11,13 @@ from in_process_worker import Host
 from tests.laws import law
 from virtual_time import in_virtual_time, virtual_time
 
+from diptych.control.cluster.cluster_recording import canonical_command
+from diptych.control.commands import Prefill
 from diptych.control.errors import ConfigError
 from diptych.serving.fleet.fleet import Fleet
 from diptych.simulation.cluster_replay import replay_cluster
 
+RECORDINGS = Path(__file__).parents[1] / "simulation" / "recordings"
 SEED = next(seed for seed in range(40) if len(random_script(seed).workers.roles) > 1)  # one worker is not recorded
 
 
@@ -54,6 +57,29 @@ def test_a_live_front_end_replays_to_the_same_commands(seed: int, tmp_path: Path
     assert report.is_complete
     assert report.num_decisions > 5
     assert report.num_events > report.num_decisions
+
+
+@pytest.mark.parametrize("path", sorted(RECORDINGS.glob("front-*.jsonl")), ids=lambda path: path.stem)
+def test_recordings_of_older_versions_replay_to_the_same_commands(path: Path) -> None:
+    """The files were written by the versions that their names say."""
+    assert rows_of(path)[0]["version"] == int(path.stem.split("-")[1])
+    report = replay_cluster(path)
+    assert report.is_identical, report.difference
+    assert report.is_complete and report.num_decisions
+
+
+def test_a_command_with_one_block_table_reads_as_it_did_before_there_were_groups() -> None:
+    def text(*block_tables: tuple[int, ...], request_id: str = "a") -> str:
+        return canonical_command(Prefill(0, request_id, request_id, 0, 1, 16, block_tables, 7))
+
+    begin = "Prefill(worker=0, request_id='a', attempt_id='a', num_output_tokens=0, target=1, num_cached_tokens=16, "
+    assert text() == begin + "block_ids=(), lease_ns=7)"
+    assert text((5,)) == begin + "block_ids=(5,), lease_ns=7)"
+    assert text((5, 6)) == begin + "block_ids=(5, 6), lease_ns=7)"
+    misleading = "block_tables=((5, 6),)"  # a client's own name for its request
+    assert text((5, 6), request_id=misleading) == text((5, 6)).replace("'a'", repr(misleading))
+    tables = [(), ((),), ((5, 6),), ((5,), (6,)), ((6,), (5,)), ((5, 6), ()), ((), (5, 6))]
+    assert len({text(*some) for some in tables[1:]}) == len(tables) - 1
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ EXAMPLES: dict[type, Event] = {
     for event in (
         RequestQueued(1, "x", 2),
         RequestAdmitted(1, "x", 0, True),
-        HandoffReserved(1, "x", 0, (1, 2)),
+        HandoffReserved(1, "x", 0, ((1, 2),)),
         HandoffRecalled(1, "x"),
         HandoffDelivered(1, "x", 10, 20),
         HandoffReleased(1, "x"),

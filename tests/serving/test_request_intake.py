@@ -139,7 +139,7 @@ def test_what_the_executor_refuses_ends_with_its_words_and_holds_nothing(kind: s
 def test_the_executor_learns_of_a_reserved_attempt_with_its_delivery() -> None:
     door = Door()
     [reserved] = [event for event in door.reserve(output=[50, 51]) if isinstance(event, HandoffReserved)]
-    assert len(reserved.block_ids) == 3 and not door.runner.known
+    assert len(reserved.block_tables[0]) == 3 and not door.runner.known
     assert door.deliver(first_token=77)
     assert list(door.runner.known["a"]["output_token_ids"]) == [50, 51, 77]
     assert any(isinstance(event, HandoffDelivered) for event in door.events())

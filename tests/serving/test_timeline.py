@@ -133,7 +133,7 @@ def test_swapped_and_recomputed_requests_are_back_when_they_decode_again() -> No
 def test_a_handed_off_request_decodes_on_its_second_worker_only(is_receiver_late: bool) -> None:
     timeline = Timeline()
     prefill = [*begun("a", 0), step(0, 0, ("a", 0, 8)), HandoffReleased(3 * MS, "a")]
-    reserved = [HandoffReserved(0, "a", 0, (1, 2, 3))]
+    reserved = [HandoffReserved(0, "a", 0, ((1, 2, 3),))]
     for worker, events in ((1, prefill), (2, reserved)) if is_receiver_late else ((2, reserved), (1, prefill)):
         timeline.on_events(worker, events)
     timeline.on_transfer(Transfer("a", 1, 2, 4096, MS // 2, 2 * MS, MS))

@@ -63,7 +63,8 @@ def test_the_first_token_comes_from_the_prefill_worker_and_the_rest_from_the_dec
 ) -> None:
     prefill, decode = pair
     reserved = start(pair, max_tokens=6, logprobs=1, borrowed=borrowed)
-    assert len(reserved.block_ids) == 7 and min(reserved.block_ids) >= 128
+    (blocks,) = reserved.block_tables
+    assert len(blocks) == 7 and min(blocks) >= 128
     prefill.wait_event(FirstToken, "r")
     assert prefill.tokens["r"] == [200]
     delivered = decode.wait_event(HandoffDelivered, "r")
@@ -212,8 +213,8 @@ def test_nothing_touches_the_blocks_of_a_worker_once_it_is_forgotten(pair: tuple
     prefill, decode = pair
     long = attempt("borrowing", [1 + number % 50 for number in range(3000)])
     decode.reserve(long, borrowed=True)
-    blocks = list(decode.wait_event(HandoffReserved, "borrowing").block_ids)
-    prefill.prefill(long, decode.address, 0, blocks, target=1)
+    tables = decode.wait_event(HandoffReserved, "borrowing").block_tables
+    prefill.prefill(long, decode.address, 0, tables, target=1)
     prefill.serve(attempt("other", PROMPT))
     prefill.wait_event(RequestAdmitted, "borrowing")
     prefill.forget_peer(1)

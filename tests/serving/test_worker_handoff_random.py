@@ -57,8 +57,8 @@ def begin(rng: random.Random, prefill: Peer, decode: Peer, request: Attempt, *, 
 
     reserved = decode.until(answered)
     if isinstance(reserved, HandoffReserved):
-        block_ids = reserved.block_ids if borrowed else ()
-        prefill.prefill(request, decode.address, reserved.num_cached_tokens, block_ids, lease_ns, DECODE)
+        tables = reserved.block_tables if borrowed else ()
+        prefill.prefill(request, decode.address, reserved.num_cached_tokens, tables, lease_ns, DECODE)
 
 
 @law(weight=1.0)

@@ -35,7 +35,7 @@ from diptych.control.engine.reports import LoadReport
 from diptych.control.engine.worker_core import WorkerCore
 from diptych.control.errors import ConfigError
 from diptych.control.events import Event, HandoffExpired, HandoffReleased, HandoffReserved, RequestFinished
-from diptych.control.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
+from diptych.control.request import DEFAULT_OPTIONS, BlockTables, FinishReason, RequestOptions, SamplingParams
 from diptych.control.step import TokenLogprobs
 from diptych.runtime.transfer.connector import KVConnector
 from diptych.serving.fleet.private_directory import private_directory
@@ -132,13 +132,13 @@ class Peer:
         request: Attempt,
         address: str,
         num_cached_tokens: int = 0,
-        block_ids: Sequence[int] = (),
+        block_tables: BlockTables = (),
         lease_ns: int = 0,
         target: int = 0,
     ) -> None:
         """Prefill for another worker, whose connector is at ``address``."""
         name, count = request.attempt_id, len(request.output)
-        command = Prefill(0, name, name, count, target, num_cached_tokens, tuple(block_ids), lease_ns)
+        command = Prefill(0, name, name, count, target, num_cached_tokens, block_tables, lease_ns)
         self.order(command, request.tokens, address)
 
     def release(self, attempt_id: str) -> None:
@@ -221,8 +221,8 @@ def hand_off(prefill: Peer, decode: Peer, request: Attempt, *, borrowed: bool) -
     """Reserve on one worker, then prefill on the other one. Returns what was reserved."""
     decode.reserve(request, borrowed=borrowed)
     reserved = decode.wait_event(HandoffReserved, request.attempt_id)
-    block_ids = reserved.block_ids if borrowed else ()
-    prefill.prefill(request, decode.address, reserved.num_cached_tokens, block_ids)
+    tables = reserved.block_tables if borrowed else ()
+    prefill.prefill(request, decode.address, reserved.num_cached_tokens, tables)
     return reserved
 
 

@@ -22,7 +22,7 @@ from diptych.control.events import (
     HandoffReserved,
     RequestFinished,
 )
-from diptych.control.request import FinishReason
+from diptych.control.request import FinishReason, only_table
 from diptych.control.router.routing import RoutingConfig
 from diptych.control.router.topology import ROLES, Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S
@@ -271,9 +271,9 @@ class AuditedCluster(SimulatedCluster):
         for chunk in output.prefills:
             request = core.requests.get(chunk.request_id)
             key = (worker, chunk.request_id)
-            if request is not None and request.borrowed_block_ids and key not in self._lives:
+            if request is not None and request.borrowed_tables and key not in self._lives:
                 owner = self._owner_of[chunk.request_id]
-                self._lives[key] = (owner, self._reserved[chunk.request_id], request.borrowed_block_ids)
+                self._lives[key] = (owner, self._reserved[chunk.request_id], only_table(request.borrowed_tables))
             if key in self._lives:
                 self.num_borrowed_steps += 1
                 self._check_borrowed(chunk.request_id, *self._lives[key])
@@ -296,7 +296,7 @@ class AuditedCluster(SimulatedCluster):
         assert self.lives.life(owner) == life, f"{attempt_id} is computed into memory that is used again"
         held = self.workers[owner].engine.requests.get(attempt_id)
         assert held is not None, f"{attempt_id} is computed into blocks that worker {owner} has released"
-        assert tuple(held.block_ids[: len(block_ids)]) == block_ids
+        assert only_table(held.tables)[: len(block_ids)] == block_ids
 
     def on_report(
         self, worker: int, events: list[Event], load: LoadReport | None, ended: SchedulerOutput | None

@@ -14,14 +14,16 @@ from diptych.cli import main as cli
 from diptych.control.engine.recording import RecordingEngineCore, Row, canonical_plan
 from diptych.control.errors import ConfigError
 from diptych.control.events import FirstToken
-from diptych.control.request import Request
+from diptych.control.request import BlockTables, Request
 from diptych.control.slo import NS_PER_MS, Slo
-from diptych.control.step import SchedulerOutput, StepResult
+from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput, StepResult
 from diptych.serving.link.recorder import record_engine
 from diptych.simulation.replay import replay
 from tests.control.driver import Driver
 from tests.control.test_conservation import random_config
 from tests.laws import law
+
+RECORDINGS = Path(__file__).parent / "recordings"
 
 
 def record_scenario(seed: int, path: Path) -> Driver:
@@ -74,6 +76,15 @@ def test_any_scenario_replays_to_the_same_decisions(seed: int, tmp_path: Path) -
     ended = driver.finished()
     assert len(table) == len(ended)
     assert sorted(table.e2e_ns(row) for row in range(len(table))) == sorted(e.latency.total_ns for e in ended.values())
+
+
+@pytest.mark.parametrize("path", sorted(RECORDINGS.glob("worker-*.jsonl")), ids=lambda path: path.stem)
+def test_recordings_of_older_versions_replay_to_the_same_decisions(path: Path) -> None:
+    """The files were written by the versions that their names say."""
+    assert rows_of(path)[0]["version"] == int(path.stem.split("-")[1])
+    report = replay(path)
+    assert report.is_identical, report.difference
+    assert report.is_complete and report.num_steps
 
 
 def test_both_ends_of_a_handoff_replay_to_the_same_decisions(tmp_path: Path) -> None:
@@ -210,9 +221,21 @@ def test_what_is_no_recording_is_refused(text: str, message: str, tmp_path: Path
 
 
 def test_equal_plans_have_equal_bytes_and_others_do_not() -> None:
-    plan = SchedulerOutput(3, num_decodes=2, new_blocks=(("a", 7),))
-    assert canonical_plan(plan) == canonical_plan(SchedulerOutput(3, num_decodes=2, new_blocks=(("a", 7),)))
-    assert canonical_plan(plan) != canonical_plan(SchedulerOutput(3, num_decodes=2, new_blocks=(("a", 8),)))
+    def plan(*new_blocks: tuple[str, int, int], tables: BlockTables = ()) -> SchedulerOutput:
+        chunk = ScheduledPrefill("b", 0, 5, tables, is_last=True)
+        return SchedulerOutput(3, (chunk,), resumed=(ResumedDecode("c", 5, tables),), new_blocks=new_blocks)
+
+    assert canonical_plan(plan(("a", 0, 7))) == canonical_plan(plan(("a", 0, 7)))
+    others = [
+        plan(),
+        plan(("a", 0, 7)),
+        plan(("a", 0, 8)),
+        plan(("a", 1, 7)),
+        plan(("a", 0, 7), ("a", 1, 8)),
+        plan(("a", 0, 7), ("a", 0, 8)),
+        *(plan(tables=tables) for tables in (((1, 2),), ((1,), (2,)), ((2,), (1,)), ((1, 2), ()), ((1,), (2,), ()))),
+    ]
+    assert len({canonical_plan(other) for other in others}) == len(others)
 
 
 def test_a_recorded_core_decides_as_a_plain_one() -> None:

@@ -73,7 +73,7 @@ def test_the_mooncake_conversation_trace_shares_what_was_published() -> None:
     for spec in trace:
         hashes = tuple(identity.to_bytes(8, "little") for identity in spec.hash_ids)
         request = Request("", spec.prompt_tokens, 1, block_hashes=hashes)
-        cache.admit(request, cache.cached_blocks(request), 0)
+        cache.admit(request, cache.longest_hit(request), 0)
         cache.remember_computed(request, request.num_tokens)
         cache.release(request)
     assert 100 * cache.hit_tokens / cache.queried_tokens == pytest.approx(37.4, abs=0.5)

@@ -103,12 +103,12 @@ def measure_point(runner: "ModelRunner", point: DesignPoint, clock: Clock) -> li
     tables = [tuple(next(blocks) for _ in range(per_seq)) for _ in ids]
     durations = []
     if ids:
-        resumed = tuple(ResumedDecode(name, point.context, table) for name, table in zip(ids, tables, strict=True))
+        resumed = tuple(ResumedDecode(name, point.context, (table,)) for name, table in zip(ids, tables, strict=True))
         runner.execute(SchedulerOutput(0, num_decodes=len(ids), resumed=resumed))
     if point.chunk:
         (name,) = add_requests(runner, 1, point.start + point.chunk, "prompt")
         table = tuple(next(blocks) for _ in range((point.start + point.chunk - 1) // size + 1))
-        chunk = ScheduledPrefill(name, point.start, point.chunk, table, is_last=True)
+        chunk = ScheduledPrefill(name, point.start, point.chunk, (table,), is_last=True)
         plans = [SchedulerOutput(0, prefills=(chunk,), num_decodes=len(ids))]
         ids = [*ids, name]
     else:

@@ -11,7 +11,7 @@ from diptych.control.compute_share import ComputeShare
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import DiptychError
 from diptych.control.events import RequestFinished
-from diptych.control.request import FinishReason, PeerRun, Standing
+from diptych.control.request import BlockTables, FinishReason, PeerRun, Standing
 
 NOT_RESERVED = -1  # of Prefill.num_cached_tokens
 
@@ -53,7 +53,7 @@ class Prefill:
     """Prefill for another worker, then send KV and commit to ``target``.
 
     num_cached_tokens: leading tokens that the target has already (NOT_RESERVED: it has no blocks yet; nothing is sent
-    and no token given before Send). block_ids: the target's blocks when they are borrowed (the prefill computes
+    and no token given before Send). block_tables: the target's when its blocks are borrowed (the prefill computes
     straight into them), else (). lease_ns: as for Reserve, of the finished blocks.
     """
 
@@ -63,14 +63,14 @@ class Prefill:
     num_output_tokens: int
     target: int
     num_cached_tokens: int
-    block_ids: tuple[int, ...]
+    block_tables: BlockTables
     lease_ns: int
     peer_run: PeerRun | None = None
 
     @property
     def borrowed(self) -> bool:
         """Whether the prefill computes into the target's blocks."""
-        return bool(self.block_ids)
+        return bool(self.block_tables)
 
     @property
     def is_ahead(self) -> bool:

@@ -10,7 +10,7 @@ from typing import get_args
 from diptych.control.compute_share import ComputeShare
 from diptych.control.engine.kvcache.tier_records import Tier
 from diptych.control.errors import ErrorRecord
-from diptych.control.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
+from diptych.control.request import DEFAULT_OPTIONS, BlockTables, FinishReason, RequestOptions
 from diptych.control.slo import LatencyBreakdown
 from diptych.control.step import Extra
 
@@ -70,14 +70,14 @@ class RequestResumed:
 class HandoffReserved:
     """A decode worker holds the blocks of a prompt that another worker will compute.
 
-    num_cached_tokens: leading tokens whose KV it has already; only the rest need travel. block_ids: all of its blocks,
-    those included. num_tier_tokens: the cached tokens found in the tiers below the prefix cache.
+    num_cached_tokens: leading tokens whose KV it has already; only the rest need travel. block_tables: all of its
+    blocks, those included. num_tier_tokens: the cached tokens found in the tiers below the prefix cache.
     """
 
     time_ns: int
     request_id: str
     num_cached_tokens: int
-    block_ids: tuple[int, ...] = ()
+    block_tables: BlockTables = ()
     num_tier_tokens: int = 0
 
 

@@ -21,7 +21,15 @@ Pooling = Literal["last", "mean"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 ServiceClass = Literal["interactive", "standard", "batch"]
 SERVICE_CLASSES: tuple[str, ...] = get_args(ServiceClass)
+BlockTables = tuple[tuple[int, ...], ...]  # by group of layers: where the KV of a sequence lies, a block id for each
+# block of its tokens; a model whose layers are all alike has one group
 MAX_SEED = 2**63 - 1
+
+
+def only_table(tables: BlockTables) -> tuple[int, ...]:
+    """The block table of a model whose layers are one group. Raises ValueError for any other."""
+    (block_ids,) = tables
+    return block_ids
 
 
 class FinishReason(StrEnum):
@@ -226,11 +234,12 @@ class Request:
     __slots__ = (
         "arrival_ns",
         "block_hashes",
-        "block_ids",
-        "borrowed_block_ids",
+        "block_tables",
+        "borrowed_tables",
         "cached_tokens_at_arrival",
         "first_step_ns",
         "first_token_ns",
+        "frozen_tables",
         "gives_way",
         "handoff_end_ns",
         "hands_off",
@@ -242,6 +251,7 @@ class Request:
         "lease_ns",
         "length_group",
         "max_tokens",
+        "num_blocks",
         "num_borrowed_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -291,11 +301,13 @@ class Request:
         self.is_ahead = False  # with hands_off: that worker has no blocks for it yet
         self.is_lent = False  # another worker computes its prompt, into the blocks that it is given here
         self.peer_run: PeerRun | None = None  # that was not asked for yet
-        self.borrowed_block_ids: tuple[int, ...] = ()  # of the worker that will decode it: computed into directly
+        self.borrowed_tables: BlockTables = ()  # of the worker that will decode it: computed into directly
         self.num_borrowed_tokens = 0  # leading tokens whose KV these blocks hold already
         self.lease_ns = 0  # with hands_off: how long its blocks are kept without a renewal (0: without limit)
         self.handoff_end_ns: int | None = None  # when this worker took it over from the one that prefilled it
-        self.block_ids: list[int] = []
+        self.block_tables: list[list[int]] = []  # by group; empty: it holds no blocks
+        self.frozen_tables: BlockTables | None = None  # the same, once something has asked for ``tables``
+        self.num_blocks = 0  # in all of them
         self.host_block_ids: list[int] = []  # its KV when it is swapped out; before that, what is to be copied up
         self.num_hashed_blocks = 0  # leading blocks already offered to the prefix cache
         self.num_shared_blocks = 0  # leading blocks that were found in the prefix cache at the last admission
@@ -337,6 +349,14 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt plus sampled tokens (while decoding: ask the decode batch, which counts for its members)."""
         return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def tables(self) -> BlockTables:
+        """Its block tables as they are now, for plans and messages: one record, until it gets or loses a block."""
+        tables = self.frozen_tables
+        if tables is None:
+            tables = self.frozen_tables = tuple(map(tuple, self.block_tables))
+        return tables
 
     @property
     def standing(self) -> Standing:

@@ -16,7 +16,7 @@ step, and a frozen one takes four times as long to make.)
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from diptych.control.request import FinishReason
+from diptych.control.request import BlockTables, FinishReason
 
 
 @dataclass(slots=True)
@@ -24,28 +24,28 @@ class ScheduledPrefill:
     """One chunk of one prompt.
 
     Tokens [start, start + num_tokens) are computed; KV of [0, start) lies in the leading blocks already.
-    ``block_ids`` holds the whole block table of the request. With ``is_last`` the chunk ends the prompt: one token is
-    sampled from its last row and the request is a member of the decode batch from the next step on (unless the plan
-    of that step says it left).
+    ``block_tables`` are those of the request, whole. With ``is_last`` the chunk ends the prompt: one token is sampled
+    from its last row and the request is a member of the decode batch from the next step on (unless the plan of that
+    step says it left).
     """
 
     request_id: str
     start: int
     num_tokens: int
-    block_ids: tuple[int, ...]
+    block_tables: BlockTables
     is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ResumedDecode:
-    """A request joins the decode batch without a prefill: its KV of ``num_tokens`` tokens lies in ``block_ids``.
+    """A request joins the decode batch without a prefill: its KV of ``num_tokens`` tokens lies in ``block_tables``.
 
     Its newest sampled token (position num_tokens) is the input of its first step.
     """
 
     request_id: str
     num_tokens: int
-    block_ids: tuple[int, ...]
+    block_tables: BlockTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,12 @@ class SchedulerOutput:
     finished: requests that ended; forget everything. paused: requests that left the decode batch but will come back
     (keep their tokens). swap_out / swap_in: (device block, host block) / (host block, device block) copies.
     block_copies: (cached block here, block of another worker of the same memory that a prefill is computed into).
-    new_blocks: (request_id, block id) appended to the block table of a decode member. num_decodes: members of the
-    decode batch that compute a token in this step (0: the decode batch rests). max_repeats: if no message arrives, this
-    many steps (>= 1) in a row decide nothing: the batch stays, no request ends before the last of them, and the blocks
-    that members need meanwhile are there. A live executor runs one step of it and asks again; a simulated one may take
-    them at once and say so to ``EngineCore.end_step``. extra_rows: members of the decode batch that compute more than
-    one token; the features count each of these tokens as a decode.
+    new_blocks: (request_id, group, block id) appended to one of the block tables of a decode member. num_decodes:
+    members of the decode batch that compute a token in this step (0: the decode batch rests). max_repeats: if no
+    message arrives, this many steps (>= 1) in a row decide nothing: the batch stays, no request ends before the last of
+    them, and the blocks that members need meanwhile are there. A live executor runs one step of it and asks again; a
+    simulated one may take them at once and say so to ``EngineCore.end_step``. extra_rows: members of the decode batch
+    that compute more than one token; the features count each of these tokens as a decode.
     """
 
     step_id: int
@@ -81,7 +81,7 @@ class SchedulerOutput:
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
     resumed: tuple[ResumedDecode, ...] = ()
-    new_blocks: tuple[tuple[str, int], ...] = ()
+    new_blocks: tuple[tuple[str, int, int], ...] = ()
     features: "StepFeatures" = field(default_factory=lambda: StepFeatures())
     predicted_ns: int = 0
     max_repeats: int = 1

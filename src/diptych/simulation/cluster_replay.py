@@ -11,7 +11,7 @@ from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import CLUSTER_EVENT_CLASSES, ClusterEvent, Reported
 from diptych.control.cluster.cluster_recording import CLUSTER_FORMAT, CLUSTER_VERSION, CommandChain, commands_summary
 from diptych.control.engine.reports import LoadReport
-from diptych.control.events import EVENT_CLASSES
+from diptych.control.events import EVENT_CLASSES, HandoffReserved
 from diptych.simulation.recordings import read_recording
 from diptych.simulation.replay import Difference
 
@@ -40,7 +40,7 @@ def replay_cluster(path: str | Path) -> ClusterReplayReport:
 
     Raises ConfigError when the file is no recording.
     """
-    recording = read_recording(Path(path), {CLUSTER_FORMAT: (CLUSTER_VERSION,)})
+    recording = read_recording(Path(path), {CLUSTER_FORMAT: (1, CLUSTER_VERSION)})
     report = ClusterReplayReport(
         recording.path, recording.diptych, msgspec.convert(recording.header["config"], ClusterConfig)
     )
@@ -76,6 +76,9 @@ def _event(name: str, fields: Any) -> ClusterEvent:
         event: ClusterEvent = msgspec.convert(fields, CLUSTER_EVENT_CLASSES[name], str_keys=True)
         return event
     worker, events, load = fields
+    for kind, values in events:
+        if kind == HandoffReserved.__name__ and "block_ids" in values:  # version 1
+            values["block_tables"] = [values["block_ids"]] if values["block_ids"] else []
     happened = [msgspec.convert(values, EVENT_CLASSES[kind]) for kind, values in events]
     return Reported(worker, happened, None if load is None else msgspec.convert(load, LoadReport))
 

@@ -23,8 +23,9 @@ from diptych.simulation.collector import Collector
 from diptych.simulation.recordings import read_recording
 from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
 
-READABLE = (3, 4, 5, 6, 7, 8, VERSION)  # versions
+READABLE = (3, 4, 5, 6, 7, 8, 9, VERSION)  # versions
 GIVES_WAY = 8  # the first version in which class batch does
+HAS_GROUPS = 10  # the first version in which a request has a block table for each group
 PARTS = ("finished", "paused", "swapped out", "swapped in", "resumed", "new blocks")
 
 
@@ -88,7 +89,7 @@ def replay(path: str | Path, on_events: Callable[[list[Event]], None] | None = N
     """
     recording = read_recording(Path(path), {FORMAT: READABLE})
     report = ReplayReport(recording.path, recording.diptych, msgspec.convert(recording.header["config"], EngineConfig))
-    worker = _ReplayedEngine(report, on_events, gives_way=recording.header["version"] >= GIVES_WAY)
+    worker = _ReplayedEngine(report, on_events, recording.header["version"])
     for line, row in enumerate(recording.rows(), 2):
         try:
             difference = worker.apply(row, line)
@@ -108,10 +109,13 @@ class _ReplayedEngine:
     """A core on its way through a recording, and what it did."""
 
     def __init__(
-        self, report: ReplayReport, on_events: Callable[[list[Event]], None] | None = None, *, gives_way: bool = True
+        self,
+        report: ReplayReport,
+        on_events: Callable[[list[Event]], None] | None = None,
+        version: int = VERSION,
     ) -> None:
         self._on_events = on_events
-        self._gives_way = gives_way
+        self._version = version
         self.core = EngineCore(report.config)
         self.now = 0
         self._report = report
@@ -211,9 +215,10 @@ class _ReplayedEngine:
         request = Request(
             request_id, num_prompt, max_tokens, block_hashes=hashes, options=options, reads_prefix_cache=reads
         )
-        request.gives_way = self._gives_way and options.gives_way
+        request.gives_way = self._version >= GIVES_WAY and options.gives_way
         request.hands_off, request.lease_ns, borrowed, request.num_borrowed_tokens, *more = handoff
-        request.borrowed_block_ids = tuple(borrowed)
+        tables = borrowed if self._version >= HAS_GROUPS or not borrowed else [borrowed]
+        request.borrowed_tables = tuple(tuple(block_ids) for block_ids in tables)
         request.is_ahead = request_id in self._ahead
         self._ahead.discard(request_id)
         request.standing_at_arrival = Standing(more[0]) if more else Standing.NEW  # unknown before version 5

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from diptych.control.commands import NOT_RESERVED, Command, Drop, Prefill, Release, Renew, Reserve, Send, Serve
-from diptych.control.request import FinishReason, PeerRun
+from diptych.control.request import BlockTables, FinishReason, PeerRun
 
 
 class AttemptState(StrEnum):
@@ -115,19 +115,19 @@ class Attempt:
         runs_ahead = not self.is_borrowed and not self.num_output_tokens  # a stream waits for no prompt, so for no room
         return [reserve, self._prefill(NOT_RESERVED)] if runs_ahead else [reserve]
 
-    def on_reserved(self, num_cached_tokens: int, block_ids: tuple[int, ...]) -> list[Command]:
+    def on_reserved(self, num_cached_tokens: int, block_tables: BlockTables) -> list[Command]:
         """The decode worker has the blocks, and the KV of the leading ``num_cached_tokens`` already."""
         if self.state is not AttemptState.RESERVING:
             return []
         self.state = AttemptState.PREFILLING
         if self.is_at_prefill:
             return [Send(self.prefill, self.attempt_id, num_cached_tokens)]
-        return [self._prefill(num_cached_tokens, block_ids if self.is_borrowed else ())]
+        return [self._prefill(num_cached_tokens, block_tables if self.is_borrowed else ())]
 
-    def _prefill(self, num_cached_tokens: int, block_ids: tuple[int, ...] = ()) -> Prefill:
+    def _prefill(self, num_cached_tokens: int, block_tables: BlockTables = ()) -> Prefill:
         self.is_at_prefill = True
         names = (self.request_id, self.attempt_id, self.num_output_tokens)
-        at_target = (self.decode, num_cached_tokens, block_ids)
+        at_target = (self.decode, num_cached_tokens, block_tables)
         return Prefill(self.prefill, *names, *at_target, self._lease_ns, self.prefill_peer)
 
     def on_first_token(self) -> None:

@@ -519,7 +519,7 @@ class ClusterCore:
             return []
         entry.on_reserved(event.num_cached_tokens)
         self.router.on_admitted(attempt.request_id, worker, event.num_cached_tokens, event.num_tier_tokens)
-        return attempt.on_reserved(event.num_cached_tokens, event.block_ids)
+        return attempt.on_reserved(event.num_cached_tokens, event.block_tables)
 
     def _take_recalled(self, worker: int, event: HandoffRecalled, now: int) -> list[Command]:
         """The decode worker has no blocks for a stream: the prompt gives up its own, and waits again. One that is

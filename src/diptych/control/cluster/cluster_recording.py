@@ -15,13 +15,13 @@ from typing import Any
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import Arrived, ClusterEvent, Reported
-from diptych.control.commands import Command, End
+from diptych.control.commands import Command, End, Prefill
 from diptych.control.errors import ErrorRecord
 from diptych.control.request import Submission
 
 Row = tuple[Any, ...]
 
-CLUSTER_FORMAT, CLUSTER_VERSION = "diptych cluster recording", 1
+CLUSTER_FORMAT, CLUSTER_VERSION = "diptych cluster recording", 2  # before, a reservation had one block table
 DIGEST_BYTES = 12
 _NO_PEER = ", peer_run=None)"  # the end of a command for which nothing is read from another worker
 
@@ -65,10 +65,14 @@ class CommandChain:
 
 def canonical_command(command: Command) -> str:
     """Every field of a command as text; equal if and only if the commands are. One that names no peer reads as it did
-    before there were peers."""
+    before there were peers, and one with a single block table as it did before there were groups."""
     if isinstance(command, End) and command.error is not None:
         return f"{replace(command, error=None)!r} {ErrorRecord.of(command.error)!r}"
     text = repr(command)
+    if isinstance(command, Prefill) and len(command.block_tables) <= 1:
+        block_ids = command.block_tables[0] if command.block_tables else ()
+        before, _, behind = text.rpartition("block_tables=")
+        text = f"{before}block_ids={block_ids!r}{behind.removeprefix(repr(command.block_tables))}"
     return text.removesuffix(_NO_PEER) + ")" if text.endswith(_NO_PEER) else text
 
 

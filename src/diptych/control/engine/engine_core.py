@@ -380,7 +380,7 @@ class EngineCore:
         if request is None:
             return
         request.block_hashes.append(block_hash)
-        if request.block_ids:
+        if request.block_tables:
             computed = request.num_computed_tokens
             if request_id in self.scheduler.batch:
                 computed = self.scheduler.batch.num_computed(request)
@@ -493,7 +493,7 @@ def refusal(request: Request, config: EngineConfig, capacity_tokens: int, num_wa
     if request.max_tokens < 1:
         return InvalidRequestError(f"max_tokens is {request.max_tokens}; it must be at least 1", param="max_tokens")
     needed = prompt if request.hands_off else prompt + min(request.max_tokens, length - prompt)
-    if needed > capacity_tokens and not request.borrowed_block_ids:
+    if needed > capacity_tokens and not request.borrowed_tables:
         return ContextLengthError(
             f"prompt and max_tokens make {needed} tokens; the KV cache holds {capacity_tokens}", param="max_tokens"
         )

@@ -6,18 +6,19 @@ KV leaves in whole blocks, except the last chunk of a prompt; what the decode wo
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from diptych.control.request import BlockTables
 from diptych.control.step import ScheduledPrefill
 
 
 @dataclass(frozen=True, slots=True)
 class SendChunk:
-    """Send the KV of tokens [start, start + num_tokens), which lies in ``block_ids`` (the whole block table). is_last:
-    the commit follows it (num_tokens may then be 0)."""
+    """Send the KV of tokens [start, start + num_tokens), which lies in ``block_tables`` (the whole ones). is_last: the
+    commit follows it (num_tokens may then be 0)."""
 
     attempt_id: str
     start: int
     num_tokens: int
-    block_ids: tuple[int, ...]
+    block_tables: BlockTables
     is_last: bool
 
 
@@ -46,7 +47,7 @@ class Outgoing:
     def in_step(self, prefills: Iterable[ScheduledPrefill]) -> list[SendChunk]:
         """What ``on_step`` will give when a step has computed these: its layers may be sent as they are computed."""
         chunks = (
-            self._chunk(prefill.request_id, prefill.start + prefill.num_tokens, prefill.block_ids)
+            self._chunk(prefill.request_id, prefill.start + prefill.num_tokens, prefill.block_tables)
             for prefill in prefills
         )
         return [chunk for chunk in chunks if chunk is not None]
@@ -58,14 +59,14 @@ class Outgoing:
             self._sent(chunk)
         return chunks
 
-    def catch_up(self, attempt_id: str, end: int, block_ids: tuple[int, ...]) -> SendChunk | None:
+    def catch_up(self, attempt_id: str, end: int, block_tables: BlockTables) -> SendChunk | None:
         """What may be sent of the first ``end`` tokens, which were computed before ``begin``."""
-        chunk = self._chunk(attempt_id, end, block_ids)
+        chunk = self._chunk(attempt_id, end, block_tables)
         if chunk is not None:
             self._sent(chunk)
         return chunk
 
-    def _chunk(self, attempt_id: str, end: int, block_ids: tuple[int, ...]) -> SendChunk | None:
+    def _chunk(self, attempt_id: str, end: int, block_tables: BlockTables) -> SendChunk | None:
         """The chunk to send once ``end`` tokens are computed; None if there is none."""
         progress = self._progress.get(attempt_id)
         if progress is None:
@@ -75,7 +76,7 @@ class Outgoing:
         count = 0 if progress.is_borrowed else max(0, end - progress.sent)
         if not count and not is_last:
             return None
-        return SendChunk(attempt_id, progress.sent if count else end, count, block_ids, is_last)
+        return SendChunk(attempt_id, progress.sent if count else end, count, block_tables, is_last)
 
     def _sent(self, chunk: SendChunk) -> None:
         if chunk.is_last:

@@ -34,14 +34,15 @@ from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.tier_records import TierEvent
 from diptych.control.errors import ErrorRecord
 from diptych.control.events import Event
-from diptych.control.request import FinishReason, Request
+from diptych.control.request import BlockTables, FinishReason, Request
 from diptych.control.step import Extra, Offer, SchedulerOutput, StepFeatures, StepResult, chunk_attention
 
 Row = tuple[Any, ...]
 
 FORMAT = "diptych recording"
-VERSION = 9  # of a file of rows; before, no peer was read
-# 7 did not let class batch give way, 6 had no lent blocks, 5 no tiers, 4 no standing, 3 a request's options one by one
+VERSION = 10  # of a file of rows; before, a request had one block table
+# 8 read no peer, 7 did not let class batch give way, 6 had no lent blocks, 5 no tiers, 4 no standing,
+# 3 a request's options one by one
 DIGEST_BYTES = 12
 
 
@@ -177,8 +178,8 @@ class RecordingEngineCore(EngineCore):
 
 def request_row(request: Request) -> Row:
     """What an engine is told of a request: (id, prompt tokens, max_tokens, block hashes, options, reads_prefix_cache,
-    hands_off, lease_ns, borrowed block ids, borrowed tokens, standing, is_lent, peer run as (peer, first block, blocks)
-    or ()). Neither tenant nor salt is written down."""
+    hands_off, lease_ns, borrowed block tables, borrowed tokens, standing, is_lent, peer run as (peer, first block,
+    blocks) or ()). Neither tenant nor salt is written down."""
     run = request.peer_run
     return (
         request.request_id,
@@ -189,7 +190,7 @@ def request_row(request: Request) -> Row:
         request.reads_prefix_cache,
         request.hands_off,
         request.lease_ns,
-        request.borrowed_block_ids,
+        request.borrowed_tables,
         request.num_borrowed_tokens,
         int(request.standing_at_arrival),
         request.is_lent,
@@ -234,11 +235,15 @@ class DecisionChain:
 
 
 def canonical_plan(output: SchedulerOutput) -> bytes:
-    """Every field of a plan as ASCII text; equal bytes if and only if the plans are equal."""
+    """Every field of a plan as ASCII text; equal bytes if and only if the plans are equal. What belongs to the only
+    group, or to the first, reads as it did before there were groups: recordings of then are decided to the same
+    digests."""
     prefills = [
-        (chunk.request_id, chunk.start, chunk.num_tokens, chunk.block_ids, chunk.is_last) for chunk in output.prefills
+        (chunk.request_id, chunk.start, chunk.num_tokens, plain_tables(chunk.block_tables), chunk.is_last)
+        for chunk in output.prefills
     ]
-    resumed = [(member.request_id, member.num_tokens, member.block_ids) for member in output.resumed]
+    resumed = [(member.request_id, member.num_tokens, plain_tables(member.block_tables)) for member in output.resumed]
+    new_blocks = [(entry[0], entry[2]) if entry[1] == 0 else entry for entry in output.new_blocks]
     fields = (
         output.step_id,
         prefills,
@@ -248,7 +253,7 @@ def canonical_plan(output: SchedulerOutput) -> bytes:
         output.swap_out,
         output.swap_in,
         resumed,
-        output.new_blocks,
+        tuple(new_blocks),
         feature_row(output.features),
         output.predicted_ns,
         output.max_repeats,
@@ -256,6 +261,11 @@ def canonical_plan(output: SchedulerOutput) -> bytes:
         *(([(rows.request_id, rows.num_tokens) for rows in output.extra_rows],) if output.extra_rows else ()),
     )
     return ascii(fields).encode()
+
+
+def plain_tables(tables: BlockTables) -> tuple[int, ...] | BlockTables:
+    """The block table itself where there is one."""
+    return tables[0] if len(tables) == 1 else tables
 
 
 def feature_row(features: StepFeatures) -> tuple[int, int, int, int]:

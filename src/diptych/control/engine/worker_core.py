@@ -42,7 +42,7 @@ from diptych.control.events import (
     StepFinished,
     TransferFailed,
 )
-from diptych.control.request import Request
+from diptych.control.request import BlockTables, Request
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepResult
 
@@ -63,10 +63,10 @@ class OpenTransfer:
 
 @dataclass(frozen=True, slots=True)
 class ExpectTransfer:
-    """KV of tokens [start, start + num_tokens) will come into ``block_ids`` (no tokens: only a commit will)."""
+    """KV of tokens [start, start + num_tokens) will come into ``block_tables`` (no tokens: only a commit will)."""
 
     attempt_id: str
-    block_ids: tuple[int, ...]
+    block_tables: BlockTables
     start: int
     num_tokens: int
 
@@ -185,7 +185,7 @@ class WorkerCore:
         request.hands_off, request.is_ahead = True, command.is_ahead
         request.lease_ns = command.lease_ns
         if command.borrowed:
-            request.borrowed_block_ids = command.block_ids
+            request.borrowed_tables = command.block_tables
             request.num_borrowed_tokens = command.num_cached_tokens
         self._note(self.engine.add_request(request, now))
         # Else it was refused, or a Drop came first.
@@ -392,7 +392,7 @@ class WorkerCore:
             return
         events = self.engine.place_found(attempt_id, now)
         self._open(prefill, request, command.num_cached_tokens)
-        chunk = self._outgoing.catch_up(attempt_id, request.num_computed_tokens, tuple(request.block_ids))
+        chunk = self._outgoing.catch_up(attempt_id, request.num_computed_tokens, request.tables)
         if chunk is not None:
             self._post(chunk)
         self._note(events)
@@ -414,7 +414,7 @@ class WorkerCore:
             self._outbox.before.append(ExpectTransfer(attempt_id, (), num_tokens, 0))
         else:
             start = event.num_cached_tokens
-            self._outbox.before.append(ExpectTransfer(attempt_id, event.block_ids, start, num_tokens - start))
+            self._outbox.before.append(ExpectTransfer(attempt_id, event.block_tables, start, num_tokens - start))
 
     def _let_go(self, attempt_id: str) -> None:
         if self._targets.pop(attempt_id, None) is not None:

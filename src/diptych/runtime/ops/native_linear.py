@@ -21,8 +21,8 @@ MAX_SUMMED_COLUMNS = 1 << 16  # products of bytes that a sum of 32 bits holds
 
 
 class NativeLinear:
-    """A QuantizedLinear on a native kernel. packed, shape: of the weight. activation: halves the output, activation(first half) *
-    second half. weight_format: None for floating point, without ``rows``."""
+    """A QuantizedLinear on a native kernel. packed, shape: those of the weight. activation: halves the output,
+    activation(first half) * second half. weight_format: None for floating point, without ``rows``."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ import torch
 
 from diptych.control.constraint import TokenConstraint
 from diptych.control.errors import ConfigError
-from diptych.control.request import FinishReason, SamplingParams
+from diptych.control.request import FinishReason, SamplingParams, only_table
 from diptych.control.step import (
     Extra,
     Offer,
@@ -256,8 +256,9 @@ class ModelRunner:
         if output.swap_in:
             self.kv.copy_from_host(output.swap_in)
         for resumed in output.resumed:
-            batch.join(self._requests[resumed.request_id], resumed.num_tokens, resumed.block_ids)
-        for request_id, block_id in output.new_blocks:
+            block_ids = only_table(resumed.block_tables)
+            batch.join(self._requests[resumed.request_id], resumed.num_tokens, block_ids)
+        for request_id, _, block_id in output.new_blocks:
             batch.add_block(request_id, block_id)
 
     def _lay_out(self, output: SchedulerOutput) -> StepLayout:

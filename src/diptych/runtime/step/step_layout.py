@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from diptych.control.request import only_table
 from diptych.control.step import ScheduledPrefill
 from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.step.decode_rows import DecodeRows
@@ -128,9 +129,9 @@ def lay_out_step(
     for slot, chunk in enumerate(chunks, start=members):
         end = chunk.plan.start + chunk.plan.num_tokens
         if chunk.plan.is_last:
-            batch.join(chunk.state, end - 1, chunk.plan.block_ids)
+            batch.join(chunk.state, end - 1, only_table(chunk.plan.block_tables))
         else:
-            batch.set_block_table(slot, chunk.plan.block_ids)
+            batch.set_block_table(slot, only_table(chunk.plan.block_tables))
     last_slot = len(batch)
     decodes = rows_of_decodes(batch, num_decodes, extra)
     num_rows = len(decodes.slots)
@@ -182,7 +183,7 @@ def _slot_mapping(batch: DecodeRows, decodes: DecodeRowsOfStep, chunks: Sequence
     parts = [batch.slot_mapping(decodes.slots, decodes.positions)]
     for chunk in chunks:
         positions = np.arange(chunk.plan.start, chunk.plan.start + chunk.plan.num_tokens)
-        block_ids = np.array(chunk.plan.block_ids, dtype=np.int64)
+        block_ids = np.array(only_table(chunk.plan.block_tables), dtype=np.int64)
         parts.append(block_ids[positions // batch.block_size] * batch.block_size + positions % batch.block_size)
     return np.concatenate(parts)
 

@@ -81,7 +81,7 @@ def _decode(runner: ModelRunner, shape: _Shape, clock: Callable[[], int]) -> int
     blocks: only the cost matters."""
     blocks = _first_blocks(runner, shape.context + 3)
     ids = add_requests(runner, shape.count, shape.context + 1, "warm-up")
-    resumed = tuple(ResumedDecode(request_id, shape.context, blocks) for request_id in ids)
+    resumed = tuple(ResumedDecode(request_id, shape.context, (blocks,)) for request_id in ids)
     runner.execute(SchedulerOutput(0, num_decodes=shape.count, resumed=resumed))
     start = clock()
     runner.execute(SchedulerOutput(0, num_decodes=shape.count))
@@ -95,7 +95,7 @@ def _prefill(runner: ModelRunner, shape: _Shape, clock: Callable[[], int]) -> in
     num_tokens = shape.context + shape.count
     (request_id,) = add_requests(runner, 1, num_tokens, "warm-up")
     blocks = _first_blocks(runner, num_tokens)
-    chunk = ScheduledPrefill(request_id, shape.context, shape.count, blocks, is_last=True)
+    chunk = ScheduledPrefill(request_id, shape.context, shape.count, (blocks,), is_last=True)
     start = clock()
     runner.execute(SchedulerOutput(0, prefills=(chunk,)))
     duration_ns = clock() - start

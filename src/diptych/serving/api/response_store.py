@@ -303,8 +303,8 @@ class ResponseStore:
             self._log.error("take back", "a response stays stored, of which its client was told otherwise", error=error)
 
     def _make_room(self, num_bytes: int, num_more: int, kept: str = "") -> None:
-        """Make room for ``num_bytes`` and ``num_more`` responses: forget the oldest of the tenant that has the most, but
-        not ``kept``."""
+        """Make room for ``num_bytes`` and ``num_more`` responses: forget the oldest of the tenant that has the most,
+        but not ``kept``."""
         oldest = "rowid = (SELECT rowid FROM responses WHERE tenant = ? AND id != ? ORDER BY rowid LIMIT 1)"
         passed: set[str] = set()  # tenants that have nothing more to forget
         while (

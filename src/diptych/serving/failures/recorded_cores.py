@@ -13,6 +13,7 @@ from diptych.control.events import KVEvents, KVSnapshot
 from diptych.control.planner import planner_recording
 from diptych.control.planner.planner_config import PlannerConfig
 from diptych.control.recent_rows import ROW_WEIGHT, RecentRows, Row
+from diptych.control.request import BlockTables
 from diptych.serving.failures.failure_recording import write_failure
 from diptych.serving.link.recorder import Recorder, engine_encoder, engine_header
 
@@ -54,9 +55,10 @@ def weigh_engine_row(row: Row) -> int:
             return 0
         weight = len(output.new_blocks) + len(output.finished) + len(output.paused) + len(output.extra_rows)
         if output.prefills:
-            weight += sum(ROW_WEIGHT + len(chunk.block_ids) for chunk in output.prefills) + len(output.block_copies)
+            weight += sum(ROW_WEIGHT + _num_blocks(chunk.block_tables) for chunk in output.prefills)
+            weight += len(output.block_copies)
         if output.resumed:
-            weight += sum(ROW_WEIGHT + len(member.block_ids) for member in output.resumed)
+            weight += sum(ROW_WEIGHT + _num_blocks(member.block_tables) for member in output.resumed)
         if output.swap_out or output.swap_in:
             weight += len(output.swap_out) + len(output.swap_in)
         return weight
@@ -67,6 +69,10 @@ def weigh_engine_row(row: Row) -> int:
     if kind == "tier":
         return len(getattr(row[3], "added", ())) + len(getattr(row[3], "removed", ()))
     return 0
+
+
+def _num_blocks(tables: BlockTables) -> int:
+    return sum([len(block_ids) for block_ids in tables])
 
 
 def weigh_planner_row(row: Row) -> int:

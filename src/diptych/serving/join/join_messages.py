@@ -12,7 +12,7 @@ from diptych.control.router.topology import Role
 from diptych.serving import edge_limits
 from diptych.serving.link.engine_options import EngineOptions
 
-PROTOCOL = 1
+PROTOCOL = 2
 RELAYED, TOLD = b"\x00", b"\x01"
 
 

@@ -22,6 +22,7 @@ from diptych.control.engine.worker_core import (
     WorkerCore,
 )
 from diptych.control.errors import ConfigError
+from diptych.control.request import only_table
 from diptych.control.step import StepTokens, TokenLogprobs
 from diptych.runtime.transfer import connector as kv
 from diptych.serving.link.host_clock import clock_identity
@@ -88,7 +89,8 @@ class ConnectorDriver:
             case OpenTransfer():
                 self._open(connector, action, now)
             case ExpectTransfer():
-                connector.expect(action.attempt_id, action.block_ids, action.start, action.num_tokens)
+                block_ids = only_table(action.block_tables) if action.block_tables else ()
+                connector.expect(action.attempt_id, block_ids, action.start, action.num_tokens)
             case SendChunk():
                 self.send(action)
             case CommitTransfer():
@@ -103,7 +105,8 @@ class ConnectorDriver:
     def send(self, chunk: SendChunk, num_layers: int | None = None) -> None:
         """Send a chunk; num_layers: only its first layers are computed so far."""
         if self._connector is not None and chunk.num_tokens:
-            self._connector.send(chunk.attempt_id, chunk.start, chunk.num_tokens, chunk.block_ids, num_layers)
+            block_ids = only_table(chunk.block_tables)
+            self._connector.send(chunk.attempt_id, chunk.start, chunk.num_tokens, block_ids, num_layers)
 
     def close(self) -> None:
         """Stop all transfers."""

@@ -33,6 +33,20 @@ def hash_blocks(token_ids: Sequence[int], block_size: int, salt: str | None = No
     return tuple(hashes)
 
 
+class Hit:
+    """What a prefix cache holds of a prompt: its first ``num_tokens`` tokens, up to a boundary: a place where computing
+    may go on. blocks: those that the request gets a share of, in the order of its tokens.
+
+    Where every layer attends to all tokens before it, each block ends at a boundary.
+    """
+
+    __slots__ = ("blocks", "num_tokens")
+
+    def __init__(self, blocks: list[int], num_tokens: int) -> None:
+        self.blocks = blocks
+        self.num_tokens = num_tokens
+
+
 class PrefixCache:
     """A bijection between hashes and the blocks that hold their content. Knows nothing of who uses a block."""
 

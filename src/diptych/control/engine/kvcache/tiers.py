@@ -127,7 +127,7 @@ class Tiers:
         blocks, request.host_block_ids = request.host_block_ids[:count], request.host_block_ids[count:]
         self._in_step += blocks
         self.host_hit_tokens += count * self._block_size
-        return list(zip(blocks, request.block_ids[first : first + count], strict=True))
+        return list(zip(blocks, request.block_tables[0][first : first + count], strict=True))
 
     def use_in_step(self, blocks: Sequence[int]) -> None:
         """Give these host blocks back when the copies of the step are done."""

@@ -31,7 +31,7 @@ class Ahead:
     def admitted(self, request: Request) -> None:
         """This prompt got its blocks."""
         if request.is_ahead:
-            self._blocks[request.request_id] = len(request.block_ids)
+            self._blocks[request.request_id] = request.num_blocks
 
     def forget(self, request_id: str) -> None:
         """Stop counting this request as prefilled early."""

@@ -195,7 +195,7 @@ class DecodeBatch:
             self._schedule_block(stay)
 
     def _schedule_block(self, stay: _Stay) -> None:
-        room = len(stay.request.block_ids) * self._block_size - stay.tokens_at_join
+        room = len(stay.request.block_tables[0]) * self._block_size - stay.tokens_at_join
         # A tick that has passed is possible where a stay begins again behind several tokens: then the block is due now.
         due = stay.joined_tick + room
         last_tick = stay.joined_tick + stay.request.max_tokens - stay.outputs_at_join - 1

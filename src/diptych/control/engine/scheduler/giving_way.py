@@ -6,10 +6,11 @@ a copy; a prompt goes on with its next chunk. tests/control/yield_law.py checks 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.kvcache.prefix_cache import Hit
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
 from diptych.control.engine.scheduler.speculation import Speculation
 from diptych.control.engine.scheduler.step_plan import StepPlan
@@ -105,14 +106,14 @@ class GivingWay:
         chunks = [self.requests.get(chunk.request_id) for chunk in output.prefills]
         return all(request is not None and request.gives_way for request in chunks)
 
-    def given_up_for(self, request: Request, cached: Sequence[int]) -> tuple[int, int]:
-        """What those set aside would give up for a request that finds ``cached`` blocks: blocks that nothing else
+    def given_up_for(self, request: Request, hit: Hit) -> tuple[int, int]:
+        """What those set aside would give up for a request that finds the ``hit``: blocks that nothing else
         holds, and blocks reserved for their growth."""
         if request.gives_way or not len(self):
             return 0, 0
         yielding = [other for other in self if self._may_lose_blocks(other)]
-        held = Counter(block for other in yielding for block in other.block_ids)
-        kept, references = {*cached}, self._kv.pool.references
+        held = Counter(block for other in yielding for block_ids in other.block_tables for block in block_ids)
+        kept, references = {*hit.blocks}, self._kv.pool.references
         freed = sum(count == references(block) and block not in kept for block, count in held.items())
         return freed, sum(other.num_reserved_blocks for other in yielding)
 
@@ -153,7 +154,7 @@ class GivingWay:
         if request.request_id in plan.paused:  # by this very plan: the executor has not heard of it
             plan.paused.remove(request.request_id)
         else:
-            plan.resumed.append(ResumedDecode(request.request_id, num_tokens, tuple(request.block_ids)))
+            plan.resumed.append(ResumedDecode(request.request_id, num_tokens, request.tables))
         rested = RequestRested(plan.now, request.request_id)
         if rested in plan.events:
             plan.events.remove(rested)

@@ -4,6 +4,7 @@ Owns these places; the scheduler decides when a request moves from one to the ne
 """
 
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.kvcache.prefix_cache import Hit
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
 from diptych.control.engine.scheduler.giving_way import GivingWay
 from diptych.control.engine.scheduler.incoming import Incoming
@@ -65,14 +66,14 @@ class Holders:
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
-    def has_room(self, request: Request, cached: list[int], refusal: StandingRefusal, num_departures: int) -> bool:
+    def has_room(self, request: Request, hit: Hit, refusal: StandingRefusal, num_departures: int) -> bool:
         """Whether there is memory for the first of a queue, if need be after those set aside have lost their blocks;
         else ``refusal`` says for how long not."""
         if self.is_behind_swapped(request):
             return False
-        given_up = self.giving_way.given_up_for(request, cached)
+        given_up = self.giving_way.given_up_for(request, hit)
         is_alone = self.num_running == 0 and not self.giving_way.keeps_blocks_from(request)
-        if not self._kv.fits_now(request, cached, alone=is_alone, given_up=given_up[0]):
+        if not self._kv.fits_now(request, hit, alone=is_alone, given_up=given_up[0]):
             refusal.stand_until_departure()
             return False
         if is_alone:
@@ -81,14 +82,14 @@ class Holders:
         if refusal.repeat(request, num_departures, tick):
             return False
         demands = self._demands if request.gives_way else self._demands_of_others
-        if self._kv.fits_later(request, cached, self.expected(request), demands, given_up):
+        if self._kv.fits_later(request, hit, self.expected(request), demands, given_up):
             return True
         refusal.stand(request, num_departures, tick)
         return False
 
-    def fits_now(self, request: Request, cached: list[int]) -> bool:
+    def fits_now(self, request: Request, hit: Hit) -> bool:
         """Whether there are blocks for its prompt."""
-        return self._kv.fits_now(request, cached, alone=self.is_empty)
+        return self._kv.fits_now(request, hit, alone=self.is_empty)
 
     def fits_back(self, request: Request) -> bool:
         """Whether there are blocks for one that was swapped out."""
@@ -116,13 +117,13 @@ class Holders:
         """Demands of every holder of blocks that is not set aside."""
         demands = []
         for request in self.batch:
-            own = len(request.block_ids) - request.num_shared_blocks
+            own = request.num_blocks - request.num_shared_blocks
             demands.append((own, self._to_come(request, self.batch.num_outputs(request))))
         for request in (*self.prefilling.values(), *self.joining.values(), *self.incoming.holders()):
             demands.append(self._demand(request))
         for request in self.outgoing.values():
-            demands.append((len(request.block_ids) - request.num_shared_blocks, 0))
+            demands.append((request.num_blocks - request.num_shared_blocks, 0))
         return demands
 
     def _demand(self, request: Request) -> tuple[int, int]:
-        return len(request.block_ids) - request.num_shared_blocks, self.expected(request)
+        return request.num_blocks - request.num_shared_blocks, self.expected(request)

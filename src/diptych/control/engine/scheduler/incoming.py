@@ -8,6 +8,7 @@ first, and the reservation is reported when that is done: so the other worker ne
 """
 
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.kvcache.prefix_cache import Hit
 from diptych.control.engine.kvcache.tier_loads import WorkNs
 from diptych.control.engine.scheduler.budget import Budget
 from diptych.control.engine.scheduler.step_plan import StepPlan
@@ -51,19 +52,17 @@ class Incoming:
         for request in reversed(self.reserved.values()):
             if request.order_key > stream.order_key and (num_blocks > 0 or not self.recalled):
                 self.recalled[request.request_id] = request
-                num_blocks -= len(request.block_ids) - request.num_shared_blocks
+                num_blocks -= request.num_blocks - request.num_shared_blocks
         return list(self.recalled.values())
 
-    def seat(
-        self, request: Request, cached: list[int], expected_tokens: int, kv: KVCacheManager, work_ns: WorkNs
-    ) -> None:
-        """The first in the queue gets its blocks, of which ``cached`` hold something."""
-        kv.admit(request, cached, expected_tokens)
+    def seat(self, request: Request, hit: Hit, expected_tokens: int, kv: KVCacheManager, work_ns: WorkNs) -> None:
+        """The first in the queue gets its blocks, those of the ``hit`` among them."""
+        kv.admit(request, hit, expected_tokens)
         below: list[int] = []
         if request.is_lent:
-            below = kv.blocks_below(request, cached, work_ns)
+            below = kv.blocks_below(request, hit, work_ns)
             kv.tiers.attach(request, below)
-        request.num_cached_tokens = (len(cached) + len(below)) * kv.block_size
+        request.num_cached_tokens = hit.num_tokens + len(below) * kv.block_size
         del self.waiting[request.request_id]
         self.reserved[request.request_id] = request
         if below:
@@ -110,4 +109,4 @@ def reservation(request: Request, block_size: int, now: int) -> HandoffReserved:
     """The report that a reserved request has its blocks, and in these what is cached of it."""
     num_cached = request.num_cached_tokens
     num_below = num_cached - request.num_shared_blocks * block_size
-    return HandoffReserved(now, request.request_id, num_cached, tuple(request.block_ids), num_below)
+    return HandoffReserved(now, request.request_id, num_cached, request.tables, num_below)

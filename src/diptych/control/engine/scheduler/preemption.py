@@ -4,10 +4,11 @@ A stream grows into the blocks of prompts that have given no token before it tak
 computed of a prompt is lost either way, but only a stream has a client that sees a gap.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from diptych.control.config import PreemptionConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.kvcache.prefix_cache import Hit
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
 from diptych.control.engine.scheduler.giving_way import GivingWay
 from diptych.control.engine.scheduler.step_plan import StepPlan
@@ -46,11 +47,9 @@ class Preemption:
             return stream
         return prompt
 
-    def victims_for(
-        self, request: Request, blocks_needed: int, seats_needed: int, cached: Collection[int]
-    ) -> list[Request]:
+    def victims_for(self, request: Request, blocks_needed: int, seats_needed: int, hit: Hit) -> list[Request]:
         """Running decodes that a waiting request may displace, enough to seat it; empty when there are not enough.
-        cached: the blocks that it finds in the prefix cache; it needs more than these.
+        hit: what it finds in the prefix cache; it needs more than these blocks.
 
         Hysteresis: a victim has run for a while since it (re)started and has not been displaced too often.
         """
@@ -73,7 +72,8 @@ class Preemption:
             if freed >= blocks_needed and len(victims) >= seats_needed:
                 break
             victims.append(member)
-            freed += sum(self._kv.pool.references(block) == 1 and block not in cached for block in member.block_ids)
+            blocks = [block for block_ids in member.block_tables for block in block_ids]
+            freed += sum(self._kv.pool.references(block) == 1 and block not in hit.blocks for block in blocks)
         return victims if freed >= blocks_needed and len(victims) >= seats_needed else []
 
     def preempt(self, plan: StepPlan, victim: Request, *, by_priority: bool) -> bool:

@@ -27,6 +27,7 @@ from functools import partial
 
 from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
+from diptych.control.engine.kvcache.prefix_cache import Hit
 from diptych.control.engine.scheduler.ahead import Ahead
 from diptych.control.engine.scheduler.budget import make_budget
 from diptych.control.engine.scheduler.caps import Caps
@@ -41,6 +42,7 @@ from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.engine.scheduler.stride import StandingRefusal, steps_that_stand
 from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
+from diptych.control.errors import BrokenInvariantError
 from diptych.control.events import Event, HandoffRecalled, RequestAdmitted, RequestResumed
 from diptych.control.request import Request
 from diptych.control.step import ResumedDecode, SchedulerOutput
@@ -260,7 +262,7 @@ class Scheduler:
         for request in self.incoming.take_delivered():
             request.handoff_end_ns = plan.now
             self.batch.join(request, request.num_prompt_tokens, 1)
-            plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, tuple(request.block_ids)))
+            plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, request.tables))
         for request in self.joining.values():
             if request.hands_off:
                 self.outgoing[request.request_id] = request
@@ -275,15 +277,15 @@ class Scheduler:
         incoming = self.incoming
         while incoming.waiting:
             request = next(iter(incoming.waiting.values()))
-            cached = self._kv.cached_blocks(request)
+            hit = self._kv.longest_hit(request)
             self._refused_incoming.clear()
             if any(stream.order_key <= request.order_key for stream in self.interrupted.values()):
                 self._refused_incoming.stand_until_departure()  # or until that stream is admitted: that is a prefill
                 return
-            if not self._has_room(plan, request, cached, self._refused_incoming):
+            if not self._has_room(plan, request, hit, self._refused_incoming):
                 self._recall(plan, request)
                 return
-            incoming.seat(request, cached, self.holders.expected(request), self._kv, self._model.prefill_work_ns)
+            incoming.seat(request, hit, self.holders.expected(request), self._kv, self._model.prefill_work_ns)
             if request.request_id not in incoming.raising:
                 plan.events.append(reservation(request, self._kv.block_size, plan.now))
 
@@ -295,7 +297,7 @@ class Scheduler:
                 self._preempt(plan, self.preemption.victim_for_growth(self.prefilling.values()))
             if request.request_id in self.batch:
                 assert block_id is not None
-                plan.new_blocks.append((request.request_id, block_id))
+                plan.new_blocks.append((request.request_id, 0, block_id))
                 self.batch.block_added(request)
         self._resume_swapped(plan)
         plan.num_decodes = len(self.batch)
@@ -328,10 +330,10 @@ class Scheduler:
             num_tokens = request.num_scheduled_tokens
             self.batch.join(request, num_tokens, request.num_output_tokens)
             for due in self.batch.take_block_due():
-                (block_id,) = self._kv.pool.allocate(1)  # can_swap_in has left room for it
-                due.block_ids.append(block_id)
+                if self._kv.grow(due) is None:
+                    raise BrokenInvariantError("no block for a request that was swapped in, though there was room")
                 self.batch.block_added(due)
-            plan.resumed.append(ResumedDecode(request.request_id, num_tokens, tuple(request.block_ids)))
+            plan.resumed.append(ResumedDecode(request.request_id, num_tokens, request.tables))
             plan.events.append(RequestResumed(plan.now, request.request_id))
 
     def _plan_prefills(self, plan: StepPlan) -> None:
@@ -406,28 +408,28 @@ class Scheduler:
             return _Verdict.PARK
         if self._order.defer(request, plan.now):
             return _Verdict.DEFER
-        cached = self._kv.cached_blocks(request)
-        below = self._kv.blocks_below(request, cached, self._model.prefill_work_ns)
-        start = self._kv.num_cached_tokens(request, cached) + len(below) * self._kv.block_size
+        hit = self._kv.longest_hit(request)
+        below = self._kv.blocks_below(request, hit, self._model.prefill_work_ns)
+        start = self._kv.num_cached_tokens(request, hit) + len(below) * self._kv.block_size
         remaining = request.num_tokens - start
         request.is_long = self._caps.is_long(request, remaining)
         is_stream = request.is_stream  # then it waits for no prompt: neither for its blocks nor for a cap
-        if not is_stream and self._kv.awaits_sibling(request, len(cached) + len(below)):
+        if not is_stream and self._kv.awaits_sibling(request, start // self._kv.block_size):
             return _Verdict.SKIP
         chunk = self._budget.chunk(start, remaining, is_stream=is_stream)
         if chunk <= 0:
             return _Verdict.STOP
         if not is_stream and not self._caps.allows(is_long=request.is_long, is_partial=chunk < remaining):
             return _Verdict.SKIP
-        if not self._seat(plan, request, cached):
+        if not self._seat(plan, request, hit):
             self._recall(plan, request)
             return _Verdict.STOP
-        below = self._kv.blocks_below(request, cached, self._model.prefill_work_ns)  # less, if others went there
-        start = self._kv.num_cached_tokens(request, cached) + len(below) * self._kv.block_size
+        below = self._kv.blocks_below(request, hit, self._model.prefill_work_ns)  # less, if others went there
+        start = self._kv.num_cached_tokens(request, hit) + len(below) * self._kv.block_size
         self.waiting.remove(request)
         self.interrupted.pop(request.request_id, None)
         is_first = request.first_step_ns is None
-        plan.block_copies += self._kv.admit(request, cached, self.holders.expected(request))
+        plan.block_copies += self._kv.admit(request, hit, self.holders.expected(request))
         self._kv.tiers.attach(request, below)
         if is_first:
             request.first_step_ns = plan.now
@@ -451,34 +453,34 @@ class Scheduler:
         for reserved in self.incoming.recall(request, needed):
             plan.events.append(HandoffRecalled(plan.now, reserved.request_id))
 
-    def _seat(self, plan: StepPlan, request: Request, cached: list[int]) -> bool:
+    def _seat(self, plan: StepPlan, request: Request, hit: Hit) -> bool:
         """Whether there is a seat and memory, if need be after displacing less important requests."""
-        if self._has_room(plan, request, cached, self._refused):
+        if self._has_room(plan, request, hit, self._refused):
             return True
         if self.holders.is_behind_swapped(request):
             return False
-        blocks = self._kv.num_blocks_for(request.num_tokens) - len(cached) + self._kv.config.watermark_blocks
-        blocks += self._kv.pool.num_idle(cached) - self._kv.pool.num_available
-        blocks -= self.giving_way.given_up_for(request, cached)[0]
+        blocks = self._kv.num_blocks_for(request.num_tokens) - len(hit.blocks) + self._kv.config.watermark_blocks
+        blocks += self._kv.pool.num_idle(hit.blocks) - self._kv.pool.num_available
+        blocks -= self.giving_way.given_up_for(request, hit)[0]
         seats = self.holders.num_running + 1 - self._settings.max_num_seqs
-        victims = self.preemption.victims_for(request, blocks, seats, cached)
+        victims = self.preemption.victims_for(request, blocks, seats, hit)
         for victim in victims:
             self._preempt(plan, victim, by_priority=True)
         if victims and plan.num_decodes:
             plan.num_decodes = len(self.batch)
             plan.decode_context = self.batch.context
         # Enough of them for its prompt; when it grows, it may displace more.
-        return bool(victims) and self._clear_room(plan, partial(self.holders.fits_now, request, cached))
+        return bool(victims) and self._clear_room(plan, partial(self.holders.fits_now, request, hit))
 
-    def _has_room(self, plan: StepPlan, request: Request, cached: list[int], refusal: StandingRefusal) -> bool:
+    def _has_room(self, plan: StepPlan, request: Request, hit: Hit, refusal: StandingRefusal) -> bool:
         """Whether there is a seat and memory for the first of a queue, which those set aside have given up then; else
         ``refusal`` says for how long not."""
         if self.holders.num_running >= self._settings.max_num_seqs:
             refusal.stand_until_departure()
             return False
-        if not self.holders.has_room(request, cached, refusal, self._num_departures):
+        if not self.holders.has_room(request, hit, refusal, self._num_departures):
             return False
-        return not len(self.giving_way) or self._clear_room(plan, partial(self.holders.fits_now, request, cached))
+        return not len(self.giving_way) or self._clear_room(plan, partial(self.holders.fits_now, request, hit))
 
     def _fits_back(self, plan: StepPlan, request: Request) -> bool:
         """Whether there are blocks for one that was swapped out, which those set aside have given up then."""

@@ -138,12 +138,12 @@ class Speculation:
         """Extra rows that its blocks hold, after new ones where memory is plentiful."""
         kv = self._kv
         taken = self._batch.num_computed(request) + 1
-        while len(request.block_ids) * kv.block_size - taken < count:
+        while (room := len(request.block_tables[0]) * kv.block_size - taken) < count:
             if kv.pool.num_available <= kv.config.watermark_blocks + len(self._batch):
                 break
             block_id = kv.grow(request)
             if block_id is None:
                 raise BrokenInvariantError("no block for an extra row where blocks are available")
-            plan.new_blocks.append((request.request_id, block_id))
+            plan.new_blocks.append((request.request_id, 0, block_id))
             self._batch.block_came_early(request)
-        return len(request.block_ids) * kv.block_size - taken
+        return room

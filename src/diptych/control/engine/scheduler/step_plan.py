@@ -43,7 +43,7 @@ class StepPlan:
         self.swap_in: list[tuple[int, int]] = []
         self.block_copies: list[tuple[int, int]] = []
         self.resumed: list[ResumedDecode] = []
-        self.new_blocks: list[tuple[str, int]] = []
+        self.new_blocks: list[tuple[str, int, int]] = []
         self.events: list[Event] = []
         self.prefill_tokens = 0
         self.prefill_attention = 0
@@ -62,7 +62,7 @@ class StepPlan:
             )
         request.num_scheduled_tokens += num_tokens
         is_last = request.num_scheduled_tokens == request.num_tokens
-        chunk = ScheduledPrefill(request.request_id, start, num_tokens, tuple(request.block_ids), is_last)
+        chunk = ScheduledPrefill(request.request_id, start, num_tokens, request.tables, is_last)
         self.prefills.append(chunk)
         self.prefill_tokens += num_tokens
         self.prefill_attention += chunk_attention(start, num_tokens)
