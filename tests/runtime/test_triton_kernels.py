@@ -28,6 +28,7 @@ from diptych.runtime.kernels.instruction_set import TORCH, TRITON, available, ch
 from diptych.runtime.kernels.triton_kernels import linear as linear_kernel  # noqa: E402
 from diptych.runtime.kernels.triton_kernels import paged_attention as attention_kernel  # noqa: E402
 from diptych.runtime.ops import make_ops  # noqa: E402
+from diptych.runtime.ops.ops import Activation  # noqa: E402
 from diptych.runtime.ops.torch_ops import TorchOps  # noqa: E402
 from diptych.runtime.ops.triton_ops import TritonOps  # noqa: E402
 from tests.runtime.test_attention import Sequences, Shape  # noqa: E402
@@ -163,14 +164,24 @@ def test_norms_and_the_gate_equal_torch_and_rows_stand_alone(dtype: torch.dtype,
     for rows in (slice(0, 1), slice(2, 5)):
         alone = residual[rows].clone()
         assert torch.equal(ours.add_rms_norm(x[rows], alone, weight, 1e-6), normed[rows])
+    wide, sums, expected = torch.randn(dim), residual.clone(), residual.clone()
+    normed = ours.add_rms_norm(x, sums, wide, 1e-6, 0.25)
+    close(normed, theirs.add_rms_norm(x, expected, wide, 1e-6, 0.25))
+    close(sums, expected)
+    assert torch.equal(normed[1:2], ours.rms_norm(sums[1:2], wide, 1e-6))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_gate_equals_torch_and_rows_stand_alone(dtype: torch.dtype, activation: Activation) -> None:
+    ours, theirs, dim = TritonOps(), TorchOps(), 100
     gate_up = 3 * torch.randn(5, 2 * dim).to(dtype)
-    gated = ours.silu_and_mul(gate_up)
-    close(gated, theirs.silu_and_mul(gate_up))
-    assert torch.equal(ours.silu_and_mul(gate_up[3:4]), gated[3:4])
-    for extreme in (-6e4, 6e4):
+    gated = ours.activate(gate_up, activation)
+    close(gated, theirs.activate(gate_up, activation))
+    assert torch.equal(ours.activate(gate_up[3:4], activation), gated[3:4])
+    for extreme in (-200.0, 200.0):
         rows = torch.full((1, 2 * dim), extreme).to(dtype)
         rows[:, dim:] = 1
-        assert torch.isfinite(ours.silu_and_mul(rows)).all()
+        assert torch.isfinite(ours.activate(rows, activation)).all()
 
 
 @pytest.mark.parametrize("has_norms", [False, True])

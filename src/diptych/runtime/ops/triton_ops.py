@@ -6,6 +6,7 @@ import torch
 
 from diptych.runtime.kernels.triton_kernels import elementwise
 from diptych.runtime.kernels.triton_kernels.linear import linear
+from diptych.runtime.ops.ops import Activation
 from diptych.runtime.ops.torch_ops import TorchLinear, TorchOps
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
 
@@ -31,11 +32,13 @@ class TritonOps(TorchOps):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return elementwise.rms_norm(x, weight, eps)
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return elementwise.rms_norm(x, weight, eps, residual)
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float = 1.0
+    ) -> torch.Tensor:
+        return elementwise.rms_norm(x, weight, eps, residual, multiplier)
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return elementwise.silu_and_mul(gate_up)
+    def activate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return elementwise.activate_and_mul(gate_up, activation)
 
     def rope_and_cache(
         self,
@@ -48,5 +51,12 @@ class TritonOps(TorchOps):
         q_norm: torch.Tensor | None = None,
         k_norm: torch.Tensor | None = None,
         eps: float = 0.0,
+        query_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return elementwise.rope_and_cache(qkv, positions, cos_sin, slots, k_cache, v_cache, q_norm, k_norm, eps)
+        head_dim = k_cache.shape[3]
+        is_by_head = all(norm is None or norm.shape[0] == head_dim for norm in (q_norm, k_norm))
+        arguments = (qkv, positions, cos_sin, slots, k_cache, v_cache, q_norm, k_norm, eps)
+        if cos_sin.shape[1] == head_dim and is_by_head and query_scale is None:
+            return elementwise.rope_and_cache(*arguments)
+        # Norms are the kernel's there, too; the rest is by element, and so the same in any batch.
+        return super().rope_and_cache(*arguments, query_scale)

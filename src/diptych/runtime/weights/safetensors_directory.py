@@ -15,8 +15,8 @@ SINGLE = "model.safetensors"
 
 
 class SafetensorsDirectory:
-    """A Checkpoint in a directory of safetensors files. packed: the quantised weights among ``tensors``. text_part: which
-    tensors there are, and what they are called here (None: all, as they are stored)."""
+    """A Checkpoint in a directory of safetensors files. packed: the quantised weights among ``tensors``.
+    text_part: which tensors there are, and what they are called here (None: all, as they are stored)."""
 
     def __init__(
         self, path: Path, quantization: QuantizationConfig | None = None, text_part: TextPart | None = None

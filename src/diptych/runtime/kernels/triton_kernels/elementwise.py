@@ -7,30 +7,44 @@ import torch
 import triton
 import triton.language as tl
 
+from diptych.runtime.ops.ops import Activation
+
 GATE_WIDTH = 1024  # columns of a program
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    multiplier: float = 1.0,
+) -> torch.Tensor:
     """x [rows, dim] -> its norm times weight [dim], in x's dtype. With a residual [rows, dim], contiguous: it becomes
-    residual + x, rounded, and the norm is that of this sum."""
+    residual + multiplier * x, rounded, and the norm is that of this sum. A weight in x's dtype is multiplied with the
+    rounded norm; one in float32 with the norm as it is."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
     rows, dim = x.shape
     y = torch.empty(rows, dim, dtype=x.dtype, device=x.device)
     if rows:
         has_residual = residual is not None
         _rms_norm[(rows,)](
-            x, residual if has_residual else x, weight, y, x.stride(0), dim, eps, WIDTH=triton.next_power_of_2(dim),
+            x, residual if has_residual else x, weight, y, x.stride(0), dim, eps, multiplier,
+            ROUNDS=weight.dtype == x.dtype, WIDTH=triton.next_power_of_2(dim),
             HAS_RESIDUAL=has_residual, num_warps=8 if dim >= 4096 else 4, enable_fp_fusion=False,
         )  # fmt: skip
     return y
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [rows, 2 * dim], contiguous -> silu(gate) * up [rows, dim]."""
+def activate_and_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """gate_up [rows, 2 * dim], contiguous -> activation(gate) * up [rows, dim]."""
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, dim, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         grid = (rows, triton.cdiv(dim, GATE_WIDTH))
-        _silu_and_mul[grid](gate_up, y, dim, WIDTH=GATE_WIDTH, num_warps=4, enable_fp_fusion=False)
+        _activate_and_mul[grid](
+            gate_up, y, dim, IS_GELU=activation == "gelu_tanh", WIDTH=GATE_WIDTH, num_warps=4, enable_fp_fusion=False
+        )
     return y
 
 
@@ -67,32 +81,39 @@ def rope_and_cache(
 
 @triton.jit
 def _rms_norm(  # type: ignore[no-untyped-def]
-    x, residual, weight, y, x_stride, dim, eps, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr
-):
+    x, residual, weight, y, x_stride, dim, eps, multiplier, ROUNDS: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     is_column = column < dim
     values = tl.load(x + row * x_stride + column, mask=is_column, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         at = residual + row * dim + column
-        rounded = (tl.load(at, mask=is_column, other=0.0).to(tl.float32) + values).to(y.dtype.element_ty)
+        rounded = (tl.load(at, mask=is_column, other=0.0).to(tl.float32) + values * multiplier).to(y.dtype.element_ty)
         tl.store(at, rounded, mask=is_column)
         values = rounded.to(tl.float32)
     mean = tl.sum(values * values, 0) / dim
-    normed = (values * (1.0 / tl.sqrt_rn(mean + eps))).to(y.dtype.element_ty).to(tl.float32)
+    normed = values * (1.0 / tl.sqrt_rn(mean + eps))
+    if ROUNDS:
+        normed = normed.to(y.dtype.element_ty).to(tl.float32)
     scaled = normed * tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
     tl.store(y + row * dim + column, scaled.to(y.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
-def _silu_and_mul(gate_up, y, dim, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _activate_and_mul(gate_up, y, dim, IS_GELU: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_column = column < dim
     gate = tl.load(gate_up + row * 2 * dim + column, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * dim + dim + column, mask=is_column, other=0.0).to(tl.float32)
-    small = tl.exp(-tl.abs(gate))  # never overflows
-    share = tl.where(gate >= 0, 1.0, small) / (1.0 + small)
+    # x sigmoid(x), and x (1 + tanh(u)) / 2 = x sigmoid(2 u)
+    inner = gate
+    if IS_GELU:
+        inner = 2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    small = tl.exp(-tl.abs(inner))  # never overflows
+    share = tl.where(inner >= 0, 1.0, small) / (1.0 + small)
     activated = (gate * share).to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + row * dim + column, (activated * up).to(y.dtype.element_ty), mask=is_column)
 

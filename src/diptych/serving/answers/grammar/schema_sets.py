@@ -467,7 +467,7 @@ def finite_values(terms: Iterable[Term]) -> list[Any] | None:
     return found if len(found) == len({(type(value), value) for value in found}) else None
 
 
-def _placed(count: int, yes: Conjunction, no: Conjunction, high: int | None) -> list[Term]:
+def _placed(count: int, yes: Conjunction, no: Conjunction, high: int | None) -> list[Arrays]:
     """Arrays in which at least ``count`` items are of one kind; all others are of the other kind."""
     if count == 0:
         return [Arrays(rest=no)]
