@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from diptych.serving.front.reply_times import ReplySums, ReplyTimes
 from tests.laws import law
 
 from diptych.control.errors import ConfigError
@@ -19,7 +18,7 @@ from diptych.control.step import StepFeatures
 from diptych.serving import edge_limits
 from diptych.serving.front import engine_load
 from diptych.serving.front.engine_exchange import ELSEWHERE
-from diptych.serving.front.engine_load import EngineGauges, EngineLoad, LearnedPrices, gauges_of
+from diptych.serving.front.engine_load import EngineGauges, EngineLoad, LearnedPrices, ReplySums, ReplyTimes, gauges_of
 from diptych.serving.front.engine_pages import EnginePages, page_of_rank
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions, engines_of, in_order
 from diptych.serving.front.kv_events import UnreadableBatchError, read_batch, read_event
