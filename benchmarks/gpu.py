@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the engine does on this GPU, measured in one command that ends within nine minutes.
 
-    python benchmarks/gpu.py [PART ...] [--within 540] [--json gpu.json] [--list]
+    python benchmarks/gpu.py [PART ...] [--within 540] [--json gpu.json]
 
 Each part is a process of its own, so that one that fails loses nothing of the others; it says beforehand how many
 seconds it takes at most, and writes its rows when it ends. A part that no longer fits into the time, and one that
@@ -105,18 +105,16 @@ def show(results: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     """Run the parts that were named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    listed = "".join(f"  {name:9} at most {seconds} s\n" for name, seconds in PARTS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"parts:\n{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all where none is named")
     parser.add_argument("--within", type=float, default=540.0, help="seconds in all")
     parser.add_argument("--json", type=Path, help="where the record is written, and written again after each part")
-    parser.add_argument("--list", action="store_true", help="say what there is, and how long each takes at most")
     options = parser.parse_args()
     if unknown := [name for name in options.parts if name not in PARTS]:
-        parser.error(f"{unknown[0]} is no part; there are {', '.join(PARTS)}")
-    if options.list:
-        for name, seconds in PARTS.items():
-            print(f"{name:10} at most {seconds} s")
-        return 0
+        sys.exit(f"gpu has no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     unpack_wheels()
     end = time.monotonic() + options.within
     record: dict[str, Any] = {"benchmark": "gpu", "machine": card(), "parts": []}
