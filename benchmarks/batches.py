@@ -1,11 +1,10 @@
-"""What batches cost and keep: memory, kills, other requests beside them, idle time that they use.
+"""What batches cost: memory, other requests beside them, idle time that they use.
 
     python benchmarks/batches.py memory [--lines 100000]              resident memory while a file of so many lines runs
-    python benchmarks/batches.py kills [--kills 100] [--lines 20000]  kill -9 again and again: every line exactly once
     python benchmarks/batches.py beside MODEL [--seconds 40]          other requests beside a batch; idle time used
     (each with [--json FILE])
 
-memory and kills: the real store, runner and rows in a process of their own; lines are answered at once, without a
+memory: the real store, runner and rows in a process of their own; lines are answered at once, without a
 model. beside: a server with MODEL. Other requests come one after another, with pauses; their time to first token and
 gaps, alone and while a batch runs, in turns, and the lines per second of the batch in the pauses, as a share of those
 of the batch alone.
@@ -123,28 +122,6 @@ def memory(num_lines: int) -> list[dict[str, Any]]:
     return rows
 
 
-def kills(num_kills: int, num_lines: int) -> list[dict[str, Any]]:
-    chance, killed, runs = random.Random(1), 0, 0
-    wrong = 0
-    while killed < num_kills:
-        runs += 1
-        with tempfile.TemporaryDirectory() as place:
-            source, folder = Path(place) / "in.jsonl", Path(place) / "batches"
-            write_input(source, num_lines)
-            process = child(folder, source, num_lines)
-            while killed < num_kills:
-                try:
-                    process.wait(chance.uniform(0.02, 0.6))
-                    break
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.communicate()
-                    killed += 1
-                process = child(folder, None, num_lines)
-            wrong += check_each_once(finish(process), num_lines)
-    return [{"kills": killed, "batches": runs, "lines": runs * num_lines, "lines not exactly once": wrong}]
-
-
 class Others:
     """Requests that come one after another, each stream read to its end. seed: of their prompts, which nobody has asked
     before."""
@@ -243,18 +220,15 @@ def main() -> None:
         asyncio.run(serve_folder(Path(folder), Path(source) if source else None, int(num_lines)))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("memory", "kills", "beside"))
+    parser.add_argument("part", choices=("memory", "beside"))
     parser.add_argument("model", nargs="?")
     parser.add_argument("--lines", type=int)
-    parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=40.0, help="of one turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="file for the record")
     asked = parser.parse_args()
     if asked.part == "memory":
         rows = memory(asked.lines or 100_000)
-    elif asked.part == "kills":
-        rows = kills(asked.kills, asked.lines or 20_000)
     else:
         if asked.model is None:
             parser.error("beside needs a MODEL")

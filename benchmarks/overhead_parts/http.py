@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "tests" / "serving"))
 
 from servers import fake_server
 
+START_S = 60.0
 PROMPT_TOKENS = 300  # the make-believe answer goes on counting: past the vocabulary's single bytes, which are no text
 
 
@@ -77,6 +78,9 @@ def measure(streams: int, step_ms: float, seconds: float, chat: bool) -> dict[st
     with fake_server(step_ms=step_ms, num_blocks=streams * 260, scheduler=scheduler) as server:
         reader = get_context("spawn").Process(target=clients, args=(server.url, streams, path, body), daemon=True)
         reader.start()
+        give_up = time.monotonic() + START_S
+        while num_sent(server.url) < 2 * streams and time.monotonic() < give_up:  # the clients are starting
+            time.sleep(0.2)
         time.sleep(2.0 + streams / 200)
         start_tokens = num_sent(server.url)  # that page, too, costs CPU: before what is counted, and after it
         start_cpu, start = cpu_s(server.process.pid), time.monotonic()

@@ -38,11 +38,12 @@ def main() -> None:
     engine = LocalEngine(EngineCore(engine_config(runner, settings, enable_prefix_cache=False)), runner)
 
     rng, number = random.Random(0), 0
+    vocab = runner.model_config.vocab_size
 
     def add(num_tokens: int, num_outputs: int) -> str:
         nonlocal number
         number += 1
-        tokens = [rng.randrange(300, 16000) for _ in range(num_tokens)]
+        tokens = [rng.randrange(min(300, vocab // 2), min(16_000, vocab)) for _ in range(num_tokens)]
         engine.add(str(number), tokens, SamplingParams(max_tokens=num_outputs, temperature=0, ignore_eos=True))
         return str(number)
 
