@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import LOCAL_URL, Number, Text, Whole, option, picked
+from diptych.cli.options import LOCAL_URL, Number, Text, Whole, option, picked, takes
 from diptych.cli.output import check_folders, print_tables, write_file
 from diptych.control.errors import ConfigError
 
@@ -59,98 +59,96 @@ DEFAULT_DURATION = "30s"  # of a single run that nothing else ends
 DURATION_HELP = f"Send no request after this time. Default: {DEFAULT_DURATION}, unless requests are counted."
 
 
-def bench(
-    place: Annotated[Text, typer.Argument(metavar="[URL]", help=URL_HELP)] = None,
-    url: Annotated[Text, option("The same as URL. Default: URL.", SERVER)] = None,
-    api: Annotated[str, option("API to send requests to: completions or chat.", SERVER)] = "completions",
-    model: Annotated[Text, option("Served model. Default: the server's first.", SERVER)] = None,
+class BenchOptions:
+    """One attribute each; options.py makes a command of them."""
+
+    place: Annotated[Text, typer.Argument(metavar="[URL]", help=URL_HELP)] = None
+    url: Annotated[Text, option("The same as URL. Default: URL.", SERVER)] = None
+    api: Annotated[str, option("API to send requests to: completions or chat.", SERVER)] = "completions"
+    model: Annotated[Text, option("Served model. Default: the server's first.", SERVER)] = None
     api_key: Annotated[
         Text, option("API key, sent as a bearer token. Default: none.", SERVER, envvar=KEY, show_envvar=True)
-    ] = None,
+    ] = None
     prompts: Annotated[
         Text, option("How prompts are sent: ids (token ids) or text. Default: ids; with --api chat: text.", SERVER)
-    ] = None,
-    token_ids: Annotated[
-        str, option("Range of the token ids that prompts are made of, LOW:HIGH.", SERVER)
-    ] = "100:1000",
-    exact_length: Annotated[
-        bool, option("Ask for answers of exact length (ignore_eos and min_tokens).", SERVER)
-    ] = True,
-    send_slo: Annotated[bool, option("Send the objectives with each request (Diptych reads them).", SERVER)] = False,
-    running_usage: Annotated[bool, option("Ask for token counts in every event.", SERVER)] = False,
-    extra: Annotated[Text, option("JSON object of further fields for every body. Default: none.", SERVER)] = None,
-    timeout: Annotated[str, option("Longest time for a whole answer, such as 600s.", SERVER)] = "600s",
+    ] = None
+    token_ids: Annotated[str, option("Range of the token ids that prompts are made of, LOW:HIGH.", SERVER)] = "100:1000"
+    exact_length: Annotated[bool, option("Ask for answers of exact length (ignore_eos and min_tokens).", SERVER)] = True
+    send_slo: Annotated[bool, option("Send the objectives with each request (Diptych reads them).", SERVER)] = False
+    running_usage: Annotated[bool, option("Ask for token counts in every event.", SERVER)] = False
+    extra: Annotated[Text, option("JSON object of further fields for every body. Default: none.", SERVER)] = None
+    timeout: Annotated[str, option("Longest time for a whole answer, such as 600s.", SERVER)] = "600s"
     workload: Annotated[
         Text, option("TOML file as for diptych simulate, or a trace's name or file. Default: random lengths.", WORKLOAD)
-    ] = None,
-    rate: Annotated[Number, option("Requests per second. Default: 1, or the trace's.", WORKLOAD)] = None,
-    num_requests: Annotated[Whole, option("Requests in all. Default: what --duration lets in.", WORKLOAD)] = None,
+    ] = None
+    rate: Annotated[Number, option("Requests per second. Default: 1, or the trace's.", WORKLOAD)] = None
+    num_requests: Annotated[Whole, option("Requests in all. Default: what --duration lets in.", WORKLOAD)] = None
     arrivals: Annotated[
         Text, option("Arrival process: poisson, gamma, constant, on_off or closed. Default: poisson.", WORKLOAD)
-    ] = None,
-    concurrency: Annotated[
-        Whole, option("Clients of a closed loop, which it implies. Default: none.", WORKLOAD)
-    ] = None,
-    prompt_tokens: Annotated[Number, option("Mean length of a prompt in tokens. Default: 512.", WORKLOAD)] = None,
-    output_tokens: Annotated[Number, option("Mean length of an answer in tokens. Default: 128.", WORKLOAD)] = None,
-    time_scale: Annotated[Number, option("How many times as fast a trace is replayed. Default: 1.", WORKLOAD)] = None,
-    ramp: Annotated[Text, option("Rate that rises: FROM:TO:TIME, such as 1:20:60s. Default: none.", WORKLOAD)] = None,
-    duration: Annotated[Text, option(DURATION_HELP, WORKLOAD)] = None,
-    warmup: Annotated[int, option("Warm-up requests before the first that counts.", WORKLOAD)] = 4,
-    seed: Annotated[Whole, option("Seed of arrivals, lengths and sharing. Default: 0.", WORKLOAD)] = None,
-    salt: Annotated[Text, option(SALT_HELP, WORKLOAD)] = None,
+    ] = None
+    concurrency: Annotated[Whole, option("Clients of a closed loop, which it implies. Default: none.", WORKLOAD)] = None
+    prompt_tokens: Annotated[Number, option("Mean length of a prompt in tokens. Default: 512.", WORKLOAD)] = None
+    output_tokens: Annotated[Number, option("Mean length of an answer in tokens. Default: 128.", WORKLOAD)] = None
+    time_scale: Annotated[Number, option("How many times as fast a trace is replayed. Default: 1.", WORKLOAD)] = None
+    ramp: Annotated[Text, option("Rate that rises: FROM:TO:TIME, such as 1:20:60s. Default: none.", WORKLOAD)] = None
+    duration: Annotated[Text, option(DURATION_HELP, WORKLOAD)] = None
+    warmup: Annotated[int, option("Warm-up requests before the first that counts.", WORKLOAD)] = 4
+    seed: Annotated[Whole, option("Seed of arrivals, lengths and sharing. Default: 0.", WORKLOAD)] = None
+    salt: Annotated[Text, option(SALT_HELP, WORKLOAD)] = None
     assign: Annotated[
         list[str] | None,
         option("Any setting of the workload, PATH=VALUE. Repeatable. Default: none.", WORKLOAD, "--set"),
-    ] = None,
+    ] = None
     slo: Annotated[
         Text, option("Objectives for any of ttft, tpot, itl, e2e: ttft=2s,itl=60ms. Default: none.", OBJECTIVES)
-    ] = None,
-    ttft_slo_ms: Annotated[Number, option("The same as --slo ttft=...ms. Default: that of --slo.", OBJECTIVES)] = None,
-    tpot_slo_ms: Annotated[Number, option("The same as --slo tpot=...ms. Default: that of --slo.", OBJECTIVES)] = None,
-    find_goodput: Annotated[bool, option("Search the highest rate that meets the objectives.", OBJECTIVES)] = False,
+    ] = None
+    ttft_slo_ms: Annotated[Number, option("The same as --slo ttft=...ms. Default: that of --slo.", OBJECTIVES)] = None
+    tpot_slo_ms: Annotated[Number, option("The same as --slo tpot=...ms. Default: that of --slo.", OBJECTIVES)] = None
+    find_goodput: Annotated[bool, option("Search the highest rate that meets the objectives.", OBJECTIVES)] = False
     attainment: Annotated[
         Number, option("Share of requests that must meet the objectives: 0.9 or 90. Default: 0.9.", OBJECTIVES)
-    ] = None,
+    ] = None
     tolerance: Annotated[
         Number, option("Relative distance of two rates at which the search ends. Default: 0.05.", OBJECTIVES)
-    ] = None,
-    probe: Annotated[Text, option("Length of a run of a search or series. Default: 30s.", OBJECTIVES)] = None,
-    rates: Annotated[
-        Text, option("Measure at each of these rates, such as 1,2,4. Default: one run.", OBJECTIVES)
-    ] = None,
-    interference: Annotated[bool, option("Measure what a long prompt does to running streams.", STREAMS)] = False,
-    streams: Annotated[Whole, option("Streams that run beside the long prompt. Default: 4.", STREAMS)] = None,
-    stream_tokens: Annotated[Whole, option("Prompt tokens of each stream. Default: 512.", STREAMS)] = None,
-    stream_limit: Annotated[Whole, option("Most answer tokens of a stream. Default: 3000.", STREAMS)] = None,
-    long_tokens: Annotated[Whole, option("Tokens of the long prompt. Default: 4096.", STREAMS)] = None,
-    short_tokens: Annotated[
-        Whole, option("Tokens of the short prompt behind the long one. Default: 32.", STREAMS)
-    ] = None,
+    ] = None
+    probe: Annotated[Text, option("Length of a run of a search or series. Default: 30s.", OBJECTIVES)] = None
+    rates: Annotated[Text, option("Measure at each of these rates, such as 1,2,4. Default: one run.", OBJECTIVES)] = (
+        None
+    )
+    interference: Annotated[bool, option("Measure what a long prompt does to running streams.", STREAMS)] = False
+    streams: Annotated[Whole, option("Streams that run beside the long prompt. Default: 4.", STREAMS)] = None
+    stream_tokens: Annotated[Whole, option("Prompt tokens of each stream. Default: 512.", STREAMS)] = None
+    stream_limit: Annotated[Whole, option("Most answer tokens of a stream. Default: 3000.", STREAMS)] = None
+    long_tokens: Annotated[Whole, option("Tokens of the long prompt. Default: 4096.", STREAMS)] = None
+    short_tokens: Annotated[Whole, option("Tokens of the short prompt behind the long one. Default: 32.", STREAMS)] = (
+        None
+    )
     ahead_tokens: Annotated[
         Whole, option("Tokens of the long prompt on the idle server. Default: those of --long-tokens.", STREAMS)
-    ] = None,
-    behind: Annotated[Text, option("Time from the long prompt to the short one. Default: 100ms.", STREAMS)] = None,
-    quiet: Annotated[Text, option("Time that is measured before the long prompt. Default: 4s.", STREAMS)] = None,
-    repetitions: Annotated[Whole, option("How often the interference scenario runs. Default: 3.", STREAMS)] = None,
-    verbose: Annotated[bool, option("Show the longest gaps, and what the client itself took.", OUTPUT)] = False,
-    as_json: Annotated[bool, option("Print one JSON object to standard output.", OUTPUT, "--json")] = False,
-    output: Annotated[Path | None, option("Write the JSON object to this file. Default: not written.", OUTPUT)] = None,
+    ] = None
+    behind: Annotated[Text, option("Time from the long prompt to the short one. Default: 100ms.", STREAMS)] = None
+    quiet: Annotated[Text, option("Time that is measured before the long prompt. Default: 4s.", STREAMS)] = None
+    repetitions: Annotated[Whole, option("How often the interference scenario runs. Default: 3.", STREAMS)] = None
+    verbose: Annotated[bool, option("Show the longest gaps, and what the client itself took.", OUTPUT)] = False
+    as_json: Annotated[bool, option("Print one JSON object to standard output.", OUTPUT, "--json")] = False
+    output: Annotated[Path | None, option("Write the JSON object to this file. Default: not written.", OUTPUT)] = None
     records: Annotated[
         Path | None, option("Write a JSON line per request to this file. Default: not written.", OUTPUT)
-    ] = None,
-    gaps: Annotated[bool, option("Keep every gap between tokens in --records.", OUTPUT)] = False,
+    ] = None
+    gaps: Annotated[bool, option("Keep every gap between tokens in --records.", OUTPUT)] = False
     report: Annotated[
         Path | None, option("Write a page with charts (HTML) to this file. Default: not written.", OUTPUT)
-    ] = None,
-) -> None:
+    ] = None
+
+
+@takes(BenchOptions)
+def bench(given: dict[str, Any]) -> None:
     """Measure any OpenAI-compatible server: latencies, goodput, stalls, interference."""
-    given = dict(locals())
     with errors_in_words():
+        place, url = given["place"], given["url"]
         if place is not None and url is not None:
             raise ConfigError(f"the server is given twice: {place} and --url {url}", param="url")
-        given["url"] = place or url or LOCAL_URL
-        run(given)
+        run({**given, "url": place or url or LOCAL_URL})
 
 
 def run(given: dict[str, Any]) -> None:
