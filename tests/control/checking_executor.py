@@ -7,7 +7,8 @@ stale or shared-by-mistake block is an assertion error. Token ids are a pure fun
 import random
 
 from diptych.control.engine.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
-from diptych.control.request import FinishReason, Request, only_table
+from diptych.control.kv_layout import KVGroup
+from diptych.control.request import BlockTables, FinishReason, Request
 from diptych.control.step import Extra, Offer, SchedulerOutput, StepResult
 
 
@@ -18,7 +19,7 @@ class Sequence:
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
         self.stop_after = stop_after
-        self.blocks: list[int] = []
+        self.tables: list[list[int | None]] = []  # by group; None: a block that has expired
         self.computed = 0
         self.hashes = list(hash_blocks(prompt, block_size))
         self.offered: list[int] = []  # tokens that may come next
@@ -26,10 +27,13 @@ class Sequence:
 
 
 class CheckingExecutor:
-    """Follows plans as step.py documents them and asserts that they make sense."""
+    """Follows plans as step.py documents them and asserts that they make sense. groups: of the layers of its model."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, groups: tuple[KVGroup, ...] = ()
+    ) -> None:
         self.block_size = block_size
+        self.groups = groups or (KVGroup(block_size),)
         self.device: list[list[object]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[list[object]] = [[None] * block_size for _ in range(num_host_blocks)]
         self.sequences: dict[str, Sequence] = {}
@@ -59,12 +63,12 @@ class CheckingExecutor:
         for resumed in output.resumed:
             sequence = self.sequences[resumed.request_id]
             assert resumed.num_tokens == len(sequence.tokens) - 1
-            sequence.blocks, sequence.computed = list(only_table(resumed.block_tables)), resumed.num_tokens
+            sequence.tables = self._tables(resumed.block_tables, resumed.first_blocks)
+            sequence.computed = resumed.num_tokens
             self.batch[resumed.request_id] = None
         for request_id, group, block in output.new_blocks:
             assert request_id in self.batch, "a block for a request that does not decode"
-            assert group == 0
-            self.sequences[request_id].blocks.append(block)
+            self.sequences[request_id].tables[group].append(block)
         assert output.num_decodes in (0, len(self.batch))
         stopped: list[tuple[str, FinishReason]] = []
         full: list[tuple[str, bytes]] = []
@@ -72,7 +76,7 @@ class CheckingExecutor:
         for chunk in output.prefills:
             assert chunk.request_id not in self.batch
             sequence = self.sequences[chunk.request_id]
-            sequence.blocks, sequence.computed = list(only_table(chunk.block_tables)), chunk.start
+            sequence.tables, sequence.computed = self._tables(chunk.block_tables, chunk.first_blocks), chunk.start
             self._compute(chunk.request_id, chunk.num_tokens, full)
             assert chunk.is_last == (sequence.computed == len(sequence.tokens))
             if chunk.is_last:
@@ -95,15 +99,33 @@ class CheckingExecutor:
         offers = [offer for request_id in self.batch if (offer := self._offer(request_id))] if decoding else []
         return StepResult(output.step_id, tuple(stopped), tuple(full), extra=tuple(extra), offers=tuple(offers))
 
+    def _tables(self, tables: BlockTables, firsts: tuple[int, ...]) -> list[list[int | None]]:
+        assert len(tables) == len(self.groups)
+        return [[*[None] * first, *ids] for first, ids in zip(firsts or (0,) * len(tables), tables, strict=True)]
+
+    def _slot(self, sequence: Sequence, group: int, position: int) -> tuple[list[object], int]:
+        block = sequence.tables[group][position // self.block_size]
+        assert block is not None, "a block that has expired"
+        return self.device[block], position % self.block_size
+
+    def _fingerprint(self, sequence: Sequence, group: int, position: int) -> object:
+        prefix = (*sequence.tokens[: position + 1][-40:], position)
+        return prefix if len(self.groups) == 1 else (prefix, group)
+
     def _compute(self, request_id: str, num_tokens: int, full: list[tuple[str, bytes]]) -> None:
+        """Every layer writes, then reads what any of the computed tokens attends to."""
         sequence, size = self.sequences[request_id], self.block_size
-        for position in range(sequence.computed):
-            slot = self.device[sequence.blocks[position // size]][position % size]
-            assert slot == (*sequence.tokens[: position + 1][-40:], position), (request_id, position)
-        for position in range(sequence.computed, sequence.computed + num_tokens):
-            fingerprint = (*sequence.tokens[: position + 1][-40:], position)
-            self.device[sequence.blocks[position // size]][position % size] = fingerprint
-        sequence.computed += num_tokens
+        end = sequence.computed + num_tokens
+        for number, group in enumerate(self.groups):
+            for position in range(sequence.computed, end):
+                block, offset = self._slot(sequence, number, position)
+                block[offset] = self._fingerprint(sequence, number, position)
+            for position in range(
+                max(0, sequence.computed - group.window_tokens + 1) if group.window_tokens else 0, end
+            ):
+                block, offset = self._slot(sequence, number, position)
+                assert block[offset] == self._fingerprint(sequence, number, position), (request_id, number, position)
+        sequence.computed = end
         while (len(sequence.hashes) + 1) * size <= sequence.computed:
             parent = sequence.hashes[-1] if sequence.hashes else root_hash()
             start = len(sequence.hashes) * size
@@ -118,10 +140,12 @@ class CheckingExecutor:
         full: list[tuple[str, bytes]],
     ) -> Extra:
         """Compute offered tokens behind the newest one, and keep those that the model would have chosen."""
-        sequence, size = self.sequences[request_id], self.block_size
+        sequence = self.sequences[request_id]
         assert num_rows <= len(sequence.offered), "more rows than tokens were offered"
         for position in range(sequence.computed, sequence.computed + num_rows):  # right or wrong, they are written
-            self.device[sequence.blocks[position // size]][position % size] = "a draft"
+            for group in range(len(self.groups)):
+                block, offset = self._slot(sequence, group, position)
+                block[offset] = "a draft"
         num_accepted = 0
         while num_accepted < num_rows and sequence.tokens[-1] == sequence.offered[num_accepted]:
             if stopped and stopped[-1][0] == request_id:

@@ -36,7 +36,7 @@ class Driver:
         cache = self.config.cache
         self.core = EngineCore(self.config)
         self.streams = StreamLaw(self.core)
-        self.executor = CheckingExecutor(cache.num_blocks, cache.block_size, cache.num_host_blocks)
+        self.executor = CheckingExecutor(cache.num_blocks, cache.block_size, cache.num_host_blocks, cache.groups)
         self.rng = random.Random(self.seed)
         self.prompts: dict[str, list[int]] = {}
         self.wanted: dict[str, tuple[int, int | None]] = {}  # max_tokens, and after how many the model stops

@@ -1,6 +1,7 @@
 """Laws that hold for any sequence of arrivals, aborts and preemptions, under any combination of policies."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -62,10 +63,12 @@ def class_of(seed: int, number: int) -> dict[str, Any]:
     return {"service_class": "batch", "gives_way_ns": rng.choice([None, None, 0, 20 * NS_PER_MS, 500 * NS_PER_MS])}
 
 
-def run_scenario(seed: int) -> Driver:
+def run_scenario(
+    seed: int, config_of: Callable[[random.Random], EngineConfig] = random_config, make: type[Driver] = Driver
+) -> Driver:
     """Random arrivals (with shared prefixes), aborts and steps; then run to the end."""
     rng = random.Random(seed)
-    driver = Driver(random_config(rng), seed=seed)
+    driver = make(config_of(rng), seed=seed)
     stems = [[rng.randrange(1000) for _ in range(60)] for _ in range(2)]
     alive: list[str] = []
     if rng.random() < 0.5:

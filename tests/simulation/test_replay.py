@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli import main as cli
+from diptych.control.config import EngineConfig
 from diptych.control.engine.recording import RecordingEngineCore, Row, canonical_plan
 from diptych.control.errors import ConfigError
 from diptych.control.events import FirstToken
@@ -26,10 +27,12 @@ from tests.laws import law
 RECORDINGS = Path(__file__).parent / "recordings"
 
 
-def record_scenario(seed: int, path: Path) -> Driver:
+def record_scenario(
+    seed: int, path: Path, config_of: Callable[[random.Random], EngineConfig] = random_config
+) -> Driver:
     """Random arrivals with shared prefixes, aborts and preemptions under virtual time, recorded to a file."""
     rng = random.Random(seed)
-    driver = Driver(random_config(rng), seed=seed)
+    driver = Driver(config_of(rng), seed=seed)
     recorder = record_engine(path, driver.config)
     core = RecordingEngineCore(driver.config, recorder.write)
     driver.core = core

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 from diptych.control.errors import ConfigError
+from diptych.control.kv_layout import KVGroup, KVLayout
 from diptych.control.slo import NS_PER_MS, Slo
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ class CacheConfig:
     its way to or from a disk. admission: a prompt is let in when the expected peak of all
     that run fits ("expected"), or as soon as its own blocks do ("greedy", as other engines do: more run at once, more
     are preempted). first_block: the number of the first block; workers that share one pool of memory number theirs
-    one after the other. names_evictors: KV events say for which requests blocks were evicted.
+    one after the other. names_evictors: KV events say for which requests blocks were evicted. groups: of the model's
+    layers, each with a block table of its own (none: all layers are alike and attend to all tokens before).
+    window_chunk: of models with windows, the most tokens of one prompt that a step computes.
     """
 
     num_blocks: int
@@ -76,8 +79,17 @@ class CacheConfig:
     first_block: int = 0
     names_evictors: bool = False
     tiers: TierConfig = TierConfig()
+    groups: tuple[KVGroup, ...] = ()
+    window_chunk: int = 2048
 
     def __post_init__(self) -> None:
+        _require(self.window_chunk >= 1, f"window_chunk is {self.window_chunk}; at least 1", "window_chunk")
+        for group in self.groups:
+            _require(
+                group.tokens_per_page == self.block_size,
+                f"groups has pages of {group.tokens_per_page} tokens; block_size is {self.block_size}",
+                "groups",
+            )
         _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1", "block_size")
         _require(
             self.num_blocks > self.watermark_blocks >= 0,
@@ -93,6 +105,11 @@ class CacheConfig:
         )
         known = ("expected", "greedy")
         _require(self.admission in known, f"admission is {self.admission!r}; expected or greedy", "admission")
+
+    @property
+    def layout(self) -> KVLayout:
+        """The groups of layers, and how many blocks of each a sequence holds."""
+        return KVLayout(self.groups) if self.groups else KVLayout.dense(self.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,16 @@ class KVLayout:
         in every group."""
         return lcm(*[group.tokens_per_page for group in self.groups])
 
+    @property
+    def num_growing(self) -> int:
+        """Groups that never give up a page while their sequence lives: their pages grow with its length."""
+        return sum([group.kind is GroupKind.FULL for group in self.groups])
+
+    def longest_chunk(self, window_chunk: int) -> int:
+        """The most tokens of one prompt that a step may compute: ``window_chunk`` where there are windows, because a
+        step holds what its first token reads until it ends."""
+        return UNLIMITED_TOKENS if self.num_growing == len(self.groups) else window_chunk
+
     def peak_pages(self, num_tokens: int, step_tokens: int = 1) -> int:
         """What a sequence is charged from its admission on: the most pages that it holds, of all groups, on its way to
         ``num_tokens`` tokens. At least as many as it ever holds at once; fewer for no number of tokens."""

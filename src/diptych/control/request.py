@@ -237,6 +237,7 @@ class Request:
         "block_tables",
         "borrowed_tables",
         "cached_tokens_at_arrival",
+        "first_blocks",
         "first_step_ns",
         "first_token_ns",
         "frozen_tables",
@@ -262,6 +263,7 @@ class Request:
         "num_reserved_blocks",
         "num_scheduled_tokens",
         "num_shared_blocks",
+        "num_slots",
         "num_wanted_blocks",
         "number",
         "options",
@@ -307,7 +309,9 @@ class Request:
         self.handoff_end_ns: int | None = None  # when this worker took it over from the one that prefilled it
         self.block_tables: list[list[int]] = []  # by group; empty: it holds no blocks
         self.frozen_tables: BlockTables | None = None  # the same, once something has asked for ``tables``
-        self.num_blocks = 0  # in all of them
+        self.first_blocks: tuple[int, ...] = ()  # by group, the index of the first block in its table; (): 0
+        self.num_blocks = 0  # in all tables
+        self.num_slots = 0  # tokens that they hold, those of expired blocks included
         self.host_block_ids: list[int] = []  # its KV when it is swapped out; before that, what is to be copied up
         self.num_hashed_blocks = 0  # leading blocks already offered to the prefix cache
         self.num_shared_blocks = 0  # leading blocks that were found in the prefix cache at the last admission

@@ -26,7 +26,8 @@ class ScheduledPrefill:
     Tokens [start, start + num_tokens) are computed; KV of [0, start) lies in the leading blocks already.
     ``block_tables`` are those of the request, whole. With ``is_last`` the chunk ends the prompt: one token is sampled
     from its last row and the request is a member of the decode batch from the next step on (unless the plan of that
-    step says it left).
+    step says it left). ``first_blocks``: for each table, the index of its first block; those before it have expired,
+    which no token reads any more ((): none has, in any).
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class ScheduledPrefill:
     num_tokens: int
     block_tables: BlockTables
     is_last: bool
+    first_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class ResumedDecode:
     request_id: str
     num_tokens: int
     block_tables: BlockTables
+    first_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

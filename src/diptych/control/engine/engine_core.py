@@ -103,7 +103,7 @@ class EngineCore:
         """
         if request.request_id in self._dropped:
             return [HandoffReleased(now, request.request_id)]
-        if refused := self._enter(request, now):
+        if refused := self._enter(request, now, is_incoming=True):
             return refused
         self.scheduler.reserve(request, now)
         self.leases.grant(request.request_id, lease_ns, now)
@@ -318,14 +318,14 @@ class EngineCore:
         """What a router needs to know."""
         return load_report(self.config, self.scheduler, self.kv, self.model, now)
 
-    def _enter(self, request: Request, now: int) -> list[Event]:
+    def _enter(self, request: Request, now: int, *, is_incoming: bool = False) -> list[Event]:
         """Number the request and take it in; or the terminal event with which it is refused."""
         if request.request_id in self.requests:
             raise ConfigError(f"request id {request.request_id!r} is in use", param="request_id")
         request.arrival_ns = now
         request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
         request.slo = self._effective_slo(request.slo)
-        if error := self._refusal(request):
+        if error := self._refusal(request, is_incoming=is_incoming):
             return [self._finished_event(request, FinishReason.ERROR, now, 0, ErrorRecord.of(error))]
         request.number = self._num_arrivals
         self._num_arrivals += 1
@@ -339,7 +339,9 @@ class EngineCore:
         merged = objectives(own, self.config.slo)
         return merged if merged.ttft_ns or merged.tpot_ns else None
 
-    def _refusal(self, request: Request) -> RequestError | None:
+    def _refusal(self, request: Request, *, is_incoming: bool = False) -> RequestError | None:
+        if not self.kv.is_dense and (request.hands_off or is_incoming):
+            return InvalidRequestError("a model with windows is prefilled and decoded on one worker", param="model")
         return refusal(request, self.config, self.kv.capacity_tokens, self.scheduler.num_waiting)
 
     def _end_prefills(self, output: SchedulerOutput, now: int, events: list[Event]) -> list[Request]:

@@ -239,10 +239,16 @@ def canonical_plan(output: SchedulerOutput) -> bytes:
     group, or to the first, reads as it did before there were groups: recordings of then are decided to the same
     digests."""
     prefills = [
-        (chunk.request_id, chunk.start, chunk.num_tokens, plain_tables(chunk.block_tables), chunk.is_last)
+        (
+            *(chunk.request_id, chunk.start, chunk.num_tokens, plain_tables(chunk.block_tables), chunk.is_last),
+            *chunk.first_blocks,
+        )
         for chunk in output.prefills
     ]
-    resumed = [(member.request_id, member.num_tokens, plain_tables(member.block_tables)) for member in output.resumed]
+    resumed = [
+        (member.request_id, member.num_tokens, plain_tables(member.block_tables), *member.first_blocks)
+        for member in output.resumed
+    ]
     new_blocks = [(entry[0], entry[2]) if entry[1] == 0 else entry for entry in output.new_blocks]
     fields = (
         output.step_id,

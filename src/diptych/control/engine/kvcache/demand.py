@@ -8,10 +8,11 @@ there and each has grown by that much.
 from collections.abc import Iterable
 
 
-def future_peak_blocks(demands: Iterable[tuple[int, int]], block_size: int) -> int:
-    """Largest number of blocks ever held by requests given as (blocks held now, tokens still to come)."""
+def future_peak_blocks(demands: Iterable[tuple[int, int]], block_size: int, num_growing: int = 1) -> int:
+    """Largest number of blocks ever held by requests given as (blocks held now, tokens still to come). num_growing:
+    block tables of each that get a block for every ``block_size`` tokens."""
     held, peak = 0, 0
     for count, (blocks, remaining) in enumerate(sorted(demands, key=lambda demand: -demand[1]), start=1):
         held += blocks
-        peak = max(peak, held + count * -(-remaining // block_size))
+        peak = max(peak, held + count * num_growing * -(-remaining // block_size))
     return peak

@@ -13,7 +13,6 @@ from diptych.control.engine.kvcache.prefix_cache import Hit
 from diptych.control.engine.kvcache.tier_loads import WorkNs
 from diptych.control.engine.kvcache.tiers import Tiers
 from diptych.control.errors import BrokenInvariantError
-from diptych.control.kv_layout import KVLayout
 from diptych.control.request import Request
 
 Demands = Callable[[], Iterable[tuple[int, int]]]
@@ -24,10 +23,13 @@ class KVCacheManager:
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self.layout = KVLayout.dense(config.block_size)
-        self.block_size = self.layout.hash_tokens
-        self._is_dense = self.layout.is_dense
-        self.capacity_tokens = self.layout.capacity_tokens(config.num_blocks - config.watermark_blocks)  # when alone
+        self.layout = config.layout
+        self.block_size = config.block_size
+        self.is_dense = self.layout.is_dense
+        self._finds_hits = self.is_dense and config.enable_prefix_cache
+        self.longest_chunk = self.layout.longest_chunk(config.window_chunk)  # of one prompt, in a step
+        room = config.num_blocks - config.watermark_blocks
+        self.capacity_tokens = self.layout.capacity_tokens(room, self.longest_chunk)  # of a sequence that is alone
         self.pool = BlockPool(
             config.num_blocks,
             enable_prefix_cache=config.enable_prefix_cache,
@@ -48,13 +50,23 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of this many tokens is charged."""
-        if self._is_dense:
+        if self.is_dense:
             return -(-num_tokens // self.block_size)
-        return self.layout.peak_pages(num_tokens)
+        return self.layout.peak_pages(num_tokens, self.longest_chunk)
+
+    def window_growth(self, request: Request, num_tokens: int) -> int:
+        """Blocks that those windows of a request get which are not full yet, until it has ``num_tokens`` tokens more
+        than its blocks hold."""
+        growth, tables = 0, request.block_tables
+        for index, group in enumerate(self.layout.groups):
+            if group.window_tokens:
+                held = len(tables[index]) if tables else group.peak_pages(request.num_tokens, self.longest_chunk)
+                growth += max(0, group.peak_pages(request.num_slots + num_tokens, 1) - held)
+        return growth
 
     def longest_hit(self, request: Request) -> Hit:
         """The longest prefix of the request's prompt that is cached, leaving at least one token to compute."""
-        if not request.reads_prefix_cache or not self.config.enable_prefix_cache:
+        if not self._finds_hits or not request.reads_prefix_cache:
             return Hit([], 0)
         limit = (request.num_tokens - 1) // self.block_size
         blocks = self.pool.prefix_cache.longest_prefix(request.block_hashes[:limit])
@@ -69,6 +81,8 @@ class KVCacheManager:
 
     def blocks_below(self, request: Request, hit: Hit, work_ns: WorkNs) -> list[int]:
         """The host blocks that continue the ``hit`` of a prompt, where copying them up pays."""
+        if not self.is_dense:
+            return []
         return self.tiers.worth_copying(request, self.num_cached_tokens(request, hit) // self.block_size, work_ns)
 
     def num_ready_tokens(self, request: Request) -> int:
@@ -79,12 +93,14 @@ class KVCacheManager:
 
     def fetch(self, request: Request, work_ns: WorkNs, now: int) -> bool:
         """Whether the request waits for a load from now on."""
+        if not self.is_dense:
+            return False
         return self.tiers.fetch(request, self.num_cached_tokens(request) // self.block_size, work_ns, now)
 
     def awaits_sibling(self, request: Request, num_blocks: int) -> bool:
         """Whether an admitted prefill is about to compute the next block of this prompt, of which ``num_blocks`` are in
         reach (then waiting is cheaper)."""
-        if not self._in_progress or not request.reads_prefix_cache or not self.config.enable_prefix_cache:
+        if not self._in_progress or not self._finds_hits or not request.reads_prefix_cache:
             return False
         if request.borrowed_tables:
             return False
@@ -99,6 +115,8 @@ class KVCacheManager:
 
     def resume_progress(self, request: Request) -> None:
         """Set the request aside no longer."""
+        if not self.is_dense:
+            return
         for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.borrowed_tables else ():
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
 
@@ -119,12 +137,14 @@ class KVCacheManager:
         expected_tokens: int,
         others: Demands,
         given_up: tuple[int, int] = (0, 0),
+        growth_of_windows: Callable[[], int] | None = None,
     ) -> bool:
         """Whether the expected peak of all that is admitted and this one fits. given_up: blocks, and blocks reserved,
         of requests that are not among the others and give way to this one.
 
         others: gives (blocks held alone, tokens to come) of every admitted request. It is only called when the sum of
-        all expectations does not fit, so that admission costs nothing while memory is plentiful.
+        all expectations does not fit, so that admission costs nothing while memory is plentiful. growth_of_windows:
+        what their windows will get until these are full.
         """
         if request.borrowed_tables:
             return True
@@ -137,7 +157,9 @@ class KVCacheManager:
         held = sum(blocks for blocks, _ in demands) - new_blocks
         used = self.pool.num_used - given_up[0]
         shared = used + self.pool.num_idle(hit.blocks) - held  # not owned by one request alone
-        peak = shared + future_peak_blocks(demands, self.block_size)
+        peak = shared + future_peak_blocks(demands, self.block_size, self.layout.num_growing)
+        if not self.is_dense and growth_of_windows is not None:
+            peak += growth_of_windows() + self.window_growth(request, request.num_tokens + expected_tokens)
         return peak + self.config.watermark_blocks <= self.pool.num_blocks
 
     def admit(self, request: Request, hit: Hit, expected_tokens: int) -> list[tuple[int, int]]:
@@ -145,7 +167,7 @@ class KVCacheManager:
         blocks of another worker takes those, and nothing of it is kept here. Returns the (cached block, block) copies
         that it needs: what is cached here, and not there."""
         if request.borrowed_tables:
-            _hold(request, [list(block_ids) for block_ids in request.borrowed_tables])
+            self._hold(request, [list(block_ids) for block_ids in request.borrowed_tables])
             request.num_hashed_blocks = request.num_shared_blocks = request.num_blocks
             first = request.num_borrowed_tokens // self.block_size
             request.num_computed_tokens = request.num_scheduled_tokens = self.num_cached_tokens(request, hit)
@@ -154,8 +176,10 @@ class KVCacheManager:
         # Before ``allocate``: it evicts cached blocks that no request holds, which these still are.
         self.pool.share(hit.blocks)
         self.pool.taker = request.request_id
+        if not self.is_dense:
+            return self._admit_groups(request)
         total = self.num_blocks_for(request.num_tokens)
-        _hold(request, [hit.blocks + self.pool.allocate(total - len(hit.blocks))])
+        self._hold(request, [hit.blocks + self.pool.allocate(total - len(hit.blocks))])
         request.num_hashed_blocks = request.num_shared_blocks = len(hit.blocks)
         request.num_computed_tokens = request.num_scheduled_tokens = hit.num_tokens
         self.queried_tokens += request.num_tokens
@@ -163,6 +187,41 @@ class KVCacheManager:
         for block_hash in request.block_hashes[len(hit.blocks) :]:
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
         return []
+
+    def _admit_groups(self, request: Request) -> list[tuple[int, int]]:
+        """``admit`` for a model whose layers are of several groups: nothing of the prompt is found in the cache."""
+        counts = [group.peak_pages(request.num_tokens, self.longest_chunk) for group in self.layout.groups]
+        request.first_blocks = (0,) * len(counts)
+        self._hold(request, [self.pool.allocate(count) for count in counts])
+        request.num_hashed_blocks = request.num_shared_blocks = 0
+        request.num_computed_tokens = request.num_scheduled_tokens = 0
+        self.queried_tokens += request.num_tokens
+        return []
+
+    def begin_chunk(self, request: Request) -> None:
+        """The next chunk of an admitted prompt is planned: blocks of windows that have expired hold what is computed
+        next."""
+        self._expire(request, request.num_computed_tokens, request.num_tokens)
+
+    def end_prompt(self, request: Request) -> None:
+        """The prompt is computed: blocks of its windows that have expired are free for others."""
+        self._expire(request, request.num_computed_tokens, request.num_computed_tokens)
+
+    def _expire(self, request: Request, num_committed: int, num_tokens: int) -> None:
+        """Blocks that no token behind ``num_committed`` reads are used again, as far as the first ``num_tokens`` tokens
+        need them, and given up."""
+        last, firsts = -(-num_tokens // self.block_size), list(request.first_blocks)
+        for index, group in enumerate(self.layout.groups):
+            block_ids, first = request.block_tables[index], firsts[index]
+            num_expired = min(group.first_live(num_committed) - first, len(block_ids))
+            if num_expired > 0:
+                expired, block_ids = block_ids[:num_expired], block_ids[num_expired:]
+                num_needed = max(0, last - first - len(expired) - len(block_ids))
+                request.block_tables[index] = block_ids + expired[:num_needed]
+                firsts[index] = first + num_expired
+                self.pool.release(expired[num_needed:])
+        request.first_blocks = tuple(firsts)
+        self._hold(request, request.block_tables)
 
     def raise_blocks(self, request: Request, count: int) -> list[tuple[int, int]]:
         """The next ``count`` (host, device) copies of an admitted prompt. What they hold need not be computed."""
@@ -172,18 +231,50 @@ class KVCacheManager:
         self.remember_computed(request, request.num_computed_tokens)
         return copies
 
-    def grow(self, request: Request) -> int | None:
-        """One more block for a decode; None when there is none."""
+    def grow(
+        self,
+        request: Request,
+        new_blocks: list[tuple[str, int, int]] | None = None,
+        num_committed: int | None = None,
+    ) -> bool:
+        """One more block for a decode, in each of its tables; False when there are not enough. new_blocks: gets what a
+        plan says of them. num_committed: tokens that stay, whatever becomes of drafts (None: all that it has blocks
+        for, which is so when it needs the next one)."""
         self.pool.taker = request.request_id
+        if not self.is_dense:
+            return self._grow_groups(request, new_blocks, request.num_slots if num_committed is None else num_committed)
         block_id = self.pool.take_one()
-        if block_id is not None:
-            request.block_tables[0].append(block_id)
-            request.num_blocks += 1
-            request.frozen_tables = None
-        return block_id
+        if block_id is None:
+            return False
+        request.block_tables[0].append(block_id)
+        request.num_blocks += 1
+        request.num_slots += self.block_size
+        request.frozen_tables = None
+        if new_blocks is not None:
+            new_blocks.append((request.request_id, 0, block_id))
+        return True
+
+    def _grow_groups(self, request: Request, new_blocks: list[tuple[str, int, int]] | None, num_committed: int) -> bool:
+        """A window takes its own expired block, or one of the pool while it is not full."""
+        groups, firsts = self.layout.groups, list(request.first_blocks)
+        reuses = [group.first_live(num_committed) > first for group, first in zip(groups, firsts, strict=True)]
+        if reuses.count(False) > self.pool.num_available:
+            return False
+        for index, reuse in enumerate(reuses):
+            block_ids = request.block_tables[index]
+            block_id = block_ids.pop(0) if reuse else self.pool.allocate(1)[0]
+            firsts[index] += reuse
+            block_ids.append(block_id)
+            if new_blocks is not None:
+                new_blocks.append((request.request_id, index, block_id))
+        request.first_blocks = tuple(firsts)
+        self._hold(request, request.block_tables)
+        return True
 
     def remember_computed(self, request: Request, num_computed_tokens: int) -> None:
         """Offer every block that is full, computed and hashed to the prefix cache."""
+        if not self.is_dense:
+            return
         full = min(num_computed_tokens // self.block_size, len(request.block_hashes))
         for index in range(request.num_hashed_blocks, full):
             block_hash = request.block_hashes[index]
@@ -194,14 +285,15 @@ class KVCacheManager:
     def release(self, request: Request) -> None:
         """Give up everything that the request holds, on the device and on the host."""
         if request.borrowed_tables:
-            _hold(request, [])
+            self._hold(request, [])
         elif request.block_tables:
             # It computes these no more: prompts that begin alike need not wait for them.
             for block_hash in request.block_hashes[request.num_hashed_blocks :]:
                 self._forget_in_progress(block_hash)
             for block_ids in request.block_tables:
                 self.pool.release(block_ids)
-            _hold(request, [])
+            request.first_blocks = ()
+            self._hold(request, [])
             self._num_reserved -= request.num_reserved_blocks
             request.num_reserved_blocks = 0
         if request.host_block_ids:
@@ -210,31 +302,64 @@ class KVCacheManager:
 
     def swap_out(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
         """Move the KV of ``num_tokens`` tokens to the host: (device, host) copies, or None without room."""
-        count = self.num_blocks_for(num_tokens)
-        if count == 0 or count > self.host.num_available:
+        firsts = request.first_blocks or (0,)
+        last = -(-num_tokens // self.block_size)
+        blocks = [
+            block_id
+            for first, block_ids in zip(firsts, request.block_tables, strict=True)
+            for block_id in block_ids[: last - first]
+        ]
+        if not blocks or len(blocks) > self.host.num_available:
             return None
         # Paired before ``release``: this plan may give the device blocks to others, since executors copy out first.
-        copies = list(zip(request.block_tables[0][:count], host_blocks := self.host.allocate(count), strict=True))
+        copies = list(zip(blocks, host_blocks := self.host.allocate(len(blocks)), strict=True))
         self.release(request)
         request.host_block_ids = host_blocks
+        if not self.is_dense:
+            request.first_blocks = firsts
         return copies
 
     def can_swap_in(self, request: Request, *, alone: bool) -> bool:
         """Whether the request fits again, with the token that it computes next."""
         spare = 0 if alone else self.config.watermark_blocks
-        return self.num_blocks_for(request.num_scheduled_tokens + 1) + spare <= self.pool.num_available
+        needed = self.num_blocks_for(request.num_scheduled_tokens + 1)
+        if not self.is_dense:
+            needed = len(request.host_block_ids) + self._num_missing(request, request.num_scheduled_tokens)
+        return needed + spare <= self.pool.num_available
+
+    def _num_missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks that a request of so many tokens needs of the pool for its next one."""
+        if num_tokens % self.block_size:
+            return 0
+        firsts = zip(self.layout.groups, request.first_blocks, strict=True)
+        return sum([group.first_live(num_tokens) == first for group, first in firsts])
 
     def swap_in(self, request: Request, expected_tokens: int) -> list[tuple[int, int]]:
         """Bring a swapped request back: (host, device) copies; the caller has asked ``can_swap_in``."""
         self.pool.taker = request.request_id
-        _hold(request, [self.pool.allocate(len(request.host_block_ids))])
+        counts = [len(request.host_block_ids)]
+        if not self.is_dense:
+            last = -(-request.num_scheduled_tokens // self.block_size)
+            counts = [last - first for first in request.first_blocks]
+        self._hold(request, [self.pool.allocate(count) for count in counts])
         request.num_shared_blocks = 0
-        self._reserve(request, request.num_blocks * self.block_size + expected_tokens)
-        copies = list(zip(request.host_block_ids, request.block_tables[0], strict=True))
+        self._reserve(request, request.num_slots + expected_tokens)
+        blocks = [block_id for block_ids in request.block_tables for block_id in block_ids]
+        copies = list(zip(request.host_block_ids, blocks, strict=True))
         self.tiers.use_in_step(request.host_block_ids)
         request.host_block_ids = []
         request.num_hashed_blocks = len(request.block_hashes)  # its old blocks may still be known under these hashes
         return copies
+
+    def _hold(self, request: Request, tables: list[list[int]]) -> None:
+        """From now on these are the blocks of the request."""
+        request.block_tables, request.frozen_tables = tables, None
+        request.num_blocks = sum(map(len, tables))
+        if not self.is_dense:
+            ends = [first + len(block_ids) for first, block_ids in zip(request.first_blocks, tables, strict=False)]
+            request.num_slots = min(ends, default=0) * self.block_size
+        else:
+            request.num_slots = request.num_blocks * self.block_size
 
     def _reserve(self, request: Request, num_tokens: int) -> None:
         request.num_reserved_blocks = self.num_blocks_for(num_tokens)
@@ -264,9 +389,3 @@ class KVCacheManager:
         self.pool.check()
         self.tiers.check()
         self.check_counts()
-
-
-def _hold(request: Request, tables: list[list[int]]) -> None:
-    """From now on these are the blocks of the request."""
-    request.block_tables, request.frozen_tables = tables, None
-    request.num_blocks = sum(map(len, tables))

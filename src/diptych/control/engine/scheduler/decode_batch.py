@@ -31,8 +31,7 @@ class _Stay:
 class DecodeBatch:
     """Owner of the decode counts of its members."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self) -> None:
         self._stays: dict[str, _Stay] = {}
         self._block_due: dict[int, list[_Stay]] = {}
         self._end_due: dict[int, list[_Stay]] = {}  # by the tick of the member's last step
@@ -151,7 +150,7 @@ class DecodeBatch:
             heappop(self._block_ticks)
         return 1 + self._block_ticks[0] - self.ticks_scheduled if self._block_ticks else UNLIMITED
 
-    def skip(self, num_steps: int, grow: Callable[[Request], int | None]) -> None:
+    def skip(self, num_steps: int, grow: Callable[[Request], bool]) -> None:
         """Hand out ``num_steps`` more steps, in which no member joins or leaves; ``grow`` gives blocks and cannot
         fail."""
         last = self.ticks_scheduled + num_steps
@@ -160,8 +159,7 @@ class DecodeBatch:
         while self._block_ticks and self._block_ticks[0] < last:
             self.ticks_scheduled = max(self.ticks_scheduled, heappop(self._block_ticks))
             for request in self.take_block_due():
-                block_id = grow(request)
-                if block_id is None:
+                if not grow(request):
                     raise BrokenInvariantError("a plan was repeated further than it allows")
                 self.block_added(request)
         self.ticks_scheduled = last
@@ -195,9 +193,8 @@ class DecodeBatch:
             self._schedule_block(stay)
 
     def _schedule_block(self, stay: _Stay) -> None:
-        room = len(stay.request.block_tables[0]) * self._block_size - stay.tokens_at_join
         # A tick that has passed is possible where a stay begins again behind several tokens: then the block is due now.
-        due = stay.joined_tick + room
+        due = stay.joined_tick + stay.request.num_slots - stay.tokens_at_join
         last_tick = stay.joined_tick + stay.request.max_tokens - stay.outputs_at_join - 1
         # No block for a token that the answer cannot have.
         if due <= last_tick:

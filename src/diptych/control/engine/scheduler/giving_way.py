@@ -154,7 +154,7 @@ class GivingWay:
         if request.request_id in plan.paused:  # by this very plan: the executor has not heard of it
             plan.paused.remove(request.request_id)
         else:
-            plan.resumed.append(ResumedDecode(request.request_id, num_tokens, request.tables))
+            plan.resumed.append(ResumedDecode(request.request_id, num_tokens, request.tables, request.first_blocks))
         rested = RequestRested(plan.now, request.request_id)
         if rested in plan.events:
             plan.events.remove(rested)

@@ -82,7 +82,7 @@ class Holders:
         if refusal.repeat(request, num_departures, tick):
             return False
         demands = self._demands if request.gives_way else self._demands_of_others
-        if self._kv.fits_later(request, hit, self.expected(request), demands, given_up):
+        if self._kv.fits_later(request, hit, self.expected(request), demands, given_up, self._growth_of_windows):
             return True
         refusal.stand(request, num_departures, tick)
         return False
@@ -124,6 +124,13 @@ class Holders:
         for request in self.outgoing.values():
             demands.append((request.num_blocks - request.num_shared_blocks, 0))
         return demands
+
+    def _growth_of_windows(self) -> int:
+        """Blocks that the windows of all that is not set aside will get until they are full."""
+        growth = self._kv.window_growth
+        streams = [growth(request, self._to_come(request, self.batch.num_outputs(request))) for request in self.batch]
+        others = (*self.prefilling.values(), *self.joining.values(), *self.incoming.holders())
+        return sum(streams) + sum([growth(request, self.expected(request)) for request in others])
 
     def _demand(self, request: Request) -> tuple[int, int]:
         return request.num_blocks - request.num_shared_blocks, self.expected(request)

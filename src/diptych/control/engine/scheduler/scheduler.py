@@ -67,7 +67,7 @@ class Scheduler:
         self._model = model
         self.waiting = WaitingQueue()
         self.ahead = Ahead(kv, kv.num_blocks_for(config.max_model_len))
-        self.batch = DecodeBatch(kv.block_size)
+        self.batch = DecodeBatch()
         self.speculation = Speculation(kv, self.batch, model)
         self.giving_way = GivingWay(kv, self.batch, self.speculation)
         self.holders = holders = Holders(kv, self.batch, self.giving_way)
@@ -262,12 +262,15 @@ class Scheduler:
         for request in self.incoming.take_delivered():
             request.handoff_end_ns = plan.now
             self.batch.join(request, request.num_prompt_tokens, 1)
-            plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, request.tables))
+            tables, firsts = request.tables, request.first_blocks
+            plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, tables, firsts))
         for request in self.joining.values():
             if request.hands_off:
                 self.outgoing[request.request_id] = request
                 plan.paused.append(request.request_id)
             else:
+                if not self._kv.is_dense:
+                    self._kv.end_prompt(request)
                 self.batch.join(request, request.num_computed_tokens, request.num_output_tokens)
         self.joining.clear()
 
@@ -293,11 +296,9 @@ class Scheduler:
         """Every member of the decode batch takes a token or more; those at the end of a block get a new one first."""
         for request in self.batch.take_block_due():
             # The victim may be this stream itself: then it has left the batch, and the loop ends without a block.
-            while request.request_id in self.batch and (block_id := self._kv.grow(request)) is None:
+            while request.request_id in self.batch and not self._kv.grow(request, plan.new_blocks):
                 self._preempt(plan, self.preemption.victim_for_growth(self.prefilling.values()))
             if request.request_id in self.batch:
-                assert block_id is not None
-                plan.new_blocks.append((request.request_id, 0, block_id))
                 self.batch.block_added(request)
         self._resume_swapped(plan)
         plan.num_decodes = len(self.batch)
@@ -330,10 +331,10 @@ class Scheduler:
             num_tokens = request.num_scheduled_tokens
             self.batch.join(request, num_tokens, request.num_output_tokens)
             for due in self.batch.take_block_due():
-                if self._kv.grow(due) is None:
+                if not self._kv.grow(due):
                     raise BrokenInvariantError("no block for a request that was swapped in, though there was room")
                 self.batch.block_added(due)
-            plan.resumed.append(ResumedDecode(request.request_id, num_tokens, request.tables))
+            plan.resumed.append(ResumedDecode(request.request_id, num_tokens, request.tables, request.first_blocks))
             plan.events.append(RequestResumed(plan.now, request.request_id))
 
     def _plan_prefills(self, plan: StepPlan) -> None:
@@ -391,11 +392,13 @@ class Scheduler:
         chunk = self._budget.chunk(request.num_scheduled_tokens, remaining, is_stream=request.is_stream)
         if chunk <= 0:
             return False
-        self._run_chunk(plan, request, chunk)
+        self._run_chunk(plan, request, min(chunk, self._kv.longest_chunk))
         return True
 
     def _run_chunk(self, plan: StepPlan, request: Request, chunk: int) -> None:
         self._budget.take(request.num_scheduled_tokens, chunk)
+        if not self._kv.is_dense:
+            self._kv.begin_chunk(request)
         plan.add_prefill(request, chunk)
         if request.num_scheduled_tokens == request.num_tokens:
             if not request.is_stream:
@@ -419,6 +422,7 @@ class Scheduler:
         chunk = self._budget.chunk(start, remaining, is_stream=is_stream)
         if chunk <= 0:
             return _Verdict.STOP
+        chunk = min(chunk, self._kv.longest_chunk)
         if not is_stream and not self._caps.allows(is_long=request.is_long, is_partial=chunk < remaining):
             return _Verdict.SKIP
         if not self._seat(plan, request, hit):

@@ -138,12 +138,10 @@ class Speculation:
         """Extra rows that its blocks hold, after new ones where memory is plentiful."""
         kv = self._kv
         taken = self._batch.num_computed(request) + 1
-        while (room := len(request.block_tables[0]) * kv.block_size - taken) < count:
-            if kv.pool.num_available <= kv.config.watermark_blocks + len(self._batch):
+        while request.num_slots - taken < count:
+            if kv.pool.num_available <= kv.config.watermark_blocks + len(self._batch) * len(kv.layout.groups):
                 break
-            block_id = kv.grow(request)
-            if block_id is None:
+            if not kv.grow(request, plan.new_blocks, taken - 1):
                 raise BrokenInvariantError("no block for an extra row where blocks are available")
-            plan.new_blocks.append((request.request_id, 0, block_id))
             self._batch.block_came_early(request)
-        return room
+        return request.num_slots - taken

@@ -62,7 +62,7 @@ class StepPlan:
             )
         request.num_scheduled_tokens += num_tokens
         is_last = request.num_scheduled_tokens == request.num_tokens
-        chunk = ScheduledPrefill(request.request_id, start, num_tokens, request.tables, is_last)
+        chunk = ScheduledPrefill(request.request_id, start, num_tokens, request.tables, is_last, request.first_blocks)
         self.prefills.append(chunk)
         self.prefill_tokens += num_tokens
         self.prefill_attention += chunk_attention(start, num_tokens)

@@ -52,7 +52,10 @@ def steps_that_stand(batch: DecodeBatch, kv: KVCacheManager, refusals: list[Stan
     steps = LEARN_EVERY - batch.ticks_completed % LEARN_EVERY
     for refusal in refusals:
         steps = min(steps, refusal.until_tick + 1 - batch.ticks_scheduled)
-    steps = min(steps, batch.steps_until_end())
-    if steps > 1 and len(batch) * (steps // kv.block_size + 1) > kv.pool.num_free - kv.tiers.num_watched_blocks:
+    steps, num_groups = min(steps, batch.steps_until_end()), len(kv.layout.groups)
+    if (
+        steps > 1
+        and len(batch) * num_groups * (steps // kv.block_size + 1) > kv.pool.num_free - kv.tiers.num_watched_blocks
+    ):
         steps = min(steps, batch.steps_until_block())
     return max(1, steps)

@@ -1,0 +1,164 @@
+"""Models with layers that attend to a window: what has left it is free, and nothing that is still read ever is."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig, shape_preset
+from diptych.control.engine.engine_core import EngineCore
+from diptych.control.errors import ConfigError
+from diptych.control.events import RequestFinished
+from diptych.control.kv_layout import GroupKind, KVGroup, KVLayout
+from diptych.control.request import FinishReason, Request
+from diptych.control.step import SchedulerOutput
+from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
+from diptych.simulation.replay import replay
+from tests.control.driver import Driver
+from tests.control.test_conservation import check_scenario, random_config, run_scenario
+from tests.laws import law
+from tests.simulation.scenarios import random_scenario
+from tests.simulation.test_replay import record_scenario
+
+WINDOW = GroupKind.WINDOW
+
+
+def with_windows(config: EngineConfig, rng: random.Random) -> EngineConfig:
+    """The same memory for as many tokens, in pages of several groups."""
+    size, cache = config.cache.block_size, config.cache
+    full = [KVGroup(size)] * rng.choice((0, 1, 1, 1, 2))
+    window = [KVGroup(size, WINDOW, rng.choice((1, 3, 16, 17, 40)))] * rng.choice((1, 1, 2, 5))
+    groups = tuple(rng.sample([*full, *window], len(full) + len(window)))
+    changed = replace(
+        cache,
+        num_blocks=(cache.num_blocks - cache.watermark_blocks) * len(groups) + cache.watermark_blocks,
+        num_host_blocks=cache.num_host_blocks * len(groups),
+        groups=groups,
+        window_chunk=rng.choice((1, 5, 16, 64)),
+    )
+    return replace(config, cache=changed)
+
+
+def random_windows(rng: random.Random) -> EngineConfig:
+    """Any policies, any windows."""
+    return with_windows(random_config(rng), rng)
+
+
+class Watched(Driver):
+    """Looks at what each request holds."""
+
+    def check_step(self, output: SchedulerOutput) -> None:
+        """No request holds more than its layout says, but for blocks that it got early for drafts."""
+        super().check_step(output)
+        layout, kv = self.core.kv.layout, self.core.kv
+        rows = {extra.request_id: extra.num_tokens for extra in output.extra_rows}
+        for chunk in output.prefills:
+            assert chunk.num_tokens <= kv.longest_chunk
+        for request in self.core.scheduler.batch:
+            num_tokens = self.core.scheduler.batch.num_computed(request)
+            for group, block_ids, first in zip(layout.groups, request.block_tables, request.first_blocks, strict=True):
+                assert group.first_live(num_tokens) >= first, "a block has expired that is still read"
+                if self.executor.guesses is None:
+                    assert len(block_ids) <= group.peak_pages(num_tokens + 1 + rows.get(request.request_id, 0), 1)
+
+
+@law(weight=1.0)
+def test_nothing_that_is_read_expires_and_nothing_is_lost_whatever_happens(seed: int) -> None:
+    check_scenario(run_scenario(seed, config_of=random_windows, make=Watched))
+
+
+@law(weight=0.5)
+def test_steps_that_are_taken_at_once_decide_as_steps_one_by_one(seed: int) -> None:
+    digests = []
+    for fast_forward in (True, False):
+        scenario = random_scenario(seed, fast_forward=fast_forward)
+        scenario = replace(scenario, engine=with_windows(scenario.engine, random.Random(seed)))
+        cluster = SimulatedCluster(scenario)
+        cluster.run()
+        assert cluster.log is not None
+        digests.append(cluster.log.digest())
+    assert digests[0] == digests[1]
+
+
+@law(weight=0.3)
+def test_a_recording_replays_to_the_same_decisions(seed: int, tmp_path: Path) -> None:
+    path = tmp_path / f"{seed}.jsonl"
+    driver = record_scenario(seed, path, random_windows)
+    report = replay(path)
+    assert report.is_identical, report.difference
+    assert report.is_complete and report.config == driver.config
+
+
+@law(weight=0.2)
+def test_one_group_that_attends_to_everything_decides_as_a_model_without_groups(seed: int) -> None:
+    def in_one_group(rng: random.Random) -> EngineConfig:
+        config = random_config(rng)
+        return replace(config, cache=replace(config.cache, groups=(KVGroup(config.cache.block_size),)))
+
+    plain, grouped = run_scenario(seed), run_scenario(seed, config_of=in_one_group)
+    assert plain.outputs == grouped.outputs
+    assert plain.log == grouped.log
+
+
+def long_runner(num_blocks: int, *, shape: str = "chunked", window_chunk: int = 64) -> Driver:
+    """One layer in six attends to everything, the others to 64 tokens."""
+    groups = (KVGroup(16), *[KVGroup(16, WINDOW, 64)] * 5)
+    cache = CacheConfig(num_blocks, 16, watermark_blocks=0, groups=groups, window_chunk=window_chunk)
+    scheduler = shape_preset("unified" if shape == "unified" else "chunked")
+    return Driver(EngineConfig(cache, scheduler, max_model_len=4000))
+
+
+@pytest.mark.parametrize("shape", ["unified", "chunked"])
+def test_a_long_sequence_lies_in_memory_that_would_not_hold_half_of_it(shape: str) -> None:
+    driver = long_runner(44 + 5 * 9, shape=shape)
+    request = driver.add("r", 500, 200)
+    held = []
+    while (output := driver.step()) is not None:
+        if output.num_decodes:
+            held.append([len(block_ids) for block_ids in request.block_tables])
+    assert driver.finished()["r"].reason is FinishReason.LENGTH
+    assert held[0][1:] == [5] * 5 and all(max(tables[1:]) <= 5 for tables in held if tables)
+    assert max(tables[0] for tables in held if tables) == -(-699 // 16)
+
+
+def test_blocks_that_a_window_has_left_are_free_for_another_request_at_once() -> None:
+    driver = long_runner(120)
+    first = driver.add("first", 400, 100)
+    while not first.num_output_tokens:
+        driver.step()
+    driver.step()
+    assert first.num_blocks == 26 + 5 * 5
+    second = driver.add("second", 350, 2)
+    driver.step()
+    assert second.block_tables, "69 blocks are left, and it takes 22 and five windows of 9"
+    driver.run()
+    assert {event.reason for event in driver.finished().values()} == {FinishReason.LENGTH}
+
+
+def test_what_a_request_is_refused_for_counts_windows_as_windows() -> None:
+    most = long_runner(100 + 5 * 9).core.kv.capacity_tokens
+    assert most == 1600
+    core = long_runner(100 + 5 * 9).core
+    (refused,) = core.add_request(Request("long", 1500, 101), 0)
+    assert isinstance(refused, RequestFinished) and "holds 1600" in refused.message
+    assert not isinstance(core.add_request(Request("fits", 1500, 100), 0)[0], RequestFinished)
+
+
+def test_a_handoff_is_refused_by_name() -> None:
+    core = long_runner(200).core
+    (refused,) = core.reserve(Request("a", 100, 8), 0)
+    assert isinstance(refused, RequestFinished) and "prefilled and decoded on one worker" in refused.message
+    leaves = Request("b", 100, 8)
+    leaves.hands_off = True
+    (refused,) = core.add_request(leaves, 0)
+    assert isinstance(refused, RequestFinished) and "prefilled and decoded on one worker" in refused.message
+    assert not core.requests
+
+
+def test_pages_of_another_size_than_the_block_are_refused() -> None:
+    with pytest.raises(ConfigError, match="groups has pages of 32 tokens; block_size is 16"):
+        CacheConfig(100, 16, groups=(KVGroup(16), KVGroup(32, WINDOW, 64)))
+    with pytest.raises(ConfigError, match="window_chunk is 0"):
+        CacheConfig(100, 16, window_chunk=0)
+    assert EngineCore(EngineConfig(CacheConfig(100, 16), SchedulerConfig())).kv.layout == KVLayout.dense(16)
