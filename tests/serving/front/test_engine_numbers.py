@@ -25,7 +25,7 @@ from diptych.serving.front.engine_load import EngineGauges, EngineLoad, LearnedP
 from diptych.serving.front.engine_pages import EnginePages, page_of_rank
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions, engines_of, in_order
 from diptych.serving.front.external_worker import ExternalWorker
-from diptych.serving.front.kv_events import UnreadableBatchError, read_batch, read_event
+from diptych.serving.front.kv_events import KVEventReader, UnreadableBatchError, read_batch, read_event
 from diptych.serving.front.pass_metrics import UnreadablePassError, decode_pass
 from diptych.serving.front.reply_chunks import (
     ChunkChoice,
@@ -643,3 +643,34 @@ async def test_tokens_are_sent_where_chats_can_be_rendered_and_answers_have_text
     tokens: Any = SimpleNamespace(token_ids=[1])
     assert await vllm_adapter.VLLMAdapter._takes_tokens(None, "m", tokens) is takes  # type: ignore[arg-type]
     assert await vllm_adapter.VLLMAdapter._takes_tokens(None, "m", None) is False  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_an_engine_is_asked_again_where_batches_are_missing_and_answers_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes: list[Any] = []
+    source: Any = SimpleNamespace(on_replay_end=lambda: "the end")
+    reader, asked = KVEventReader(source, "tcp://h:1", "tcp://h:2", changes.append), list[int]()
+
+    async def ask_again(number: int, context: Any) -> bool:
+        asked.append(number)
+        return number == 7
+
+    monkeypatch.setattr(reader, "_ask_again", ask_again)
+    for replay_from, is_answered in ((None, False), (7, True), (8, False), (0, False)):
+        change: Any = SimpleNamespace(replay_from=replay_from)
+        changes.clear()
+        assert await reader._take(change, None) is is_answered
+        assert changes == ([change] if replay_from is None else [change, "the end"])
+    assert asked == [7, 8, 0]
+
+
+def test_a_number_of_another_length_is_no_batch_and_one_that_cannot_be_read_is_lost_for_good() -> None:
+    source: Any = SimpleNamespace(on_lost=lambda: "lost")
+    reader, taken = KVEventReader(source, "", "", lambda change: None), list[Any]()
+    take: Any = lambda number, events: taken.append((number, events))  # noqa: E731
+    assert reader._on_frames([b"", b"1234567", b"x"], take) == "lost" and taken == []
+    reader._on_frames([b"", (5).to_bytes(8, "big"), b"\xc1"], take)
+    reader._on_frames([b"", (-1).to_bytes(8, "big", signed=True), msgspec.msgpack.encode([0.5, []])], take)
+    assert taken == [(5, None), (-1, [])]
