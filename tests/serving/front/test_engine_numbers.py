@@ -4,6 +4,7 @@ Everything here is a function of its arguments: no engine, no client, no clock.
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from tests.laws import law
 
+from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import ConfigError
 from diptych.control.router.kv_bridge import BlocksRemoved, CacheCleared, EngineBlocksStored
 from diptych.control.slo import NS_PER_S
@@ -27,6 +29,7 @@ from diptych.serving.front.engine_spec import EngineSpec, FrontOptions, engines_
 from diptych.serving.front.external_worker import ExternalWorker
 from diptych.serving.front.kv_events import KVEventReader, UnreadableBatchError, read_batch, read_event
 from diptych.serving.front.pass_metrics import UnreadablePassError, decode_pass
+from diptych.serving.front.relay_request import read_request
 from diptych.serving.front.reply_chunks import (
     ChunkChoice,
     ChunkDelta,
@@ -38,6 +41,7 @@ from diptych.serving.front.reply_chunks import (
 )
 from diptych.serving.front.reply_times import ReplySums, ReplyTimes
 from diptych.serving.front.step_feed import ClockOffset, StepFeed
+from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 
 S = NS_PER_S
 URL = "http://127.0.0.1:8000"
@@ -674,3 +678,13 @@ def test_a_number_of_another_length_is_no_batch_and_one_that_cannot_be_read_is_l
     reader._on_frames([b"", (5).to_bytes(8, "big"), b"\xc1"], take)
     reader._on_frames([b"", (-1).to_bytes(8, "big", signed=True), msgspec.msgpack.encode([0.5, []])], take)
     assert taken == [(5, None), (-1, [])]
+
+
+def test_blocks_of_a_prompt_that_is_known_as_tokens_are_those_of_its_plain_tokens() -> None:
+    tokens = TokenizedPrompt((1, 2, 3, 4, 5, 6, 7), 5)
+    request = read_request("/v1/completions", b'{"model":"m","prompt":"some text"}')
+    known = replace(request, tokenized=tokens)
+    assert known.hashes(2, 4.0) == hash_blocks((1, 2, 3, 4, 5), 2) != request.hashes(2, 4.0)
+    assert known.estimated_tokens(4.0) == 7
+    salted = read_request("/v1/completions", b'{"model":"m","prompt":"some text","cache_salt":"x"}')
+    assert replace(salted, tokenized=tokens).hashes(2, 4.0) == ()
