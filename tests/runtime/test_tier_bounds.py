@@ -250,6 +250,15 @@ def test_what_came_and_went_since_the_last_look_is_told_as_gone_and_what_went_an
     assert store.take_changes() == ((hash_of(1),), ())
 
 
+def test_an_extent_that_two_have_found_damaged_is_dropped_once(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    put(store, 1, 2, 3)
+    place = store._places[hash_of(2)]
+    for _ in range(2):
+        store._drop_extent(place)
+    assert store.counts.damaged_blocks == 3 and len(store) == 0
+
+
 def test_reading_and_storing_are_use_and_looking_is_none(tmp_path: Path) -> None:
     store = opened(tmp_path)
     put(store, 1)
