@@ -43,6 +43,7 @@ STATUS = {
 RELEASES = ("close", "cancel", "release", "abort", "discard", "unlink", "kill", "terminate", "shutdown", "join")
 LIMIT = re.compile(r"_?([A-Z0-9]+_)*(MAX|MIN|MOST|LIMIT|LARGEST|LONGEST|BYTES|TOKENS|LINES)(_[A-Z0-9]+)*")
 UNLIMITED = re.compile(r"timeout(_s)?|deadline(_s)?|limit|max_\w+")  # an argument that may be left out
+LOG = re.compile(r"logger\.|(self\.)?_log\.")
 QUERY = re.compile(rb"\b\w+ (?:=|<|>|<=|>=) \?")  # a condition of SQL
 
 
@@ -134,10 +135,10 @@ class Places:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             return True  # a docstring, or the ``...`` of a protocol
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            return self.text_of(node.value.func).startswith("logger.")
+            return LOG.match(self.text_of(node.value.func)) is not None
         if isinstance(node, ast.Call):
             name = self.text_of(node.func)
-            return name.endswith(("Error", "ErrorRecord", "ErrorRecord.of")) or name.startswith("logger.")
+            return name.endswith(("Error", "ErrorRecord", "ErrorRecord.of")) or LOG.match(name) is not None
         return isinstance(node, ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom)
 
     def _note(self, kind: str, line: int, begin: int, end: int, text: str) -> None:

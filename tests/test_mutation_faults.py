@@ -86,6 +86,8 @@ def test_every_kind_of_fault_is_found_and_nothing_that_no_test_could_notice(sour
         ("y = zip(a, b, strict=True)", "flag", set()),
         ('logger.error("x", 3)', "constant", set()),
         ('logger.error("x", 3)', "statement", set()),
+        ('self._log.error("x", 3)', "statement", set()),
+        ('self._log.error("x", 3)', "constant", set()),
     ],
 )  # fmt: skip
 def test_a_check_a_limit_or_a_release_may_be_forgotten(line: str, kind: str, expected: set[str], source: Path) -> None:

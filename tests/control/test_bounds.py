@@ -2,11 +2,13 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from diptych.control.admission.quota import Quota, QuotaLimits
+from diptych.control.cluster.open_request import OpenRequest
 from diptych.control.engine.reports import LoadReport
 from diptych.control.engine.scheduler.speculation import Speculation
 from diptych.control.errors import ConfigError
@@ -307,3 +309,18 @@ def test_a_limit_of_a_name_is_1_to_10_to_the_15(name: str) -> None:
     for value in (0, -1, 10**15 + 1):
         with pytest.raises(ConfigError, match=f"{name} is {value}"):
             QuotaLimits(**{name: value})
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_computed_until_its_first_token_and_only_the_first_one_has_a_time() -> None:
+    entry: Any = SimpleNamespace(is_computing=True, first_token_ns=None, first_step_ns=None)
+    OpenRequest.on_first_token(entry, 5)  # its RequestAdmitted is late
+    assert (entry.is_computing, entry.first_token_ns, entry.first_step_ns) == (False, 5, 5)
+    entry.is_computing = True
+    OpenRequest.on_first_token(entry, 9)
+    assert (entry.is_computing, entry.first_token_ns, entry.first_step_ns) == (False, 5, 5)
+    known: Any = SimpleNamespace(is_computing=True, first_token_ns=None, first_step_ns=3)
+    OpenRequest.on_first_token(known, 5)
+    assert known.first_step_ns == 3

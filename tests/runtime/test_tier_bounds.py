@@ -232,6 +232,33 @@ def test_a_segment_is_allocated_whole_and_what_is_unused_of_it_given_back(tmp_pa
     assert not path.exists() and not path.with_suffix(".lock").exists()
 
 
+def test_what_came_and_went_since_the_last_look_is_told_as_gone_and_what_went_and_came_as_there(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    put(store, 1, 2)
+    store.close()
+    (path,) = tmp_path.glob("*.kv")
+    path.unlink()
+    store.refresh()
+    assert store.take_changes() == ((), (hash_of(1), hash_of(2)))
+    put(store, 1)
+    assert store.take_changes() == ((hash_of(1),), ())
+    store.close()
+    (path,) = tmp_path.glob("*.kv")
+    path.unlink()
+    store.refresh()
+    put(store, 1)
+    assert store.take_changes() == ((hash_of(1),), ())
+
+
+def test_an_extent_that_two_have_found_damaged_is_dropped_once(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    put(store, 1, 2, 3)
+    place = store._places[hash_of(2)]
+    for _ in range(2):
+        store._drop_extent(place)
+    assert store.counts.damaged_blocks == 3 and len(store) == 0
+
+
 def test_reading_and_storing_are_use_and_looking_is_none(tmp_path: Path) -> None:
     store = opened(tmp_path)
     put(store, 1)
@@ -552,6 +579,20 @@ def test_a_load_from_the_disk_that_was_cancelled_leaves_the_next_one_of_its_numb
         (event,) = (event for event in wait_for(mover, RunLoaded) if isinstance(event, RunLoaded))
         assert (event.load_id, event.num_blocks) == (7, 0 if is_cancelled else 2)
     mover.close()
+
+
+def test_the_memory_of_a_peer_is_mapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, open_peer, opened_fds = Pair(2), PeerHost.open, list[int]()
+    pair.share(0, 1)
+
+    def noted(fd: int, block_bytes: int) -> PeerHost | None:
+        opened_fds.append(fd)
+        return open_peer(fd, block_bytes) if len(opened_fds) > 1 else None  # its owner has not made it yet
+
+    monkeypatch.setattr(PeerHost, "open", noted)
+    assert [pair.load(0), pair.load(0), pair.load(1)] == [0, 1, 1]
+    assert opened_fds == [pair.fds[1]] * 2
+    pair.close()
 
 
 def test_what_a_worker_without_files_of_others_reads_is_a_miss() -> None:

@@ -221,7 +221,7 @@ def test_what_is_behind_the_last_whole_header_is_counted_and_zeros_are_not(tmp_p
     found = folder_view.verify(folder, segment)
     assert found.num_blocks == 6 and found.num_unreadable_bytes == extent_bytes(3, BLOCK) - 1
     path.unlink()
-    assert folder_view.verify(folder, segment) == folder_view.Verification()
+    assert folder_view.verify(folder, segment) == folder_view.Verification(0, 0, 0)
 
 
 def test_clearing_frees_what_nobody_uses_of_one_format_or_of_all(tmp_path: Path) -> None:

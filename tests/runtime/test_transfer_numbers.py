@@ -370,6 +370,18 @@ def test_what_comes_for_a_transfer_that_was_just_closed_is_refused(kind: Kind, r
     assert [answer.kind for answer in sender.say(Kind.OPEN, 6, body=b"x")] == [Kind.REFUSE]
 
 
+def test_what_follows_a_part_without_bytes_is_read_also_when_its_transfer_is_closed_meanwhile(
+    receiver: Receiver,
+) -> None:
+    receiver.transfers |= {"x": RecvTransfer("x", (), 0, 0), "y": RecvTransfer("y", (), 100, 0)}
+    sender = opened(receiver)
+    assert [answer.kind for answer in data(sender, 0, b"", encoding=0)] == [Kind.ACK]
+    receiver.transfers["x"].close()
+    assert [answer.kind for answer in sender.say(Kind.OPEN, 6, body=b"y", start=100)] == [Kind.ACK]
+    assert [answer.kind for answer in sender.say(Kind.COMMIT, 6)] == [Kind.ACK]
+    assert receiver.ends() == [("y", "done")]
+
+
 def test_a_commit_waits_for_every_token(receiver: Receiver, body: Body) -> None:
     sender = opened(receiver)
     for sequence in range(3):

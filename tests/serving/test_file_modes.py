@@ -26,6 +26,7 @@ from diptych.diagnosis.adapters.http_get import Site
 from diptych.runtime.tiers.segment_folder import SegmentFolder
 from diptych.serving.answers.stream_journal import StreamJournal
 from diptych.serving.api import access_log
+from diptych.serving.failures.failure_recording import write_failure
 from diptych.serving.fleet.private_directory import locked_directory
 from diptych.serving.link.heartbeat import Heartbeat
 from diptych.serving.link.recorder import record_cluster
@@ -157,6 +158,10 @@ def segments(folder: Path) -> None:
     os.close(lock)
 
 
+def failure(folder: Path) -> None:
+    assert write_failure(folder / "new" / "failures", "a core", ValueError(), None, {}, lambda row: row)
+
+
 def reachable(folder: Path) -> Iterator[Path]:
     """Files and folders that others can get to: what lies in a folder that is closed to them cannot be."""
     for path in folder.iterdir():
@@ -165,7 +170,9 @@ def reachable(folder: Path) -> Iterator[Path]:
             yield from reachable(path)
 
 
-@pytest.mark.parametrize("make", [heartbeat, recording, batches, journal, segments], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [heartbeat, recording, batches, journal, segments, failure], ids=lambda make: make.__name__
+)
 def test_others_can_neither_read_nor_enter_what_is_written(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path)
     found = list(reachable(tmp_path))

@@ -4,25 +4,32 @@ Everything here is a function of its arguments: no engine, no client, no clock.
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from tests.laws import law
 
+from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import ConfigError
 from diptych.control.router.kv_bridge import BlocksRemoved, CacheCleared, EngineBlocksStored
 from diptych.control.slo import NS_PER_S
 from diptych.control.step import StepFeatures
 from diptych.serving import edge_limits
 from diptych.serving.front import engine_load
-from diptych.serving.front.engine_exchange import ELSEWHERE
-from diptych.serving.front.engine_load import EngineGauges, EngineLoad, LearnedPrices, ReplySums, ReplyTimes, gauges_of
+from diptych.serving.front.adapters import vllm_adapter
+from diptych.serving.front.engine_exchange import ELSEWHERE, EngineExchange
+from diptych.serving.front.engine_handoff import PrefillLeg
+from diptych.serving.front.engine_load import EngineGauges, EngineLoad, LearnedPrices, gauges_of
 from diptych.serving.front.engine_pages import EnginePages, page_of_rank
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions, engines_of, in_order
-from diptych.serving.front.kv_events import UnreadableBatchError, read_batch, read_event
+from diptych.serving.front.external_worker import ExternalWorker
+from diptych.serving.front.kv_events import KVEventReader, UnreadableBatchError, read_batch, read_event
 from diptych.serving.front.pass_metrics import UnreadablePassError, decode_pass
+from diptych.serving.front.relay_request import read_request
 from diptych.serving.front.reply_chunks import (
     ChunkChoice,
     ChunkDelta,
@@ -32,7 +39,9 @@ from diptych.serving.front.reply_chunks import (
     error_message,
     read_chunk,
 )
+from diptych.serving.front.engine_load import ReplySums, ReplyTimes
 from diptych.serving.front.step_feed import ClockOffset, StepFeed
+from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 
 S = NS_PER_S
 URL = "http://127.0.0.1:8000"
@@ -504,3 +513,178 @@ def test_events_are_maps_or_arrays_and_batches_have_a_list_of_them() -> None:
     for wrong in (b"\xc1", *map(msgspec.msgpack.encode, ([0.5], {"ts": 1}, 5, [0.5, 5], [0.5, [5]], [0.5, [[]]]))):
         with pytest.raises(UnreadableBatchError):
             read_batch(wrong)
+
+
+# -- who is told ------------------------------------------------------------------------------------------------------
+
+
+def leg(kind: str = "nixl") -> tuple[Any, list[Any]]:
+    """A leg whose request is under way, and what its owner and its call are told."""
+    told: list[Any] = []
+    owner = SimpleNamespace(
+        name="engine", clock=lambda: 5,
+        **{name: lambda *arguments, name=name: told.append((name, *arguments[1:]))
+           for name in ("on_leg_lost", "on_leg_computed", "on_leg_refused", "report")},
+    )  # fmt: skip
+    slot = SimpleNamespace(give=lambda fields: told.append(("give", fields)))
+    made = PrefillLeg(owner, SimpleNamespace(attempt_id="a"), None, slot, kind)  # type: ignore[arg-type]
+    call: Any = SimpleNamespace(release=lambda: told.append("release"), abort=lambda: told.append("abort"))
+    made._call = call
+    return made, told
+
+
+@pytest.mark.parametrize(("end", "expected"), [
+    ("cancel", ["abort"]), ("release", ["release"]), ("on_end", ["release", ("on_leg_computed",), ("give", {})]),
+])  # fmt: skip
+def test_a_leg_lets_its_request_go_or_ends_it_once(end: str, expected: list[Any]) -> None:
+    made, told = leg()
+    made.on_head(200, {})
+    made.on_data(b'{"kv_transfer_params":{"x":1}}')
+    for _ in range(2):
+        getattr(made, end)()
+        assert made.is_over
+    assert [entry if entry[0] != "give" else ("give", {}) for entry in told] == expected
+    made.break_off("late")
+    assert len(told) == len(expected)
+
+
+@pytest.mark.parametrize(("status", "expected"), [
+    (400, ["release", ("on_leg_refused", 400, b"no")]), (401, ["abort", ("on_leg_lost", "status 401")]),
+    (403, ["abort", ("on_leg_lost", "status 403")]), (429, ["abort", ("on_leg_lost", "status 429")]),
+    (500, ["abort", ("on_leg_lost", "status 500")]), (404, ["release", ("on_leg_refused", 404, b"no")]),
+])  # fmt: skip
+def test_a_leg_that_is_refused_is_tried_elsewhere_where_another_may_take_it(status: int, expected: list[Any]) -> None:
+    made, told = leg()
+    made.on_head(status, {})
+    made.on_data(b"no")
+    made.on_end()
+    assert told == expected
+
+
+@pytest.mark.parametrize(("kind", "status", "limit"), [
+    ("nixl", 200, edge_limits.ENGINE_REPLY_BYTES), ("bootstrap", 400, edge_limits.ENGINE_REFUSAL_BYTES),
+    ("bootstrap", 200, None),
+])  # fmt: skip
+def test_the_reply_to_a_leg_is_bounded_where_it_is_kept(kind: str, status: int, limit: int | None) -> None:
+    made, told = leg(kind)
+    made.on_head(status, {})
+    made.on_data(bytes(limit or 10**6))
+    assert not made.is_over and len(made._body) == (limit or 0)
+    made.on_data(b"x")
+    assert made.is_over is (limit is not None) and ("abort" in told) is made.is_over
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+@pytest.mark.parametrize("is_taken_over", [False, True])
+def test_the_first_tokens_of_an_answer_are_told_once_each(num_tokens: int, is_taken_over: bool) -> None:
+    exchange: Any = object.__new__(EngineExchange)
+    told: list[Any] = []
+    exchange._owner = SimpleNamespace(
+        number=1,
+        report=lambda events, tokens: told.append((len(events), tokens.token_ids)),
+        report_takeover=lambda events, attempt_id, token_id: told.append((len(events), [token_id])),
+    )
+    exchange.attempt_id, exchange.is_handoff, exchange.begun_ns = "a", is_taken_over, 0
+    exchange._feeder = 0
+    ids = [7, 8, 9][:num_tokens]
+    exchange._begin_answer(list(ids), 5)
+    if is_taken_over:
+        assert told == [(2, [7]), *([(0, ids[1:])] if num_tokens > 1 else [])]
+        assert exchange._feeder == 1
+    else:
+        assert told == [(1, ids)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_engine_is_looked_at_when_all_of_its_streams_are_silent_and_left_when_none_gets_a_token(seed: int) -> None:
+    rng, now = random.Random(seed), 1000 * S
+    told: list[str] = []
+    exchanges = {}
+    for number in range(rng.randint(1, 4)):
+        made = SimpleNamespace(
+            stream=SimpleNamespace(is_full=rng.random() < 0.2),
+            last_ns=now - rng.choice([0, 4, 5, 6, 59, 60, 61, 700]) * S,
+            first_ns=rng.choice([0, 1]), broken=[],
+        )  # fmt: skip
+        made.break_off = made.broken.append
+        exchanges[f"{number}"] = made
+    ages = [0 if made.stream.is_full else (now - made.last_ns) // S for made in exchanges.values()]
+    worker: Any = SimpleNamespace(
+        clock=lambda: now, _scraping=SimpleNamespace(done=lambda: False), exchanges=exchanges,
+        _options=FrontOptions((EngineSpec("vllm", URL),), silence_s=5.0, idle_s=60.0, first_byte_s=600.0),
+        _lose=lambda words: told.append("lost"), _check_soon=lambda: told.append("looked at"),
+        _report_load=lambda: told.append("reported"), cache=SimpleNamespace(tick=lambda now: None),
+        handoffs=SimpleNamespace(break_off_overdue=lambda now, limit_s: told.append(f"overdue {limit_s:g}")),
+    )  # fmt: skip
+    ExternalWorker._look_after(worker)
+    limits = [60 if made.first_ns else 600 for made in exchanges.values()]
+    broken = [age > limit for age, limit in zip(ages, limits, strict=True)]
+    assert [bool(made.broken) for made in exchanges.values()] == broken
+    is_mute = any(is_broken and made.first_ns for is_broken, made in zip(broken, exchanges.values(), strict=True))
+    assert told == [
+        *["lost"] * bool(is_mute and min(ages) > 60), "overdue 600", *["looked at"] * (min(ages) > 5), "reported",
+    ]  # fmt: skip
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("render", "generate", "takes"), [
+    (400, (200, b'{"choices":[{"text":"x"}]}'), True), (422, (200, b'{"choices":[{"text":""}]}'), True),
+    (404, (200, b'{"choices":[{"text":"x"}]}'), False), (405, (200, b'{"choices":[{"text":"x"}]}'), False),
+    (501, (200, b'{"choices":[{"text":"x"}]}'), False), (400, (404, b"{}"), False), (400, (200, b"{}"), False),
+    (400, (200, b'{"choices":[{}]}'), False), (400, (200, b"no"), False), (None, (200, b""), False),
+])  # fmt: skip
+async def test_tokens_are_sent_where_chats_can_be_rendered_and_answers_have_text(
+    render: int | None, generate: tuple[int, bytes], takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(pool: Any, method: str, path: str, body: bytes, **_: Any) -> tuple[int, bytes]:
+        if path == vllm_adapter.RENDER_PATH:
+            if render is None:
+                raise TimeoutError
+            return render, b""
+        return generate
+
+    monkeypatch.setattr(vllm_adapter, "ask", ask)
+    tokens: Any = SimpleNamespace(token_ids=[1])
+    assert await vllm_adapter.VLLMAdapter._takes_tokens(None, "m", tokens) is takes  # type: ignore[arg-type]
+    assert await vllm_adapter.VLLMAdapter._takes_tokens(None, "m", None) is False  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_an_engine_is_asked_again_where_batches_are_missing_and_answers_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes: list[Any] = []
+    source: Any = SimpleNamespace(on_replay_end=lambda: "the end")
+    reader, asked = KVEventReader(source, "tcp://h:1", "tcp://h:2", changes.append), list[int]()
+
+    async def ask_again(number: int, context: Any) -> bool:
+        asked.append(number)
+        return number == 7
+
+    monkeypatch.setattr(reader, "_ask_again", ask_again)
+    for replay_from, is_answered in ((None, False), (7, True), (8, False), (0, False)):
+        change: Any = SimpleNamespace(replay_from=replay_from)
+        changes.clear()
+        assert await reader._take(change, None) is is_answered
+        assert changes == ([change] if replay_from is None else [change, "the end"])
+    assert asked == [7, 8, 0]
+
+
+def test_a_number_of_another_length_is_no_batch_and_one_that_cannot_be_read_is_lost_for_good() -> None:
+    source: Any = SimpleNamespace(on_lost=lambda: "lost")
+    reader, taken = KVEventReader(source, "", "", lambda change: None), list[Any]()
+    take: Any = lambda number, events: taken.append((number, events))  # noqa: E731
+    assert reader._on_frames([b"", b"1234567", b"x"], take) == "lost" and taken == []
+    reader._on_frames([b"", (5).to_bytes(8, "big"), b"\xc1"], take)
+    reader._on_frames([b"", (-1).to_bytes(8, "big", signed=True), msgspec.msgpack.encode([0.5, []])], take)
+    assert taken == [(5, None), (-1, [])]
+
+
+def test_blocks_of_a_prompt_that_is_known_as_tokens_are_those_of_its_plain_tokens() -> None:
+    tokens = TokenizedPrompt((1, 2, 3, 4, 5, 6, 7), 5)
+    request = read_request("/v1/completions", b'{"model":"m","prompt":"some text"}')
+    known = replace(request, tokenized=tokens)
+    assert known.hashes(2, 4.0) == hash_blocks((1, 2, 3, 4, 5), 2) != request.hashes(2, 4.0)
+    assert known.estimated_tokens(4.0) == 7
+    salted = read_request("/v1/completions", b'{"model":"m","prompt":"some text","cache_salt":"x"}')
+    assert replace(salted, tokenized=tokens).hashes(2, 4.0) == ()

@@ -21,6 +21,7 @@ import msgspec
 
 from diptych import __version__
 from diptych.control.recent_rows import RecentRows, Row
+from diptych.private_files import make_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ def _blind(value: Any, key: bytes) -> Any:
 
 def _make(folder: Path) -> None:
     """Raises OSError for the default folder when it is another user's."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(folder)
     if folder == default_folder():
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
