@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from diptych.http1.response_reader import ChunkReader, HeadTooLongError, ResponseReader, UnreadableReplyError
+from diptych.http1.response_reader import ChunkReader, HeadTooLongError, NotHttpError, ResponseReader
 from tests.laws import law
 
 HEAD = b"HTTP/1.1 200 OK\r\nX-Name: value\r\n"
@@ -62,7 +62,7 @@ def test_what_follows_a_response_leaves_it_whole_and_ends_the_connection(more: b
 
 
 def test_bytes_that_are_no_response_and_defects_of_callbacks_are_told_apart() -> None:
-    with pytest.raises(UnreadableReplyError, match="HTTP"):
+    with pytest.raises(NotHttpError, match="HTTP"):
         reader_of([]).feed(b"SSH-2.0\r\n\r\n")
 
     def fails(*_: object) -> None:

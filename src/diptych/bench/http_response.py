@@ -5,7 +5,7 @@ http1/response_reader.py reads the bytes. No socket, no clock.
 """
 
 from diptych.bench.token_stream import TokenStream
-from diptych.http1.response_reader import Headers, HeadTooLongError, ResponseReader, UnreadableReplyError
+from diptych.http1.response_reader import Headers, HeadTooLongError, NotHttpError, ResponseReader
 
 HEAD_LIMIT = 1 << 16  # bytes
 BODY_LIMIT = 1 << 26  # bytes of a body that is no stream of events
@@ -40,7 +40,7 @@ class HttpResponse:
         try:
             if not self._reader.feed(data):
                 return False
-        except UnreadableReplyError as found:
+        except NotHttpError as found:
             where = "" if self._reader.has_head else f": {data[:60]!r}"
             error = f"the answer is no HTTP/1.1 ({found}){where}"
         except HeadTooLongError:

@@ -10,7 +10,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 Headers = Mapping[bytes, bytes]
 
 
-class UnreadableReplyError(Exception):
+class NotHttpError(Exception):
     """The bytes are no HTTP/1.1; the text says what was expected."""
 
 
@@ -40,7 +40,7 @@ class ResponseReader:
 
     def feed(self, data: bytes) -> bool:
         """The next bytes. Returns whether the response is whole; what follows it is not read, and the connection is not
-        kept then. Raises UnreadableReplyError or HeadTooLongError, after which nothing can be read."""
+        kept then. Raises NotHttpError or HeadTooLongError, after which nothing can be read."""
         assert self._parser is not None
         self.has_begun = True
         if not self.has_head:
@@ -53,7 +53,7 @@ class ResponseReader:
                 return True
             if (cause := error.__context__) is not None and not isinstance(cause, HttpParserError):
                 raise cause from None  # of on_head or on_body, not of the bytes
-            raise UnreadableReplyError(str(error)) from None
+            raise NotHttpError(str(error)) from None
         if not self.has_head and self._num_bytes > self._head_limit:
             raise HeadTooLongError
         return self.is_whole

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from diptych.http1.address import host_header
-from diptych.http1.response_reader import ChunkReader, HeadTooLongError, UnreadableReplyError
+from diptych.http1.response_reader import ChunkReader, HeadTooLongError, NotHttpError
 from diptych.serving import edge_limits
 
 CONNECT_TIMEOUT_S = 5.0
@@ -270,7 +270,7 @@ class _Connection(asyncio.Protocol):
         self._request = b""
         try:
             is_whole = reader.feed(data)
-        except UnreadableReplyError as error:
+        except NotHttpError as error:
             self._end_with(f"the reply is no HTTP/1.1 ({error})")
             return
         except HeadTooLongError:
