@@ -17,6 +17,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "diptych"
 MAY_IMPORT = {
     "control": set(),
     "base": {"control"},
+    "http1": {"control"},
     "tls": {"control"},
     "runtime": {"base", "control", "tls"},
     "workload": {"control"},
@@ -27,9 +28,9 @@ MAY_IMPORT = {
     "advisor": {"base", "control", "report", "search", "simulation", "workload"},
     "calibration": {"base", "control", "runtime", "serving", "simulation"},
     "diagnosis": {"advisor", "base", "control", "report", "simulation", "timeline", "workload"},
-    "serving": {"base", "control", "runtime", "timeline", "tls", "web"},
+    "serving": {"base", "control", "http1", "runtime", "timeline", "tls", "web"},
     "vllm_plugin": {"base"},
-    "bench": {"base", "control", "report", "search", "workload"},
+    "bench": {"base", "control", "http1", "report", "search", "workload"},
     "web": {"advisor", "base", "control", "diagnosis", "report", "simulation", "timeline", "workload"},
     "bundled": set(),
     "cli": {

@@ -9,9 +9,10 @@ import pytest
 import uvloop
 
 from diptych.bench.clock import now_ns
-from diptych.bench.http_client import Address, HttpClient
+from diptych.bench.http_client import HttpClient
 from diptych.bench.token_stream import TokenStream
 from diptych.control.errors import ConfigError
+from diptych.http1.address import Address
 
 from .conftest import Certificate
 from .events import ANSWER, BODY, HEAD, event, text

@@ -8,51 +8,17 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from urllib.parse import urlsplit
 
 from diptych.bench.clock import now_ns
 from diptych.bench.http_connection import HttpConnection, SocketAddress
 from diptych.bench.tls_layer import TlsLayer
 from diptych.bench.token_stream import TokenStream
-from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
+from diptych.http1.address import Address
 
 MOST_OPENING = 64  # connections that wait for the server at once, ahead of requests
 KEPT_NS = 2 * NS_PER_S  # an idle connection older than this may be closed by the server at any moment
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a server listens; ``base``: the path before /v1."""
-
-    host: str
-    port: int
-    is_tls: bool
-    base: str
-
-    @classmethod
-    def parse(cls, url: str) -> "Address":
-        """``http://host:port``, with or without /v1. Raises ConfigError."""
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        try:
-            port = parts.port
-        except ValueError:
-            raise ConfigError(f"url is {url!r}; its port is no number", param="url") from None
-        if parts.username is not None or parts.password is not None:
-            raise ConfigError("url has a user or a password in it; give a key with --api-key", param="url")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ConfigError(f"url is {url!r}; expected http://host:port", param="url")
-        is_tls = parts.scheme == "https"
-        base = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, port or (443 if is_tls else 80), is_tls, base)
-
-    @property
-    def netloc(self) -> str:
-        """Host and port, for the Host header."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
 
 
 class HttpClient:

@@ -8,12 +8,13 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from diptych.bench.http_client import Address, HttpClient
+from diptych.bench.http_client import HttpClient
 from diptych.bench.objectives import LatencyObjectives
 from diptych.bench.prompts import WORDS, PromptMaker, as_text
 from diptych.bench.token_stream import TokenStream
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS
+from diptych.http1.address import Address
 from diptych.workload.spec import RequestSpec
 
 Api = Literal["completions", "chat"]

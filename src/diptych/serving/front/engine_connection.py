@@ -13,8 +13,8 @@ import ssl
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
-
+from diptych.http1.address import host_header
+from diptych.http1.response_reader import ChunkReader, HeadTooLongError, NotHttpError
 from diptych.serving import edge_limits
 
 CONNECT_TIMEOUT_S = 5.0
@@ -99,8 +99,7 @@ class ConnectionPool:
     def __init__(self, host: str, port: int, headers: Mapping[str, str], tls: ssl.SSLContext | None = None) -> None:
         self._host, self._port, self._tls = host, port, tls
         self.headers = headers
-        name = f"[{host}]" if ":" in host else host
-        lines = [f"Host: {name}:{port}", *(f"{key}: {value}" for key, value in headers.items())]
+        lines = [f"Host: {host_header(host, port)}", *(f"{key}: {value}" for key, value in headers.items())]
         self._head = "".join(f"{line}\r\n" for line in lines).encode("latin-1")
         self._idle: list[_Connection] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -200,19 +199,16 @@ def pool_to(host: str, port: int, headers: Mapping[str, str], *, is_tls: bool) -
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, for its EngineCall. The parser calls the methods without an underscore."""
+    """One connection, for its EngineCall."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._transport: Any = None
-        self._parser: HttpResponseParser | None = None
+        self._reader: ChunkReader | None = None
         self._call: EngineCall | None = None
         self._listener: ReplyListener | None = None
         self._request = b""
-        self._headers: dict[bytes, bytes] = {}
-        self._num_headers = 0  # bytes of the head, and later those since the last of the body
-        self._has_head = self._is_whole = self._is_fresh = self._has_begun = self._is_paused = False
-        self._keeps = self._is_framed = self._is_between_chunks = False
+        self._is_fresh = self._is_paused = False
         self.on_chunk: Callable[[bytes], bool] | None = None  # see EngineCall.take_chunks
         self.idle_since_s = 0.0
 
@@ -225,10 +221,8 @@ class _Connection(asyncio.Protocol):
         """Send a request. is_fresh: the connection has carried none before."""
         self._call, self._listener, self._request, self._is_fresh = call, listener, request, is_fresh
         call._connection = self
-        self._parser = HttpResponseParser(self)
-        self._headers, self._num_headers = {}, 0
-        self._has_head = self._is_whole = self._has_begun = self._keeps = self._is_framed = False
-        self._is_between_chunks, self.on_chunk = False, None
+        self._reader = ChunkReader(self._on_head, self._on_body, edge_limits.ENGINE_HEAD_BYTES)
+        self.on_chunk = None
         self._transport.write(request)
 
     def ignore(self) -> None:
@@ -248,7 +242,7 @@ class _Connection(asyncio.Protocol):
 
     def drop(self) -> None:
         """Close at once."""
-        self._call = self._listener = self._parser = self.on_chunk = None
+        self._let_go()
         if self._transport is not None:
             self._transport.abort()
 
@@ -260,49 +254,33 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """More bytes of the reply."""
-        call, listener = self._call, self._listener
+        call, listener, reader = self._call, self._listener, self._reader
         try:
-            if self._is_between_chunks and self.on_chunk is not None and self.on_chunk(data):
-                return
-            self._parse(data)
+            if reader is None:  # nothing was asked for
+                self.drop()
+            elif not (reader.is_between_chunks and self.on_chunk is not None and self.on_chunk(data)):
+                self._read(reader, data)
         except Exception as error:
             self._fail(call, listener, error)
 
-    def _parse(self, data: bytes) -> None:
-        parser = self._parser
-        if parser is None:  # nothing was asked for
-            self.drop()
-            return
-        room = edge_limits.ENGINE_HEAD_BYTES - self._num_headers
-        if not self._has_head:
-            self._has_begun = True
-            self._request = b""
-            if len(data) > room:  # the head has to end within its limit, in however large pieces it comes
-                self._feed(parser, data[:room])
-                if self._parser is not parser:
-                    return
-                if not self._has_head:
-                    self._end_with(f"the head of the reply is longer than {edge_limits.ENGINE_HEAD_BYTES} bytes")
-                    return
-                data = data[room:]
-        self._num_headers += len(data)
-        self._feed(parser, data)
-        if self._parser is not parser:  # aborted by its listener, or no HTTP
-            return
-        if self._is_between_chunks and not data.endswith(b"\r\n"):  # but for a part of a chunk's size
-            self._is_between_chunks = False
-        if self._is_whole:
-            self._finish()
-        elif self._num_headers > edge_limits.ENGINE_HEAD_BYTES:  # of a chunk, or of trailers
-            self._end_with(f"the reply has more than {edge_limits.ENGINE_HEAD_BYTES} bytes in a row without content")
-
-    def _feed(self, parser: HttpResponseParser, data: bytes) -> None:
+    def _read(self, reader: ChunkReader, data: bytes) -> None:
+        self._request = b""
         try:
-            parser.feed_data(data)
-        except (HttpParserError, HttpParserUpgrade) as error:
-            if (cause := error.__context__) is not None and not isinstance(cause, HttpParserError):
-                raise cause from None  # a defect in a listener, not in the bytes
+            is_whole = reader.feed(data)
+        except NotHttpError as error:
             self._end_with(f"the reply is no HTTP/1.1 ({error})")
+            return
+        except HeadTooLongError:
+            self._end_with(f"the head of the reply is longer than {edge_limits.ENGINE_HEAD_BYTES} bytes")
+            return
+        if self._reader is not reader:  # aborted by its listener
+            return
+        if reader.is_between_chunks and not data.endswith(b"\r\n"):  # but for a part of a chunk's size
+            reader.is_between_chunks = False
+        if is_whole:
+            self._finish(reader)
+        elif reader.num_without_body > edge_limits.ENGINE_HEAD_BYTES:  # of a chunk, or of trailers
+            self._end_with(f"the reply has more than {edge_limits.ENGINE_HEAD_BYTES} bytes in a row without content")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Take in that the connection was closed, by either side."""
@@ -314,16 +292,16 @@ class _Connection(asyncio.Protocol):
 
     def _on_closed(self, exc: Exception | None) -> None:
         self._pool.forget(self)
-        if self._call is None or self._listener is None:
+        call, listener, reader = self._call, self._listener, self._reader
+        if call is None or listener is None or reader is None:
             return
-        if self._has_head and not self._is_framed and exc is None:  # its length is where the connection ends
-            self._finish()
-        elif not self._has_begun and not self._is_fresh and self._request.startswith(b"GET "):
-            call, listener, request = self._call, self._listener, self._request
-            self._call = self._listener = None
-            self._pool.resend(call, listener, request)
+        if reader.has_head and not reader.is_framed and exc is None:  # its length is where the connection ends
+            self._finish(reader)
+        elif not reader.has_begun and not self._is_fresh and self._request.startswith(b"GET "):
+            self._let_go()
+            self._pool.resend(call, listener, self._request)
         else:
-            where = "in the middle of the reply" if self._has_begun else "without a reply"
+            where = "in the middle of the reply" if reader.has_begun else "without a reply"
             self._end_with(f"the connection ended {where}")
 
     def _fail(self, call: EngineCall | None, listener: ReplyListener | None, error: Exception) -> None:
@@ -335,50 +313,28 @@ class _Connection(asyncio.Protocol):
         call.is_over, call._connection = True, None
         listener.on_defect(error)
 
-    # -- what the parser calls ----------------------------------------------------------------------------------------
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer, which is ignored."""
-        if not self._has_head:
-            self._headers[name.lower()] = value
-
-    def on_headers_complete(self) -> None:
-        """The head is read (of an interim reply, too)."""
-        assert self._parser is not None
-        status = self._parser.get_status_code()
-        if status < 200:
-            self._headers = {}
-            return
-        self._has_head, self._num_headers = True, 0
-        self._keeps = self._parser.should_keep_alive()
-        self._is_framed = b"content-length" in self._headers or b"transfer-encoding" in self._headers
+    def _on_head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
         if self._listener is not None:
-            self._listener.on_head(status, self._headers)
+            self._listener.on_head(status, headers)
 
-    def on_body(self, data: bytes) -> None:
-        """A part of the body."""
-        self._num_headers = 0
+    def _on_body(self, data: bytes) -> None:
+        if self._reader is not None:
+            self._reader.num_without_body = 0
         if self._listener is not None:
             self._listener.on_data(data)
 
-    def on_chunk_header(self) -> None:
-        """The size of a chunk is read."""
-        self._is_between_chunks = False
+    def _let_go(self) -> None:
+        """Nothing is under way here any more."""
+        if self._reader is not None:
+            self._reader.close()
+        self._call = self._listener = self._reader = self.on_chunk = None
 
-    def on_chunk_complete(self) -> None:
-        """A chunk is read, with the end of its line."""
-        self._is_between_chunks = True
-
-    def on_message_complete(self) -> None:
-        """The reply is read."""
-        self._is_whole = self._has_head
-
-    def _finish(self) -> None:
+    def _finish(self, reader: ChunkReader) -> None:
         call, listener = self._call, self._listener
-        self._call = self._listener = self._parser = self.on_chunk = None
+        self._let_go()
         assert call is not None and listener is not None
         call.is_over, call._connection = True, None
-        if self._keeps and self._is_framed and self.is_usable:
+        if reader.keeps and reader.is_framed and self.is_usable:
             self.resume()
             self._pool.keep(self)
         elif self._transport is not None:
@@ -387,7 +343,7 @@ class _Connection(asyncio.Protocol):
 
     def _end_with(self, words: str) -> None:
         call, listener = self._call, self._listener
-        self._call = self._listener = self._parser = self.on_chunk = None
+        self._let_go()
         if self._transport is not None:
             self._transport.abort()
         if call is not None and listener is not None:

@@ -2,7 +2,7 @@
 computed side by side.
 
 Owns which settings of the scheduler the page offers and the comparison with whole prompts. What the settings do is
-diptych.control.scheduler's business.
+diptych.control.engine.scheduler's business.
 """
 
 from functools import lru_cache
