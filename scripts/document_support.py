@@ -172,8 +172,9 @@ def _models() -> Iterator[str]:
     yield "|---|---|---|---|\n"
     for name in MODELS:
         kept = [f"`{key}`" for key, architecture in ARCHITECTURES.items() if architecture == name]
+        proofs = [*([REAL[name]] if name in REAL else []), RANDOM]
         stored = ", ".join([*kept, *([GGUF_NOTES[name]] if name in GGUF_NOTES else [])])
-        yield table_row(f"`{name}`", PUBLISHED[name], f"{REAL[name]}; " * (name in REAL) + RANDOM, stored)
+        yield table_row(f"`{name}`", PUBLISHED[name], "; ".join(proofs), stored)
     types = [kind.name for kind in GGML_TYPES.values() if kind.num_bytes is not None]
     rows = {
         "dtypes of weights": ", ".join(f"`{name}`" for name in DTYPES),
