@@ -59,8 +59,15 @@ PUBLISHED = {
 }
 # How an architecture is proven; every one of them also by RANDOM.
 RANDOM = "random weights against transformers, in fp32"
-REAL = {"LlamaForCausalLM": "a real checkpoint (SmolLM2-135M)"}
-GGUF_NOTES = {"MistralForCausalLM": "as `llama`, with a window"}
+REAL = {
+    "Gemma3ForCausalLM": "a real checkpoint (Gemma 3 270M, GGUF)",
+    "LlamaForCausalLM": "a real checkpoint (SmolLM2-135M)",
+}
+GGUF_NOTES = {  # beside the architecture of that name, or instead of one
+    "MistralForCausalLM": "as `llama`, with a window",
+    "Ministral3ForCausalLM": "as `mistral3`, with a temperature of queries",
+    "Olmo3ForCausalLM": "as `olmo2`, with a window",
+}
 # Paths that clients of other servers may look for; those that this server has are left out of the page.
 ELSEWHERE = (
     *("/v1/embeddings", "/v1/files", "/v1/batches", "/v1/audio/transcriptions", "/v1/images/generations"),
@@ -165,8 +172,9 @@ def _models() -> Iterator[str]:
     yield "|---|---|---|---|\n"
     for name in MODELS:
         kept = [f"`{key}`" for key, architecture in ARCHITECTURES.items() if architecture == name]
-        stored = ", ".join(kept) or GGUF_NOTES.get(name, "")
-        yield table_row(f"`{name}`", PUBLISHED[name], f"{REAL[name]}; " * (name in REAL) + RANDOM, stored)
+        proofs = [*([REAL[name]] if name in REAL else []), RANDOM]
+        stored = ", ".join([*kept, *([GGUF_NOTES[name]] if name in GGUF_NOTES else [])])
+        yield table_row(f"`{name}`", PUBLISHED[name], "; ".join(proofs), stored)
     types = [kind.name for kind in GGML_TYPES.values() if kind.num_bytes is not None]
     rows = {
         "dtypes of weights": ", ".join(f"`{name}`" for name in DTYPES),

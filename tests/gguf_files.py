@@ -18,7 +18,17 @@ ARCHITECTURES = {
     "MistralForCausalLM": (gguf.MODEL_ARCH.LLAMA, "llama"),
     "Qwen2ForCausalLM": (gguf.MODEL_ARCH.QWEN2, "qwen2"),
     "Qwen3ForCausalLM": (gguf.MODEL_ARCH.QWEN3, "qwen3"),
+    "Gemma2ForCausalLM": (gguf.MODEL_ARCH.GEMMA2, "gemma2"),
+    "Gemma3ForCausalLM": (gguf.MODEL_ARCH.GEMMA3, "gemma3"),
+    "GraniteForCausalLM": (gguf.MODEL_ARCH.GRANITE, "granite"),
+    "Ministral3ForCausalLM": (gguf.MODEL_ARCH.MISTRAL3, "mistral3"),
+    "Olmo2ForCausalLM": (gguf.MODEL_ARCH.OLMO2, "olmo2"),
+    "Olmo3ForCausalLM": (gguf.MODEL_ARCH.OLMO2, "olmo2"),
+    "Phi3ForCausalLM": (gguf.MODEL_ARCH.PHI3, "phi3"),
+    "SeedOssForCausalLM": (gguf.MODEL_ARCH.SEED_OSS, "seed_oss"),
+    "SmolLM3ForCausalLM": (gguf.MODEL_ARCH.SMOLLM3, "smollm3"),
 }
+INTERLEAVED = ("llama", "granite", "mistral3", "smollm3")
 VOCABULARY: dict[str, Any] = {  # byte-level BPE of three letters
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "gpt-2",
@@ -71,7 +81,8 @@ def model_metadata(directory: Path) -> dict[str, Any]:
     """What the file of a checkpoint says."""
     config = _config(directory)
     name = ARCHITECTURES[config["architectures"][0]][1]
-    rope = config.get("rope_parameters") or {}
+    ropes = config.get("rope_parameters") or {}
+    rope = ropes.get("full_attention", ropes)
     numbers = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -90,7 +101,39 @@ def model_metadata(directory: Path) -> dict[str, Any]:
         numbers["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
         numbers["rope.scaling.yarn_beta_fast"] = rope.get("beta_fast")
         numbers["rope.scaling.yarn_beta_slow"] = rope.get("beta_slow")
+    numbers |= _own_numbers(name, config, ropes)
     return {"general.architecture": name} | {f"{name}.{key}": value for key, value in numbers.items()}
+
+
+def _own_numbers(name: str, config: Mapping[str, Any], ropes: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that one architecture alone has."""
+    kinds, sliding = config.get("layer_types"), ropes.get("sliding_attention", {})
+    numbers: dict[str, Any] = {
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
+    }
+    if name in ("gemma2", "gemma3", "olmo2") and kinds:
+        numbers["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
+        numbers["rope.freq_base_swa"] = sliding.get("rope_theta")
+    if name == "smollm3":
+        numbers["attention.sliding_window"] = None
+    if name == "granite":
+        numbers |= {
+            "attention.scale": config["attention_multiplier"],
+            "embedding_scale": config["embedding_multiplier"],
+            "logit_scale": config["logits_scaling"],
+            "residual_scale": config["residual_multiplier"],
+        }
+    if name == "mistral3":
+        numbers["attention.temperature_scale"] = ropes["llama_4_scaling_beta"]
+        numbers["rope.scaling.yarn_log_multiplier"] = ropes["mscale_all_dim"]
+    if name == "phi3":
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        numbers["rope.dimension_count"] = int(head_dim * ropes.get("partial_rotary_factor", 1.0))
+        numbers["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+        if config["sliding_window"] is None:
+            numbers["attention.sliding_window"] = 0
+    return numbers
 
 
 def model_tensors(directory: Path, kind: GGMLQuantizationType = F32, without: str = "") -> Tensors:
@@ -102,16 +145,20 @@ def model_tensors(directory: Path, kind: GGMLQuantizationType = F32, without: st
     found: dict[str, Any] = {}
     for key, tensor in load_file(directory / "model.safetensors").items():
         part = key.split(".")[-2]
-        if name == "llama" and part in heads:  # the halves of each head, a row of each in turn
+        if name in INTERLEAVED and part in heads:  # the halves of each head, a row of each in turn
             first, second = tensor.view(heads[part], 2, -1, *tensor.shape[1:]).unbind(1)
             tensor = torch.stack((first, second), dim=2).view(tensor.shape)
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         is_matrix = tensor.dim() == 2 and tensor.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
         own = kind if is_matrix else F32
+        if name.startswith("gemma") and "norm" in part:
+            tensor = tensor + 1.0
         found[stored] = (gguf.quants.quantize(tensor.float().numpy(), own), own)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = np.array(_llama3_factors(rope, config["head_dim"]), dtype=np.float32)
+    for length in ("long", "short") if rope.get("rope_type") == "longrope" else ():
+        found[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], dtype=np.float32)
     found.pop(without, None)
     return found
 

@@ -62,7 +62,7 @@ LONG_ROPE = {
 MINISTRAL_ROPE = {
     **YARN_ROPE,
     "original_max_position_embeddings": 64,
-    "mscale": 0.8,
+    "mscale": 1.0,
     "mscale_all_dim": 0.5,
     "llama_4_scaling_beta": 0.3,
 }

@@ -18,6 +18,7 @@ from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.gguf.ggml_types import GGML_TYPES
 from diptych.runtime.gguf.gguf_config import HARMLESS, NEUTRAL, READ
 from diptych.runtime.gguf.gguf_decoding import read_float, read_quantized
+from diptych.runtime.gguf.gguf_families import GGUF_FAMILIES
 from diptych.runtime.gguf.gguf_file import GgufFile
 from diptych.runtime.kernels.instruction_set import TORCH
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
@@ -29,13 +30,15 @@ from diptych.runtime.weights.tensor_reader import make_reader
 from diptych.serving.answers.tokenizer import Tokenizer
 from tests import gguf_files
 from tests.gguf_files import VOCABULARY, model_metadata, model_tensors, write_gguf
+from tests.runtime import checkpoints
 from tests.runtime.checkpoints import prompt_of, reference
 from tests.runtime.driving import generate, greedy
 
-FAMILIES = [
+EXACT = [  # whose file says what config.json says, digit by digit
     "llama", "llama-tied-biased", "llama-rope-llama3", "llama-rope-linear", "llama-rope-yarn", "mistral-window",
-    "qwen2", "qwen3", "qwen3-biased",
+    "qwen2", "qwen3", "qwen3-biased", "phi3", "seed-oss",
 ]  # fmt: skip
+OTHERS = ["gemma2", "gemma3", "granite", "ministral3", "olmo2", "olmo3", "phi3-longrope"]
 WHOLE_NUMBERS = {number: kind for number, kind in GGML_TYPES.items() if kind.format is not None}
 HALVES = {"Q6_K": [208], "Q4_0": [0], "Q5_0": [0], "Q8_0": [0]}  # where in a block fp16 numbers lie; else at 0 and 2
 
@@ -82,7 +85,7 @@ def test_every_type_is_decoded_as_the_reference_decodes_it(number: int) -> None:
     assert bool((lost <= expected.view(rows, -1, 32).abs().amax(-1) / 250).all())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EXACT)
 def test_a_file_holds_the_config_and_the_tensors_of_its_checkpoint(family: str, tmp_path: Path) -> None:
     directory, path = reference(family).directory, write_model(tmp_path / "m.gguf", family)
     config, expected = read_model_config(path), read_model_config(directory)
@@ -98,7 +101,7 @@ def test_a_file_holds_the_config_and_the_tensors_of_its_checkpoint(family: str, 
         assert torch.equal(make_reader(checkpoint).read(name), make_reader(other).read(name)), name
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-rope-llama3"])
+@pytest.mark.parametrize("family", ["llama", "llama-rope-llama3", "phi3", "seed-oss", *OTHERS])
 def test_a_file_answers_as_its_checkpoint(family: str, tmp_path: Path) -> None:
     prompt = prompt_of(40)
     tokens, _ = generate(load(write_model(tmp_path / "m.gguf", family)), prompt, [40], greedy(20))
@@ -223,7 +226,7 @@ def test_hostile_lengths_counts_and_types_are_refused(content: bytes, message: s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "gemma3"}, "general.architecture is 'gemma3'; supported: llama, qwen2, qwen3"),
+        ({"general.architecture": "gemma4"}, "general.architecture is 'gemma4'; supported: gemma2, gemma3"),
         ({"general.architecture": 3}, "general.architecture is 3; supported: text"),
         ({"general.type": "adapter"}, "general.type is 'adapter'; supported: model"),
         ({"split.count": 3}, "split.count is 3; supported: 1: the parts"),
@@ -271,11 +274,11 @@ def keys_of_the_format(holder: type = gguf.Keys) -> set[str]:
 def test_each_key_that_the_format_has_is_read_or_harmless_or_refused_by_its_name(tmp_path: Path) -> None:
     keys = keys_of_the_format()
     assert len(keys) > 90 and set(NEUTRAL) & keys
-    for architecture, family in (("llama", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")):
+    for architecture, family in (("llama", "llama"), ("qwen3", "qwen3"), ("gemma3", "gemma3"), ("granite", "granite")):
         metadata = model_metadata(reference(family).directory)
         tensors = model_tensors(reference(family).directory)
         plain = read_model_config(write_gguf(tmp_path / "m.gguf", metadata, tensors))
-        for key in sorted(keys - READ):
+        for key in sorted(keys - READ - GGUF_FAMILIES[architecture].read):
             name = f"{architecture}.{key}"
             for value in (*NEUTRAL.get(key, (0,)), ...):
                 given = {name: 7 if value is ... else value}
@@ -330,6 +333,60 @@ def test_a_window_is_served_as_mistral_and_refused_for_qwen(tmp_path: Path) -> N
     for unused in (0, 4096):
         config = read_model_config(write_model(tmp_path / "m.gguf", "qwen2", **{key: unused}))
         assert {layer.window for layer in config.attention.layers} == {None}
+
+
+SMOLLM3 = {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}  # as every file of it is
+
+
+def test_a_file_of_smollm3_rotates_all_layers_but_every_fourth(tmp_path: Path) -> None:
+    model = checkpoints.make_model("SmolLM3", SMOLLM3)
+    model.save_pretrained(tmp_path / "model")
+    path = gguf_files.write_model(tmp_path / "m.gguf", tmp_path / "model")
+    ours, expected = read_model_config(path), read_model_config(tmp_path / "model")
+    assert [rope is None for rope in ours.ropes] == [False, False, False, True, False]  # type: ignore[attr-defined]
+    assert [rope and rope.theta for rope in ours.ropes] == [rope and rope.theta for rope in expected.ropes]  # type: ignore[attr-defined]
+    checkpoint, other = open_checkpoint(ours), open_checkpoint(expected)
+    for name in checkpoint.tensors:
+        assert torch.equal(make_reader(checkpoint).read(name), make_reader(other).read(name)), name
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "windows"),
+    [
+        ("gemma3", {"gemma3.attention.sliding_window_pattern": None}, [40, 40, 40]),  # every sixth has none
+        ("gemma3", {"gemma3.attention.sliding_window_pattern": 2}, [40, None, 40]),
+        ("gemma3", {"gemma3.attention.sliding_window": None}, [None, None, None]),
+        ("gemma2", {"gemma2.attention.sliding_window_pattern": None}, [40, None, 40]),
+        ("gemma2", {"gemma2.attention.sliding_window": None}, [None, None, None]),  # 4096: no context is longer
+        ("olmo3", {"olmo2.attention.sliding_window_pattern": None}, [40, 40, 40]),
+        ("olmo3", {"olmo2.attention.sliding_window": None}, [None, None, None]),  # that is OLMo 2
+    ],
+)
+def test_which_layers_have_a_window_where_a_file_does_not_say_it(
+    family: str, changes: dict[str, Any], windows: list[int | None], tmp_path: Path
+) -> None:
+    config = read_model_config(write_model(tmp_path / "m.gguf", family, **changes))
+    assert [layer.window for layer in config.attention.layers] == windows
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma3", {"gemma3.attention.sliding_window_pattern": [True]}, "pattern is 1 values; supported: a whole"),
+        ("gemma3", {"gemma3.attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; supported: 0.0"),
+        ("gemma2", {"gemma2.rope.freq_base_swa": 5.0}, "freq_base_swa is 5.0; supported: rope.freq_base (10000.0)"),
+        ("granite", {"granite.rope.scaling.finetuned": False}, "finetuned is False; supported: true"),
+        ("granite", {"granite.expert_count": 4}, "granite.expert_count is 4; supported: 0"),
+        ("phi3", {"phi3.rope.dimension_count": 18}, "dimension_count is 18; supported: an even number of at most 16"),
+        ("ministral3", {"mistral3.attention.temperature_scale": -1.0}, "scaling_beta is -1.0; supported: a pos"),
+    ],
+)  # fmt: skip
+def test_what_a_family_does_not_compute_is_refused(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        read_model_config(write_model(tmp_path / "m.gguf", family, **changes))
+    assert message in str(error.value)
 
 
 def test_the_command_line_takes_a_file_and_names_the_model_after_it(model: Path, tmp_path: Path) -> None:

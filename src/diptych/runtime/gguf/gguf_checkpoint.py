@@ -4,28 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from diptych.control.errors import UnsupportedModelError
-from diptych.runtime.gguf.gguf_config import FREQUENCY_FACTORS
+from diptych.runtime.gguf.gguf_families import GGUF_FAMILIES, NAMES, ROTARY_TENSORS
 from diptych.runtime.gguf.gguf_file import GgufFile
 from diptych.runtime.models.model_config import AttentionConfig
 from diptych.runtime.weights.stored_tensor import StoredTensor
-
-NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-# Files of this architecture hold the rows of q and k in the order that pairs neighbours in the rotary embedding; layers
-# here, and files of the other architectures, pair row i of a head with row i + head_dim / 2.
-INTERLEAVED_ARCHITECTURE = "llama"
 
 
 class GgufCheckpoint:
@@ -35,11 +17,11 @@ class GgufCheckpoint:
         self.path = path
         self.files = [path]
         self.file = GgufFile(path)
-        self.stored_names = {self._name(name): name for name in self.file.tensors if name != FREQUENCY_FACTORS}
+        self._family = GGUF_FAMILIES[self.file.metadata.string("general.architecture") or ""]
+        self.stored_names = {self._name(name): name for name in self.file.tensors if name not in ROTARY_TENSORS}
         self.tensors: Mapping[str, StoredTensor] = {name: self._stored(name) for name in self.stored_names}
         self.num_bytes = sum(tensor.num_bytes for tensor in self.tensors.values())
         self._attention = attention
-        self._is_interleaved = self.file.metadata.string("general.architecture") == INTERLEAVED_ARCHITECTURE
 
     def first_bytes(self, name: str, count: int) -> bytes:
         return bytes(self.file.data(self.stored_names[name])[:count])
@@ -47,16 +29,17 @@ class GgufCheckpoint:
     def interleaved_heads(self, name: str) -> int | None:
         """Heads whose rows a tensor keeps in interleaved order; None if no row moves."""
         part = self.stored_names[name].split(".")[-2]
-        if not self._is_interleaved or part not in ("attn_q", "attn_k"):
+        if not self._family.is_interleaved or part not in ("attn_q", "attn_k"):
             return None
         return self._attention.num_heads if part == "attn_q" else self._attention.num_kv_heads
 
     def _name(self, stored: str) -> str:
+        layer_names = self._family.layer_names
         match stored.split("."):
             case [part, ("weight" | "bias") as kind] if part in NAMES:
                 return f"{NAMES[part]}.{kind}"
-            case ["blk", layer, part, ("weight" | "bias") as kind] if layer.isdecimal() and part in LAYER_NAMES:
-                return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
+            case ["blk", layer, part, ("weight" | "bias") as kind] if layer.isdecimal() and part in layer_names:
+                return f"model.layers.{layer}.{layer_names[part]}.{kind}"
         raise UnsupportedModelError(f"{self.path}: tensor {stored} is not part of this architecture", param="model")
 
     def _stored(self, name: str) -> StoredTensor:

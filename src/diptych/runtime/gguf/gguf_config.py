@@ -4,19 +4,24 @@ Says what it cannot serve by the key of the metadata. Keys of the architecture t
 that changes nothing, also those that are not known; keys of other namespaces are ignored, as the format asks.
 """
 
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
+from diptych.runtime.gguf.gguf_families import (
+    DEFAULT_THETA,
+    FREQUENCY_FACTORS,
+    GGUF_FAMILIES,
+    WINDOWED,
+    rotary_factors,
+)
 from diptych.runtime.gguf.gguf_file import GgufFile
 from diptych.runtime.gguf.gguf_vocabulary import read_vocabulary
 from diptych.runtime.models.config_fields import ConfigFields
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {name: family.architecture for name, family in GGUF_FAMILIES.items()}
 EMBEDDING = "token_embd.weight"
-FREQUENCY_FACTORS = "rope_freqs.weight"  # a tensor: what to divide each rotary frequency by
 
 # Fields of config.json by the key behind "ARCHITECTURE.".
 WHOLE_NUMBERS = {
@@ -110,6 +115,7 @@ def read_gguf_fields(path: Path) -> GgufFields:
     if not values["sliding_window"] or values["sliding_window"] >= values["max_position_embeddings"]:
         values["sliding_window"] = None  # no context is longer
     values["architectures"] = [_class_name(file, architecture, values)]
+    values["rope_theta"] = values["rope_theta"] or DEFAULT_THETA
     values["rope_parameters"] = _rope(file, architecture, values["head_dim"])
     vocabulary = read_vocabulary(file)
     values |= {
@@ -118,8 +124,10 @@ def read_gguf_fields(path: Path) -> GgufFields:
         "dtype": _dtype(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
     }
+    GGUF_FAMILIES[architecture].complete(file, values)
     return GgufFields(path, {field: value for field, value in values.items() if value is not None}, keys)
 
 
@@ -132,7 +140,7 @@ def _check_kind(file: GgufFile, architecture: str) -> None:
         raise metadata.unsupported("split.count", "1: the parts of a split model must be merged into one file first")
     for key, value in metadata.values.items():
         prefix, _, name = key.partition(".")
-        if prefix != architecture or name in READ or name in HARMLESS:
+        if prefix != architecture or name in READ | GGUF_FAMILIES[architecture].read or name in HARMLESS:
             continue
         if (neutral := NEUTRAL.get(name)) is not None:
             if value not in neutral:
@@ -150,9 +158,9 @@ def _class_name(file: GgufFile, architecture: str, values: Mapping[str, Any]) ->
     """The architecture as config.json names it. Mistral is stored as llama; a window tells it from that."""
     if values["sliding_window"] is None:
         return ARCHITECTURES[architecture]
-    if architecture != "llama":
+    if architecture not in WINDOWED:
         raise file.metadata.unsupported(f"{architecture}.attention.sliding_window", f"none for {architecture}")
-    return "MistralForCausalLM"
+    return "MistralForCausalLM" if architecture == "llama" else ARCHITECTURES[architecture]
 
 
 def _head_dim(file: GgufFile, architecture: str, values: Mapping[str, Any]) -> int:
@@ -161,7 +169,7 @@ def _head_dim(file: GgufFile, architecture: str, values: Mapping[str, Any]) -> i
     if heads < 1 or (width % heads and values["head_dim"] is None):
         raise metadata.unsupported(f"{architecture}.attention.head_count", f"a divisor of embedding_length ({width})")
     head_dim: int = values["head_dim"] or width // heads
-    for name in ("attention.value_length", "rope.dimension_count"):
+    for name in ("attention.value_length", *(["rope.dimension_count"] if architecture != "phi3" else [])):
         key = f"{architecture}.{name}"
         if metadata.integer(key) not in (None, head_dim):
             raise metadata.unsupported(key, f"{head_dim}, the length of a head's keys")
@@ -173,7 +181,7 @@ def _rope(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
     metadata, prefix = file.metadata, f"{architecture}.rope"
     factor = metadata.number(f"{prefix}.scaling.factor") or metadata.number(f"{prefix}.scale_linear") or 1.0
     kind = metadata.string(f"{prefix}.scaling.type") or "linear"
-    if kind not in ("none", "linear", "yarn"):
+    if kind not in ("none", "linear", "yarn", *(["longrope"] if architecture == "phi3" else [])):
         raise metadata.unsupported(f"{prefix}.scaling.type", "none, linear, yarn")
     if not factor > 0:
         raise metadata.unsupported(f"{prefix}.scaling.factor", "a positive number")
@@ -181,7 +189,7 @@ def _rope(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
     if FREQUENCY_FACTORS in file.tensors:
         if is_scaled:
             raise metadata.unsupported(f"{prefix}.scaling.type", f"none beside the tensor {FREQUENCY_FACTORS}")
-        return {"rope_type": "factors", "factors": _frequency_factors(file, head_dim)}
+        return {"rope_type": "factors", "factors": rotary_factors(file, FREQUENCY_FACTORS, head_dim // 2)}
     if not is_scaled:
         return {}
     if kind == "linear":
@@ -192,22 +200,6 @@ def _rope(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
         "beta_slow": metadata.number(f"{prefix}.scaling.yarn_beta_slow"),
     }
     return {"rope_type": kind, "factor": factor} | {name: value for name, value in optional.items() if value}
-
-
-def _frequency_factors(file: GgufFile, head_dim: int) -> list[float]:
-    tensor = file.tensors[FREQUENCY_FACTORS]
-    if tensor.kind.name != "F32" or tensor.shape != (head_dim // 2,):
-        raise UnsupportedModelError(
-            f"{file.path}: tensor {FREQUENCY_FACTORS} is {tensor.kind.name} of shape {list(tensor.shape)}; "
-            f"supported: F32 of shape [{head_dim // 2}]",
-            param="model",
-        )
-    factors = list(struct.unpack(f"<{head_dim // 2}f", file.data(FREQUENCY_FACTORS)))
-    if not all(factor > 0 for factor in factors):
-        raise UnsupportedModelError(
-            f"{file.path}: tensor {FREQUENCY_FACTORS} holds numbers that are not positive", param="model"
-        )
-    return factors
 
 
 def _vocab_size(file: GgufFile, num_tokens: int) -> int:

@@ -10,7 +10,7 @@ ROLES = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown
 STOP_ROLES = ("eos", "eot", "eom")
 # Tokens that end an answer whatever the metadata says: files often name only one of those that a model uses, and some
 # do not even say that they are control tokens.
-STOP_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
+STOP_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,224 @@
+"""What each architecture of GGUF files is: its class in config.json, the names of its tensors, the keys that it alone
+has, and what these say. Defaults are those that llama.cpp takes where a file has no such key.
+
+Imports no torch, and knows no values of tensors but those of rotary factors.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from diptych.control.errors import UnsupportedModelError
+from diptych.runtime.models.model_config import FULL, SLIDING
+
+if TYPE_CHECKING:
+    from diptych.runtime.gguf.gguf_file import GgufFile
+
+Values = dict[str, Any]
+
+NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+AROUND_NAMES: Mapping[str, str] = {  # of families with norms behind attention and MLP
+    **LAYER_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+SEED_NAMES: Mapping[str, str] = {
+    **{name: part for name, part in LAYER_NAMES.items() if name != "ffn_norm"},
+    "post_attention_norm": "post_attention_layernorm",
+}
+FUSED_NAMES: Mapping[str, str] = {
+    **LAYER_NAMES,
+    "attn_qkv": "self_attn.qkv_proj",
+    "ffn_up": "mlp.gate_up_proj",
+}
+# tensors of numbers to divide rotary frequencies by
+FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS = (
+    f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
+)
+ROTARY_TENSORS = (FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+DEFAULT_THETA = 10_000.0
+
+
+def _nothing_more(file: GgufFile, values: Values) -> None:
+    """For families whose fields all architectures have."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """architecture: in config.json. layer_names: of tensors, for the parts of a layer. is_interleaved: rows of q and k
+    are in the order that pairs neighbours in the rotary embedding (layers here pair row i of a head with row i +
+    head_dim / 2). read: keys that it reads, and others refuse. complete: puts the
+    fields of these keys into the fields that all architectures have; raises UnsupportedModelError."""
+
+    architecture: str
+    layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
+    is_interleaved: bool = False
+    read: frozenset[str] = frozenset()
+    complete: Callable[[GgufFile, Values], None] = _nothing_more
+
+
+def _kinds(file: GgufFile, values: Values, pattern: int) -> list[str]:
+    """Each layer's kind: by an array of whether it has a window, or every n-th has none. pattern: n, where the file
+    does not say it."""
+    num_layers, key = values["num_hidden_layers"], _key(file, "attention.sliding_window_pattern")
+    if values.get("sliding_window") is None:
+        return [FULL] * num_layers
+    said = file.metadata.values.get(key, pattern)
+    if isinstance(said, int) and not isinstance(said, bool) and said >= 1:
+        return [SLIDING if (index + 1) % said else FULL for index in range(num_layers)]
+    marks = list(said) if isinstance(said, list | memoryview) else []
+    if len(marks) != num_layers or any(mark not in (0, 1) for mark in marks):
+        raise file.metadata.unsupported(key, f"a whole number of at least 1, or {num_layers} times true or false")
+    return [SLIDING if mark else FULL for mark in marks]
+
+
+def _complete_gemma(file: GgufFile, values: Values, num_layers_27b: int) -> None:
+    """Norms hold 1 + weight; the largest model of a generation scales scores by the width of its hidden states."""
+    values["norm_offset"] = 0.0
+    is_27b = values["num_hidden_layers"] == num_layers_27b
+    heads = values["num_attention_heads"]
+    values["query_pre_attn_scalar"] = values["hidden_size"] // heads if is_27b else values["head_dim"]
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if (cap := file.metadata.number(_key(file, name))) is not None:
+            values[name] = cap or None
+
+
+def _complete_gemma2(file: GgufFile, values: Values) -> None:
+    _complete_gemma(file, values, 46)
+    if file.metadata.integer(_key(file, "attention.sliding_window")) is None:
+        values["sliding_window"] = 4096
+    values["layer_types"] = _kinds(file, values, 2)
+    own = file.metadata.number(_key(file, "rope.freq_base_swa"))
+    if own not in (None, values["rope_theta"]):
+        raise file.metadata.unsupported(_key(file, "rope.freq_base_swa"), f"rope.freq_base ({values['rope_theta']})")
+
+
+def _complete_gemma3(file: GgufFile, values: Values) -> None:
+    _complete_gemma(file, values, 62)
+    values["layer_types"] = _kinds(file, values, 6)
+    _two_ropes(values, file.metadata.number(_key(file, "rope.freq_base_swa")) or DEFAULT_THETA)
+
+
+def _complete_olmo2(file: GgufFile, values: Values) -> None:
+    if values.get("sliding_window") is None:
+        return
+    values["architectures"] = ["Olmo3ForCausalLM"]
+    values["layer_types"] = _kinds(file, values, 4)
+    _two_ropes(values, file.metadata.number(_key(file, "rope.freq_base_swa")) or values["rope_theta"])
+
+
+def _two_ropes(values: Values, theta: float) -> None:
+    """What is scaled is the rotation of layers with full attention alone. theta: of the others."""
+    full = {"rope_type": "default", "rope_theta": values.pop("rope_theta"), **values["rope_parameters"]}
+    values["rope_parameters"] = {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": theta}}
+
+
+def _complete_granite(file: GgufFile, values: Values) -> None:
+    metadata = file.metadata
+    if metadata.flag(_key(file, "rope.scaling.finetuned")) is False:
+        raise metadata.unsupported(_key(file, "rope.scaling.finetuned"), "true: queries and keys are rotated")
+    values["logits_scaling"] = metadata.number(_key(file, "logit_scale")) or 1.0
+    values["residual_multiplier"] = metadata.number(_key(file, "residual_scale")) or 1.0
+    values["embedding_multiplier"] = metadata.number(_key(file, "embedding_scale")) or 1.0
+    values["attention_multiplier"] = metadata.number(_key(file, "attention.scale")) or values["head_dim"] ** -0.5
+
+
+def _complete_mistral3(file: GgufFile, values: Values) -> None:
+    metadata, rope = file.metadata, values["rope_parameters"]
+    multiplier = metadata.number(_key(file, "rope.scaling.yarn_log_multiplier"))
+    if multiplier and rope.get("rope_type") == "yarn":
+        rope |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    if beta := metadata.number(_key(file, "attention.temperature_scale")):
+        values["architectures"] = ["Ministral3ForCausalLM"]
+        rope["llama_4_scaling_beta"] = beta
+        rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
+
+
+def _complete_phi3(file: GgufFile, values: Values) -> None:
+    metadata, head_dim = file.metadata, values["head_dim"]
+    rotary = metadata.integer(_key(file, "rope.dimension_count")) or head_dim
+    if rotary > head_dim or rotary % 2:
+        raise metadata.unsupported(_key(file, "rope.dimension_count"), f"an even number of at most {head_dim}")
+    if rotary < head_dim:
+        values["partial_rotary_factor"] = (rotary + 0.5) / head_dim  # of which the whole part counts
+    original = metadata.integer(_key(file, "rope.scaling.original_context_length"))
+    values["original_max_position_embeddings"] = original or values["max_position_embeddings"]
+    if not {SHORT_FACTORS, LONG_FACTORS} <= file.tensors.keys():
+        values["rope_parameters"] = {}
+        return
+    values["rope_parameters"] = {
+        "rope_type": "longrope",
+        "short_factor": rotary_factors(file, SHORT_FACTORS, rotary // 2),
+        "long_factor": rotary_factors(file, LONG_FACTORS, rotary // 2),
+        "attention_factor": metadata.number(_key(file, "rope.scaling.attn_factor")) or None,
+    }
+
+
+def rotary_factors(file: GgufFile, name: str, count: int) -> list[float]:
+    """The numbers in one of ROTARY_TENSORS. Raises UnsupportedModelError unless there are so many, all above 0."""
+    tensor = file.tensors[name]
+    if tensor.kind.name != "F32" or tensor.shape != (count,):
+        raise UnsupportedModelError(
+            f"{file.path}: tensor {name} is {tensor.kind.name} of shape {list(tensor.shape)}; supported: F32 of shape "
+            f"[{count}]",
+            param="model",
+        )
+    factors = list(struct.unpack(f"<{count}f", file.data(name)))
+    if not all(factor > 0 for factor in factors):
+        raise UnsupportedModelError(f"{file.path}: tensor {name} holds numbers that are not positive", param="model")
+    return factors
+
+
+def _key(file: GgufFile, name: str) -> str:
+    return f"{file.metadata.string('general.architecture')}.{name}"
+
+
+_WINDOWS = frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"})
+_CAPS = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
+GGUF_FAMILIES: Mapping[str, GgufFamily] = {
+    "gemma2": GgufFamily("Gemma2ForCausalLM", AROUND_NAMES, read=_WINDOWS | _CAPS, complete=_complete_gemma2),
+    "gemma3": GgufFamily(
+        "Gemma3ForCausalLM", AROUND_NAMES, read=_WINDOWS | {"final_logit_softcapping"}, complete=_complete_gemma3
+    ),
+    "granite": GgufFamily(
+        "GraniteForCausalLM",
+        is_interleaved=True,
+        read=frozenset(
+            {"attention.scale", "embedding_scale", "logit_scale", "residual_scale", "rope.scaling.finetuned"}
+        ),
+        complete=_complete_granite,
+    ),
+    "llama": GgufFamily("LlamaForCausalLM", is_interleaved=True),
+    "mistral3": GgufFamily(
+        "MistralForCausalLM",
+        is_interleaved=True,
+        read=frozenset({"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"}),
+        complete=_complete_mistral3,
+    ),
+    "olmo2": GgufFamily("Olmo2ForCausalLM", AROUND_NAMES, read=_WINDOWS, complete=_complete_olmo2),
+    "phi3": GgufFamily(
+        "Phi3ForCausalLM", FUSED_NAMES, read=frozenset({"rope.scaling.attn_factor"}), complete=_complete_phi3
+    ),
+    "qwen2": GgufFamily("Qwen2ForCausalLM"),
+    "qwen3": GgufFamily("Qwen3ForCausalLM"),
+    "seed_oss": GgufFamily("SeedOssForCausalLM", SEED_NAMES),
+    "smollm3": GgufFamily("SmolLM3ForCausalLM", is_interleaved=True),
+}
+WINDOWED = ("gemma2", "gemma3", "llama", "mistral3", "olmo2", "phi3")  # a window is part of the architecture
