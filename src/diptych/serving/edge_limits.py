@@ -182,7 +182,11 @@ ERROR_CHARACTERS = _limit(
 
 CHOICES = _limit("CHOICES", 4096, "texts", "texts to choose among", beyond="400")
 GRAMMAR_BYTES = _limit(  # to write a longer one would hold up the other streams of the front end
-    "GRAMMAR_BYTES", 1 << 17, "bytes", "grammar that a request makes", beyond="400"
+    "GRAMMAR_BYTES",
+    1 << 17,
+    "bytes",
+    "grammar that a request makes",
+    beyond="400; schemas of tools that are not strict are left out instead",
 )
 SCHEMA_DEPTH = _limit("SCHEMA_DEPTH", 100, "levels", "nesting of a schema", beyond="400")
 SCHEMA_PARTS = _limit("SCHEMA_PARTS", 10_000, "values", "values in a schema, at any depth", beyond="400")
