@@ -195,6 +195,11 @@ ELSEWHERE: dict[str, str] = {
     "GRAMMAR_BYTES": (
         "test_structured_limits.py::test_a_grammar_of_as_many_bytes_as_the_limit_is_followed_and_one_more_is_refused"
     ),
+    "GUIDE_ANSWER_S": "../web/test_guide_limits.py::test_a_panel_has_its_time_and_the_next_one_is_computed",
+    "GUIDE_CALLS": "../web/test_served_guide.py::test_whoever_asks_behind_too_many_is_told_so",
+    "GUIDE_STREAMS": (
+        "../web/test_guide_limits.py::test_as_many_streams_are_read_as_the_limit_and_one_more_ends_the_oldest"
+    ),
     "GUIDE_QUERY_BYTES": (
         "../web/test_guide_limits.py::test_a_query_that_is_too_long_is_refused_before_it_is_taken_apart"
     ),

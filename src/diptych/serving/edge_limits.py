@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from diptych.control.admission.admission_config import AdmissionConfig
 from diptych.control.config import SchedulerConfig
-from diptych.web.panel_wire import MOST_QUERY_BYTES
+from diptych.web.panel_wire import ANSWER_S, MOST_CALLS, MOST_QUERY_BYTES, MOST_STREAMS
 
 Number = TypeVar("Number", int, float)
 
@@ -349,6 +349,19 @@ TIMELINE_PAGE_RECORDS = _limit(  # about 2 us of the event loop each
 TRACE_S = _limit("TRACE_S", 86_400, "s", "span of `/timeline/perfetto` that may be asked for", beyond="400")
 SHOWN_MISSES = _limit("SHOWN_MISSES", 256, "misses", "misses that `/cache/misses` shows", beyond="400")
 
+GUIDE_CALLS = _limit(
+    "GUIDE_CALLS",
+    MOST_CALLS,
+    "questions",
+    "questions of panels that wait behind the one that is answered",
+    beyond="503",
+)
+GUIDE_STREAMS = _limit(
+    "GUIDE_STREAMS", MOST_STREAMS, "streams", "streams of panels that are being read", beyond="the oldest ends"
+)
+GUIDE_ANSWER_S = _limit(
+    "GUIDE_ANSWER_S", ANSWER_S, "s", "time to compute a panel, or an event of its stream", beyond="503"
+)
 GUIDE_QUERY_BYTES = _limit(
     "GUIDE_QUERY_BYTES", MOST_QUERY_BYTES, "bytes", "query of a panel of the guide", beyond="400"
 )
