@@ -121,6 +121,8 @@ ELSEWHERE: dict[str, str] = {
     "ENGINE_HEAD_BYTES": (
         "front/test_front_limits.py::test_the_head_of_an_engine_s_reply_has_its_limit_and_no_byte_more"
     ),
+    "ENGINE_PAGE_BYTES": "front/test_front_limits.py::test_a_page_and_a_prompt_of_an_engine_have_their_limits",
+    "ENGINE_TOKENS_BYTES": "front/test_front_limits.py::test_a_page_and_a_prompt_of_an_engine_have_their_limits",
     "ENGINE_REFUSAL_BYTES": (
         "front/test_front_limits.py::test_a_whole_reply_and_a_refusal_have_their_limits_and_no_byte_more"
     ),

@@ -411,6 +411,16 @@ ENGINE_HEAD_BYTES = _limit("ENGINE_HEAD_BYTES", 65_536, "bytes", "head of an eng
 ENGINE_REPLY_BYTES = _limit(
     "ENGINE_REPLY_BYTES", 64 << 20, "bytes", "reply that is no stream", beyond="the reply fails"
 )
+ENGINE_PAGE_BYTES = _limit(
+    "ENGINE_PAGE_BYTES", 4 << 20, "bytes", "page that the front reads of an engine: models, gauges", beyond="not used"
+)
+ENGINE_TOKENS_BYTES = _limit(
+    "ENGINE_TOKENS_BYTES",
+    64 << 20,
+    "bytes",
+    "prompt that an engine has rendered or tokenised for the front",
+    beyond="the request is placed by load alone",
+)
 ENGINE_REFUSAL_BYTES = _limit("ENGINE_REFUSAL_BYTES", 65_536, "bytes", "refusal of an engine", beyond="the reply fails")
 ENGINE_EVENT_BYTES = _limit(
     "ENGINE_EVENT_BYTES", 16 << 20, "bytes", "event of an engine's stream", beyond="the reply fails"
