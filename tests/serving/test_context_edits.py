@@ -8,7 +8,13 @@ from fake_llm import FakeLLM
 from tool_model import tool_model
 
 from diptych.serving.answers.tokenizer import Tokenizer
-from diptych.serving.api.context_edits import CLEAR_THINKING, CLEAR_TOOL_USES, CLEARED, after_compaction
+from diptych.serving.api.context_edits import (
+    CLEAR_THINKING,
+    CLEAR_TOOL_USES,
+    CLEARED,
+    after_compaction,
+    edited_context,
+)
 
 pytestmark = pytest.mark.asyncio
 TOOL = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
@@ -112,6 +118,27 @@ async def test_old_reasoning_is_cleared_by_turns(keep: Any, cleared: int, tokeni
     applied, _, counted = await edited(tokenizer, TALK, edit)
     assert [edit["cleared_thinking_turns"] for edit in applied] == ([cleared] if cleared else [])
     assert counted["context_management"]["original_input_tokens"] >= counted["input_tokens"]
+
+
+async def test_each_conversation_is_counted_once_however_many_edits_there_are() -> None:
+    counted: list[str] = []
+
+    async def count(turns: Any) -> int:
+        counted.append(str(turns))
+        return len(counted[-1])
+
+    edits = [{"type": CLEAR_TOOL_USES, "keep": {"type": "tool_uses", "value": 15 - n}} for n in range(16)]
+    for edit, value in zip(edits, [10**9, 10, 0, 0] * 4, strict=True):  # some do not apply, for want of tokens
+        edit["trigger"] = {"type": "input_tokens", "value": 0}
+        edit["clear_at_least"] = {"type": "input_tokens", "value": value}
+    found = await edited_context({"edits": edits}, TALK, count)
+    assert 0 < len(found.applied) < 6 and found.original_tokens == len(str(TALK))
+    assert len(counted) <= 1 + len(edits) and counted.count(str(TALK)) == 1
+
+
+async def test_the_number_of_tokens_is_that_of_the_encoding(tokenizer: Tokenizer) -> None:
+    for text in ("", "a", "Hello, <tool_call> world", "é€😀" * 1000):
+        assert tokenizer.count_rendered(text) == len(tokenizer.encode_rendered(text))
 
 
 async def test_edits_that_are_not_known_are_left_out_by_name(tokenizer: Tokenizer) -> None:

@@ -121,6 +121,8 @@ ELSEWHERE: dict[str, str] = {
     "ENGINE_HEAD_BYTES": (
         "front/test_front_limits.py::test_the_head_of_an_engine_s_reply_has_its_limit_and_no_byte_more"
     ),
+    "ENGINE_PAGE_BYTES": "front/test_front_limits.py::test_a_page_and_a_prompt_of_an_engine_have_their_limits",
+    "ENGINE_TOKENS_BYTES": "front/test_front_limits.py::test_a_page_and_a_prompt_of_an_engine_have_their_limits",
     "ENGINE_REFUSAL_BYTES": (
         "front/test_front_limits.py::test_a_whole_reply_and_a_refusal_have_their_limits_and_no_byte_more"
     ),
@@ -194,6 +196,11 @@ ELSEWHERE: dict[str, str] = {
     "ERROR_CHARACTERS": "test_error_format.py::test_the_message_of_an_error_is_bounded",
     "GRAMMAR_BYTES": (
         "test_structured_limits.py::test_a_grammar_of_as_many_bytes_as_the_limit_is_followed_and_one_more_is_refused"
+    ),
+    "GUIDE_ANSWER_S": "../web/test_guide_limits.py::test_a_panel_has_its_time_and_the_next_one_is_computed",
+    "GUIDE_CALLS": "../web/test_served_guide.py::test_whoever_asks_behind_too_many_is_told_so",
+    "GUIDE_STREAMS": (
+        "../web/test_guide_limits.py::test_as_many_streams_are_read_as_the_limit_and_one_more_ends_the_oldest"
     ),
     "GUIDE_QUERY_BYTES": (
         "../web/test_guide_limits.py::test_a_query_that_is_too_long_is_refused_before_it_is_taken_apart"

@@ -15,6 +15,7 @@ from copies import Copies
 from tests.laws import law
 
 from diptych.control.errors import WorkerError
+from diptych.serving import sliced_json
 from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.answers.response.bundled_templates import TEMPLATES
 from diptych.serving.answers.response.response_parser import ResponseParser
@@ -23,7 +24,7 @@ from diptych.serving.api.answer_reader import AnswerReader
 from diptych.serving.api.messages_writer import MessagesWriter
 from diptych.serving.api.responses_request import ResponsesBody
 from diptych.serving.api.responses_tools import ClientTools
-from diptych.serving.api.responses_writer import ResponsesWriter
+from diptych.serving.api.responses_writer import ResponsesWriter, echoed
 
 HERMES = load_response_template("hermes", TEMPLATES["hermes"])
 FUNCTION: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
@@ -86,6 +87,28 @@ def without_ids(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: without_ids(inner) for name, inner in value.items() if name not in ("id", "item_id", "call_id")}
     return [without_ids(inner) for inner in value] if isinstance(value, list) else value
+
+
+def test_what_each_whole_response_repeats_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Any = {
+        "instructions": 'Long "instructions" of é€😀\n' * 20_000,
+        "metadata": {"a": "b"},
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "text": {"format": {"type": "json_object"}},
+    }
+    written: list[Any] = []
+    encode = sliced_json.encode
+    monkeypatch.setattr(sliced_json, "encode", lambda value: (written.append(value), encode(value))[1])
+    body = ResponsesBody.model_validate({"input": "x", **asked})
+    begun = ResponsesWriter(context(), body, reader(), tools(), echoed(body))
+    data = b"".join((begun.opening(), begun.events([Delta(0, "x", [1], []), Delta(0, "", [], [], "stop")])))
+    data += b"".join(begun.pause() for _ in range(5)) + begun.last_events()
+    repeated = [event["response"] for event in events_of(data) if "response" in event]
+    assert len(repeated) == 4 and all({name: reply[name] for name in asked} == asked for reply in repeated)
+    assert written.count(asked["instructions"]) == 1
+    numbers = [event["sequence_number"] for event in events_of(data)]
+    assert numbers == list(range(len(numbers)))
 
 
 @law(weight=0.5)

@@ -64,6 +64,12 @@ SAME: dict[str, Any] = {  # each is enforced exactly
         "unevaluatedItems": False,
     },
     "all items are spoken of": {"allOf": [{"items": True}], "type": "array", "unevaluatedItems": False, "maxItems": 2},
+    "items and properties that an inner part lets be": {
+        "anyOf": [{"unevaluatedItems": True, "unevaluatedProperties": True, "type": ["array", "object"]}],
+        "unevaluatedItems": False,
+        "unevaluatedProperties": False,
+        "maxItems": 2,
+    },
     "unevaluated true": {"unevaluatedProperties": True, "unevaluatedItems": {}},
     "annotations": {
         **{"type": "string", "nullable": True, "discriminator": {"propertyName": "k"}, "example": 1, "xml": {}},

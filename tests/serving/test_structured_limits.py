@@ -19,7 +19,7 @@ from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.grammar_checker import GrammarChecker
 from diptych.serving.answers.grammar.grammar_text import Grammar, GrammarWriter
 from diptych.serving.answers.response.bundled_templates import TEMPLATES
-from diptych.serving.answers.response.response_template import load_response_template
+from diptych.serving.answers.response.response_template import CallForm, load_response_template
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.protocol import CompletionBody
 from diptych.serving.api.structured import wanted_grammar
@@ -183,11 +183,79 @@ def test_calls_of_hundreds_of_tools_are_followed() -> None:
     assert template.calls is not None
     parameters = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
     schemas = {f"tool_{number}": {**parameters, "additionalProperties": False} for number in range(300)}
-    [text] = tried(WRITER.calls(template.calls, schemas, None))
+    calls = WRITER.calls(template.calls, schemas, None)
+    assert not calls.left_out
+    [text] = tried(calls)
     for name in ("tool_0", "tool_150", "tool_299"):
         assert allows(text, f'<tool_call>\n{{"name": "{name}", "arguments": {{"x": 1}}}}\n</tool_call>')
-    with pytest.raises(InvalidRequestError, match=r"^tools makes a grammar of \d+ bytes; the limit is"):
-        assert WRITER.calls(template.calls, {**schemas, **{f"more_{n}": parameters for n in range(724)}}, None).text
+
+
+CALLED = ["generic", "hermes", "llama3_json", "mistral", "qwen_xml", "pythonic"]
+WIDE_SCHEMA = {
+    "type": "object",
+    "properties": {f"field_{n}": {"type": "string", "description": "of a tool " * 20} for n in range(4)},
+    "required": ["field_0"],
+    "additionalProperties": False,
+}
+
+
+def form_of(name: str) -> CallForm:
+    form = load_response_template(name, TEMPLATES[name]).calls
+    assert form is not None
+    return form
+
+
+@pytest.mark.parametrize("name", [name for name in CALLED if name in TEMPLATES])
+def test_as_many_tools_as_a_request_may_have_can_be_called_and_what_does_not_fit_is_named(name: str) -> None:
+    form, number = form_of(name), edge_limits.TOOLS
+    schemas = {f"tool_of_a_long_name_{n}": WIDE_SCHEMA for n in range(number)}
+    grammar = WRITER.calls(form, schemas, 1)
+    assert grammar.num_bytes <= edge_limits.GRAMMAR_BYTES
+    assert 0 < len(grammar.left_out) < number and grammar.num_bytes > 0.8 * edge_limits.GRAMMAR_BYTES
+    assert set(grammar.left_out) <= {f"tools.{n}.function.parameters" for n in range(number)}
+    again = WRITER.calls(form, schemas, 1)
+    assert (again.text, again.left_out) == (grammar.text, grammar.left_out)  # the same tools, each time
+
+
+def call_of(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_of_tools_that_do_not_fit_the_names_are_enforced_and_the_longest_schemas_are_not() -> None:
+    form, number = form_of("generic"), edge_limits.TOOLS
+    short = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    schemas = {f"tool_{n}": {**(short if n < 8 else WIDE_SCHEMA), "additionalProperties": False} for n in range(number)}
+    grammar = WRITER.calls(form, schemas, None)
+    assert not {f"tools.{n}.function.parameters" for n in range(8)} & set(grammar.left_out)
+    [text] = tried(grammar)
+    opened = int(grammar.left_out[0].split(".")[1])
+    assert allows(text, call_of("tool_0", '{"x": 1}')) and not allows(text, call_of("tool_0", '{"x": "1"}'))
+    for arguments in ("{}", '{"field_0": 7}', '{"other": [true]}'):
+        assert allows(text, call_of(f"tool_{opened}", arguments))
+    assert not allows(text, call_of(f"tool_{opened}", "7"))
+    assert not allows(text, call_of(f"tool_{number}", "{}"))
+
+
+def test_strict_tools_that_do_not_fit_are_refused_with_their_number_their_size_and_the_limit() -> None:
+    form = form_of("generic")
+    schemas = {f"tool_{n}": WIDE_SCHEMA for n in range(edge_limits.TOOLS)}
+    words = (
+        rf"1024 tools, 1000 of them with strict schemas, make a grammar of \d+ bytes; .* {edge_limits.GRAMMAR_BYTES}"
+    )
+    with pytest.raises(InvalidRequestError, match=words) as refused:
+        WRITER.calls(form, schemas, None, list(schemas)[:1000])
+    assert refused.value.param == "tools"
+    strict = list(schemas)[:20]
+    grammar = WRITER.calls(form, schemas, None, strict)  # those of a few are kept, whatever else goes
+    assert not {f"tools.{n}.function.parameters" for n in range(20)} & set(grammar.left_out)
+
+
+def test_a_few_tools_keep_their_schemas_and_a_form_that_is_wanted_beside_counts() -> None:
+    form = form_of("generic")
+    schemas = {f"tool_{n}": WIDE_SCHEMA for n in range(60)}
+    assert not WRITER.calls(form, schemas, None).left_out
+    beside = WRITER.calls(form, schemas, None, beside=edge_limits.GRAMMAR_BYTES - 30_000)
+    assert beside.left_out and beside.num_bytes <= 30_000
 
 
 # Alternatives of a rule are items of the parser's row, of which there may be 2,000: at once, or after two choices.

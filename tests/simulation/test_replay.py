@@ -14,7 +14,7 @@ from diptych.cli import main as cli
 from diptych.control.config import EngineConfig
 from diptych.control.engine.recording import RecordingEngineCore, Row, canonical_plan
 from diptych.control.errors import ConfigError
-from diptych.control.events import FirstToken
+from diptych.control.events import Event, FirstToken, RequestFinished
 from diptych.control.request import BlockTables, Request
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput, StepResult
@@ -195,6 +195,24 @@ def test_the_command_says_what_it_found_and_ends_accordingly(tmp_path: Path) -> 
     assert other.exit_code == 1
     assert "recorded:" in other.output
     assert CliRunner().invoke(cli.app, ["replay", str(tmp_path / "nowhere")]).exit_code == 1
+
+
+def test_a_failure_by_the_own_grammar_is_replayed_as_one(tmp_path: Path) -> None:
+    config = random_config(random.Random(1))
+    recorder = record_engine(tmp_path / "a.jsonl", config)
+    core = RecordingEngineCore(config, recorder.write)
+    for name in "ab":
+        core.add_request(Request(name, 4, 5), 0)
+    output = core.begin_step(0)
+    assert output is not None
+    core.end_step(StepResult(output.step_id, failed=(("a", "no"), ("b", "no")), beyond_grammar=frozenset("a")), 10)
+    recorder.close()
+    events: list[Event] = []
+    assert replay(tmp_path / "a.jsonl", on_events=events.extend).is_identical
+    kinds = {
+        event.request_id: event.error.kind for event in events if isinstance(event, RequestFinished) and event.error
+    }
+    assert kinds == {"a": "GrammarLimitError", "b": "WorkerError"}
 
 
 def test_a_recording_that_was_cut_off_replays_as_far_as_it_goes(tmp_path: Path) -> None:

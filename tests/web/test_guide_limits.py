@@ -1,5 +1,6 @@
 """What the server of the guide takes is bounded: heads of requests, and queries of panels."""
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -10,8 +11,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from diptych.serving import edge_limits
+from diptych.web import panel_host, panel_wire
 from diptych.web.guide_app import NAMES, guide_app
 from diptych.web.panel_host import PanelHost
+from diptych.web.panel_wire import Call, receive
+from diptych.web.panel_worker import PanelWorker
+from diptych.web.panels import choose
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -24,6 +29,40 @@ def test_a_query_that_is_too_long_is_refused_before_it_is_taken_apart(name: str)
     finally:
         host.close()
     assert reply.status_code == 400 and f"at most {most}" in reply.text
+
+
+def test_a_panel_has_its_time_and_the_next_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(host: PanelHost) -> list[int]:
+        call = Call(kind="panel", name="phases")
+        found = [(await host.ask(call)).status]
+        with monkeypatch.context() as patch:
+            patch.setattr(panel_wire, "ANSWER_S", 0.0)
+            patch.setattr(panel_host, "receive", lambda pipe, kind: (time_is_over(host), receive(pipe, kind))[1])
+            found.append((await host.ask(call)).status)
+        return [*found, (await host.ask(call)).status]
+
+    def time_is_over(host: PanelHost) -> None:
+        assert host._process is not None
+        host._process.wait(30)  # it is killed by the timer, however soon it would have answered
+
+    host = PanelHost()
+    try:
+        assert asyncio.run(story(host)) == [200, 503, 200]
+    finally:
+        host.close()
+
+
+def test_as_many_streams_are_read_as_the_limit_and_one_more_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "steps", lambda query: iter([{"event": number} for number in range(4)]))
+    worker, most = PanelWorker(), edge_limits.GUIDE_STREAMS
+
+    def read(stream: int) -> bytes:
+        return worker.answer(Call(kind="next", stream=stream)).body
+
+    streams = [worker.answer(Call(kind="begin")).stream for _ in range(most)]
+    assert all(b'"event"' in read(stream) for stream in streams)
+    last = worker.answer(Call(kind="begin")).stream
+    assert read(streams[0]) == b"" and all(b'"event"' in read(stream) for stream in [*streams[1:], last])
 
 
 @pytest.fixture(scope="module")

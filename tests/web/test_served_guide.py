@@ -15,8 +15,8 @@ from watching import PHONE, chromium, overflow, serious_findings, watched
 from diptych.advisor.evaluation import PACES
 from diptych.web.chapters import CHAPTERS
 from diptych.web.guide_app import NAMES
-from diptych.web.panel_host import MAX_WAITING, PanelHost
-from diptych.web.panel_wire import Call
+from diptych.web.panel_host import PanelHost
+from diptych.web.panel_wire import MOST_CALLS, Call
 
 pytestmark = pytest.mark.system
 SPLIT = {
@@ -105,12 +105,12 @@ def test_people_find_the_way_from_the_live_page_to_the_guide_and_back(size: str)
 
 def test_whoever_asks_behind_too_many_is_told_so() -> None:
     async def ask(host: PanelHost) -> list[int]:
-        calls = [host.ask(Call(kind="panel", name="phases")) for _ in range(MAX_WAITING + 3)]
+        calls = [host.ask(Call(kind="panel", name="phases")) for _ in range(MOST_CALLS + 3)]
         return [reply.status for reply in await asyncio.gather(*calls)]
 
     host = PanelHost()
     try:
-        assert asyncio.run(ask(host)) == [200] * (MAX_WAITING + 1) + [503] * 2
+        assert asyncio.run(ask(host)) == [200] * (MOST_CALLS + 1) + [503] * 2
     finally:
         host.close()
 

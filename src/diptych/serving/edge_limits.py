@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from diptych.control.admission.admission_config import AdmissionConfig
 from diptych.control.config import SchedulerConfig
-from diptych.web.panel_wire import MOST_QUERY_BYTES
+from diptych.web.panel_wire import ANSWER_S, MOST_CALLS, MOST_QUERY_BYTES, MOST_STREAMS
 
 Number = TypeVar("Number", int, float)
 
@@ -182,7 +182,11 @@ ERROR_CHARACTERS = _limit(
 
 CHOICES = _limit("CHOICES", 4096, "texts", "texts to choose among", beyond="400")
 GRAMMAR_BYTES = _limit(  # to write a longer one would hold up the other streams of the front end
-    "GRAMMAR_BYTES", 1 << 17, "bytes", "grammar that a request makes", beyond="400"
+    "GRAMMAR_BYTES",
+    1 << 17,
+    "bytes",
+    "grammar that a request makes",
+    beyond="400; schemas of tools that are not strict are left out instead",
 )
 SCHEMA_DEPTH = _limit("SCHEMA_DEPTH", 100, "levels", "nesting of a schema", beyond="400")
 SCHEMA_PARTS = _limit("SCHEMA_PARTS", 10_000, "values", "values in a schema, at any depth", beyond="400")
@@ -345,6 +349,19 @@ TIMELINE_PAGE_RECORDS = _limit(  # about 2 us of the event loop each
 TRACE_S = _limit("TRACE_S", 86_400, "s", "span of `/timeline/perfetto` that may be asked for", beyond="400")
 SHOWN_MISSES = _limit("SHOWN_MISSES", 256, "misses", "misses that `/cache/misses` shows", beyond="400")
 
+GUIDE_CALLS = _limit(
+    "GUIDE_CALLS",
+    MOST_CALLS,
+    "questions",
+    "questions of panels that wait behind the one that is answered",
+    beyond="503",
+)
+GUIDE_STREAMS = _limit(
+    "GUIDE_STREAMS", MOST_STREAMS, "streams", "streams of panels that are being read", beyond="the oldest ends"
+)
+GUIDE_ANSWER_S = _limit(
+    "GUIDE_ANSWER_S", ANSWER_S, "s", "time to compute a panel, or an event of its stream", beyond="503"
+)
 GUIDE_QUERY_BYTES = _limit(
     "GUIDE_QUERY_BYTES", MOST_QUERY_BYTES, "bytes", "query of a panel of the guide", beyond="400"
 )
@@ -393,6 +410,16 @@ JOINED_WORKERS = _limit(
 ENGINE_HEAD_BYTES = _limit("ENGINE_HEAD_BYTES", 65_536, "bytes", "head of an engine's reply", beyond="the reply fails")
 ENGINE_REPLY_BYTES = _limit(
     "ENGINE_REPLY_BYTES", 64 << 20, "bytes", "reply that is no stream", beyond="the reply fails"
+)
+ENGINE_PAGE_BYTES = _limit(
+    "ENGINE_PAGE_BYTES", 4 << 20, "bytes", "page that the front reads of an engine: models, gauges", beyond="not used"
+)
+ENGINE_TOKENS_BYTES = _limit(
+    "ENGINE_TOKENS_BYTES",
+    64 << 20,
+    "bytes",
+    "prompt that an engine has rendered or tokenised for the front",
+    beyond="the request is placed by load alone",
 )
 ENGINE_REFUSAL_BYTES = _limit("ENGINE_REFUSAL_BYTES", 65_536, "bytes", "refusal of an engine", beyond="the reply fails")
 ENGINE_EVENT_BYTES = _limit(

@@ -279,7 +279,8 @@ class _ReplayedEngine:
             step_id,
             stopped=tuple((request_id, FinishReason(reason)) for request_id, reason in stopped),
             full_blocks=tuple((request_id, block_hash.encode()) for request_id, block_hash in full_blocks),
-            failed=tuple((request_id, message) for request_id, message in failed),
+            failed=tuple((request_id, message) for request_id, message, *_ in failed),
+            beyond_grammar=frozenset(request_id for request_id, _, *reason in failed if reason),
             extra=tuple(Extra(*fields) for fields in extra),
             offers=tuple(Offer(request_id, tuple(chances)) for request_id, chances in offers),
         )

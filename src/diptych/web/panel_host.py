@@ -16,10 +16,8 @@ import anyio.to_thread
 import msgspec
 from anyio import CapacityLimiter, Lock
 
+from diptych.web import panel_wire
 from diptych.web.panel_wire import Call, Reply, receive, send
-
-MAX_WAITING = 16  # calls behind the one that is being answered
-LIMIT_S = 120.0  # for one answer, or one event of a stream
 
 
 class PanelHost:
@@ -36,7 +34,7 @@ class PanelHost:
     async def ask(self, call: Call, is_gone: Callable[[], Awaitable[bool]] | None = None) -> Reply:
         """The reply to a call: 503 when too many wait, or when the process ended or was killed before it answered.
         is_gone: whether the client has left, asked when it is this call's turn."""
-        if self._turn.statistics().tasks_waiting >= MAX_WAITING:
+        if self._turn.statistics().tasks_waiting >= panel_wire.MOST_CALLS:
             return _unavailable("Too many panels are being computed. Try again in a moment.")
         async with self._turn:
             if is_gone is not None and await is_gone():
@@ -72,7 +70,7 @@ class PanelHost:
         assert process is not None
         if self._has_ended:  # while it was started
             process.kill()
-        killing = threading.Timer(LIMIT_S, process.kill)
+        killing = threading.Timer(panel_wire.ANSWER_S, process.kill)
         killing.daemon = True
         killing.start()
         try:

@@ -9,6 +9,9 @@ import msgspec
 
 from diptych.base.length_prefix import pack, read_message
 
+MOST_CALLS = 16  # that wait behind the one that is being answered
+MOST_STREAMS = 8  # that are being read; the oldest makes room
+ANSWER_S = 120.0  # for one answer, or one event of a stream
 MOST_QUERY_BYTES = 4096  # of an address of a panel
 Message = TypeVar("Message", bound=msgspec.Struct)
 

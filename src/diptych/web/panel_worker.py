@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 
 from diptych.control.errors import ConfigError, DiptychError
-from diptych.web.panel_wire import Call, Reply, receive, refusal, send
+from diptych.web.panel_wire import MOST_STREAMS, Call, Reply, receive, refusal, send
 
-MAX_STREAMS = 8  # that are being read; the oldest makes room
 GZIP_LEVEL, GZIP_LEAST = 5, 1000
 NICENESS = 19
 
@@ -67,7 +66,7 @@ class PanelWorker:
             first = next(events)
             self._last += 1
             self._streams[self._last] = events
-            if len(self._streams) > MAX_STREAMS:
+            if len(self._streams) > MOST_STREAMS:
                 del self._streams[min(self._streams)]
             return Reply(body=msgspec.json.encode(first), stream=self._last)
         if call.kind == "next" and call.stream in self._streams:

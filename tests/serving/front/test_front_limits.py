@@ -10,6 +10,8 @@ from fake_engine import FakeEngine, answer_to
 from front_harness import FrontClient, fronted
 
 from diptych.serving import edge_limits
+from diptych.serving.front.adapters.openai_parts import post_text
+from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
 from diptych.serving.front.relay_request import read_request
 
 pytestmark = pytest.mark.asyncio
@@ -97,6 +99,28 @@ async def test_a_whole_reply_and_a_refusal_have_their_limits_and_no_byte_more(
         found, _, error = await answered(client, engine, whole(status=status, body=most + 1))
         assert (found, error["code"]) == FAILED
         assert f"(status {status}) is longer than {most} bytes" in caplog.text
+
+
+async def test_a_page_and_a_prompt_of_an_engine_have_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ENGINE_PAGE_BYTES", "ENGINE_TOKENS_BYTES"):
+        monkeypatch.setattr(edge_limits, name, 5000)
+    said = b""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(said), said))
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        pool = ConnectionPool(*server.sockets[0].getsockname()[:2], {})
+        for size in (5000, 5001):
+            said = b'{"prompt":"%b"}' % (b"x" * (size - len('{"prompt":""}')))
+            assert len(await post_text(pool, "/detokenize", {}) or "") == (size - 13 if size == 5000 else 0)
+        with pytest.raises(ReplyTooLongError, match="more than 5000 bytes"):
+            await ask(pool, "GET", "/metrics", timeout_s=60)
+        said = said[:-1]
+        assert await ask(pool, "GET", "/metrics", timeout_s=60) == (200, said)
+        pool.close()
 
 
 async def test_as_many_requests_are_open_at_a_front_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

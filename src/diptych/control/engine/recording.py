@@ -40,7 +40,7 @@ from diptych.control.step import Extra, Offer, SchedulerOutput, StepFeatures, St
 Row = tuple[Any, ...]
 
 FORMAT = "diptych recording"
-VERSION = 10  # of a file of rows; before, a request had one block table
+VERSION = 10  # of a file of rows; before, a request had one block table, and a grammar that was too much was no failure
 # 8 read no peer, 7 did not let class batch give way, 6 had no lent blocks, 5 no tiers, 4 no standing,
 # 3 a request's options one by one
 DIGEST_BYTES = 12
@@ -156,7 +156,8 @@ class RecordingEngineCore(EngineCore):
             return EngineCore.end_step(self, result, now)
         repeats = () if num_steps == 1 and last_start_ns is None else (num_steps, last_start_ns)
         more: Row = (extra_rows(result.extra), offer_rows(result.offers)) if result.extra or result.offers else ()
-        self._write(("end", now, result.step_id, result.stopped, result.full_blocks, result.failed, repeats, *more))
+        failed = failed_rows(result)
+        self._write(("end", now, result.step_id, result.stopped, result.full_blocks, failed, repeats, *more))
         return super().end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
 
     def on_tier(self, event: TierEvent, now: int) -> None:
@@ -210,6 +211,12 @@ def measured_steps(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[StepFeatures
             begun_ns, features = row[1], StepFeatures(tokens, pairs, num_decodes, context)
         elif row[0] == "end" and features != StepFeatures() and not row[6]:
             yield features, row[1] - begun_ns
+
+
+def failed_rows(result: StepResult) -> Row:
+    """Of each request that failed: its id, the message, and True where its own grammar was the reason."""
+    beyond = result.beyond_grammar
+    return tuple((name, message, True) if name in beyond else (name, message) for name, message in result.failed)
 
 
 def extra_rows(extra: Iterable[Extra]) -> Row:

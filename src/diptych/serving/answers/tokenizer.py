@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from diptych.control.errors import ContextLengthError, InvalidRequestError
@@ -66,10 +67,16 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt", limit: int | None = None
     ) -> list[int]:
-        """Token ids of a text. limit: the length of the context. Raises ContextLengthError
-        for a text that is too long, before it is encoded where its length in bytes says so; InvalidRequestError for a
-        text that the tokenizer cannot take: one with a lone surrogate, or one on which its regular expression exceeds
-        its limit of retries."""
+        """Token ids of a text. limit: the length of the context. Raises as ``encoding`` does."""
+        return self.encoding(text, add_special_tokens=add_special_tokens, param=param, limit=limit).ids
+
+    def encoding(
+        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt", limit: int | None = None
+    ) -> Encoding:
+        """The tokens of a text, of which none is an object of Python yet: their number costs nothing more. limit: the
+        length of the context. Raises ContextLengthError for a text that is too long, before it is encoded where its
+        length in bytes says so; InvalidRequestError for a text that the tokenizer cannot take: one with a lone
+        surrogate, or one on which its regular expression exceeds its limit of retries."""
         if limit is not None and len(text) >= limit and (least := self.token_length.least_tokens(text)) >= limit:
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens; the prompt is too long: its {len(text)} "
@@ -91,7 +98,7 @@ class Tokenizer:
                 f"{len(encoding)}, and at least 1 is for the answer",
                 param=param,
             )
-        return encoding.ids
+        return encoding
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, param: str = "prompt") -> str:
         """Text of token ids; ids that the tokenizer does not know give no text. Raises InvalidRequestError when it
@@ -196,7 +203,15 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             template_arguments=template_arguments,
         )
+        return self.encode_rendered(text, limit)
+
+    def encode_rendered(self, text: str, limit: int | None = None) -> list[int]:
+        """Token ids of what ``render_chat`` gives."""
         return self.encode(text, add_special_tokens=False, param="messages", limit=limit)
+
+    def count_rendered(self, text: str) -> int:
+        """How many they are."""
+        return len(self.encoding(text, add_special_tokens=False, param="messages"))
 
 
 def _refusal(error: BaseException, message: str, param: str) -> BaseException:

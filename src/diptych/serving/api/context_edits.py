@@ -61,6 +61,7 @@ async def edited_context(
         raise InvalidRequestError(text, param=where)
     applied, left_out = [], []
     original: int | None = None
+    known: int | None = None  # tokens of the conversation as it is now: each is counted once
     for number, edit in enumerate(edits):
         place = f"{where}.{number}"
         kind = edit.get("type") if isinstance(edit, dict) else None
@@ -78,13 +79,14 @@ async def edited_context(
         cleared, num_cleared = await apply(clear, turns)
         if not num_cleared:
             continue
-        before = await count(turns)
+        before = known = await count(turns) if known is None else known
         original = before if original is None else original
         if before <= clear.trigger_tokens:
             continue
-        num_tokens = max(0, before - await count(cleared))
+        after = await count(cleared)
+        num_tokens = max(0, before - after)
         if num_tokens >= least:
-            turns = cleared
+            turns, known = cleared, after
             applied.append({"type": kind, clear.counted: num_cleared, "cleared_input_tokens": num_tokens})
     return EditedContext(turns, applied, left_out, original)
 

@@ -151,8 +151,9 @@ def _grammar(
     if wanted is not None:
         if wanted.foreign:
             return wanted
-        schemas = tools.callable_schemas
-        return wanted.otherwise(writer.calls(template.calls, schemas, tools.max_calls, tools.strict, tools.positions))
+        schemas, beside = tools.callable_schemas, wanted.num_bytes
+        calls = writer.calls(template.calls, schemas, tools.max_calls, tools.strict, tools.positions, beside)
+        return wanted.otherwise(calls)
     return writer.text_with_calls(template.calls, tools.enforced_schemas, tools.positions)
 
 
@@ -170,12 +171,22 @@ async def chat_prompt(
 
     def prompt() -> tuple[ToolRequest | None, list[int]]:
         tools = requested_tools(body, llm.tokenizer)
-        return tools, _prompt(llm.tokenizer, body, tools, limit)
+        return tools, llm.tokenizer.encode_rendered(_rendered(llm.tokenizer, body, tools), limit)
 
     return await llm.long_work.run(prompt, size, tenant)
 
 
-def _prompt(tokenizer: Tokenizer, body: ChatBody, tools: ToolRequest | None, limit: int | None) -> list[int]:
+async def chat_length(llm: AsyncLLM, body: ChatBody, size: int, tenant: str) -> int:
+    """How many tokens the prompt of the conversation has. See chat_prompt."""
+
+    def length() -> int:
+        return llm.tokenizer.count_rendered(_rendered(llm.tokenizer, body, requested_tools(body, llm.tokenizer)))
+
+    return await llm.long_work.run(length, size, tenant)
+
+
+def _rendered(tokenizer: Tokenizer, body: ChatBody, tools: ToolRequest | None) -> str:
+    """The text of the prompt."""
     if body.documents and not tokenizer.template_mentions("documents"):
         message = "documents are given, and the chat template of this model reads none"
         raise InvalidRequestError(message, param="documents", code="unsupported")
@@ -186,12 +197,11 @@ def _prompt(tokenizer: Tokenizer, body: ChatBody, tools: ToolRequest | None, lim
         messages = with_generic_tools(messages, rendered, takes_system=tokenizer.takes_system)
     elif tools is not None:
         arguments.setdefault("tools", rendered)
-    return tokenizer.encode_chat(
+    return tokenizer.render_chat(
         messages,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=continues(body),
         template_arguments=arguments,
-        limit=limit,
     )
 
 

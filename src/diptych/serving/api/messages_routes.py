@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.api.bodies import in_turn, note_ignored, num_bytes, read_body, takes, tenant_in, while_client_waits
 from diptych.serving.api.context_edits import Cleared, Edit, EditedContext, Turn, edited_context
-from diptych.serving.api.conversation import chat_prompt, chat_size, start_chat
+from diptych.serving.api.conversation import chat_length, chat_size, start_chat
 from diptych.serving.api.dialect import MESSAGES
 from diptych.serving.api.messages_request import (
     Body,
@@ -102,4 +102,4 @@ async def _edited(llm: AsyncLLM, request: Request, body: TokenCountBody) -> Edit
 
 async def _num_tokens(llm: AsyncLLM, request: Request, chat: ChatBody) -> int:
     size = chat_size(chat, await num_bytes(request))
-    return len((await chat_prompt(llm, chat, size, tenant_in(request)))[1])
+    return await chat_length(llm, chat, size, tenant_in(request))

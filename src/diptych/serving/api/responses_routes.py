@@ -14,7 +14,7 @@ from diptych.serving.api.reply import encode_json
 from diptych.serving.api.response_store import ResponseStore, has_id
 from diptych.serving.api.responses_items import kind_of
 from diptych.serving.api.responses_request import ResponsesBody, as_chat, input_items
-from diptych.serving.api.responses_writer import Reply, ResponsesWriter
+from diptych.serving.api.responses_writer import Reply, ResponsesWriter, echoed
 from diptych.serving.api.stored_response import Keeping, StoredResponse
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.long_work import LONG
@@ -47,9 +47,10 @@ def add_responses_routes(
             new = await in_turn(request, lambda: resolved(input_items(body), found), more)
         chat, tools = await in_turn(request, lambda: as_chat(body, earlier, new), more)
         note_ignored(request, tools.left_out)
+        echo = await in_turn(request, lambda: echoed(body))
         size = await num_bytes(request) + more
         started = await start_chat(llm, chat, model_names[0], tenant, "resp_", size, clamps=True)
-        writer = ResponsesWriter(started.context, body, started.reader, tools)
+        writer = ResponsesWriter(started.context, body, started.reader, tools, echo)
         keeping = None if body.store is False else Keeping(store, tenant, previous, new)
         return StoredResponse(llm, started.generation, writer, keeping, stream=bool(body.stream))
 

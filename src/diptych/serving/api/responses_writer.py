@@ -7,7 +7,10 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from diptych.control.errors import DiptychError
+from diptych.serving import sliced_json
 from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.answers.response.call_readers import AnswerPart, PartKind
 from diptych.serving.api.answer_reader import AnswerReader
@@ -25,7 +28,7 @@ _ECHOED = ("instructions", "previous_response_id", "max_output_tokens", "tempera
 
 
 class ResponsesWriter:
-    """The Writer of /v1/responses."""
+    """The Writer of /v1/responses. echo: what ``echoed`` gives for the body, where it is there already."""
 
     def __init__(
         self,
@@ -33,6 +36,7 @@ class ResponsesWriter:
         body: ResponsesBody,
         reader: AnswerReader,
         tools: ClientTools,
+        echo: Reply | None = None,
     ) -> None:
         self._context = context
         self._body = body
@@ -41,6 +45,7 @@ class ResponsesWriter:
         self._argument = TextArgument()  # of the call that is open, where its tool is a custom one
         self._seals_reasoning = wants_sealed_reasoning(body)
         self._has_summary = wants_summary(body)
+        self._echo = echoed(body) if echo is None else echo
         self._items: list[Reply] = []  # the last one is open while ``_open`` is not None
         self._open: PartKind | None = None
         self._pieces: list[str] = []  # of the text, arguments or input of the open item, which gets them at its end
@@ -52,8 +57,8 @@ class ResponsesWriter:
         """The response that begins."""
         if self._number:
             return b""
-        begun = self._response("in_progress", None)
-        return self._event("created", {"response": begun}) + self._event("in_progress", {"response": begun})
+        begun = encode_json(self._response("in_progress", None))
+        return b"".join((*self._whole("created", begun), *self._whole("in_progress", begun)))
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
         """Events of what is new; the first are preceded by the opening."""
@@ -73,7 +78,7 @@ class ResponsesWriter:
         self._num_pauses += 1
         if self._num_pauses % PAUSES_AN_EVENT:
             return COMMENT
-        return self._event("in_progress", {"response": self._response("in_progress", None)})
+        return b"".join(self._whole("in_progress", encode_json(self._response("in_progress", None))))
 
     def failure(self, error: DiptychError) -> bytes:
         """The response that failed, which is the last event; what there was of its answer is in it."""
@@ -82,12 +87,12 @@ class ResponsesWriter:
             self._items[-1]["status"] = "incomplete"
             self._settle(self._items[-1])
         reply = {**self._response("failed", None), "error": response_error(error)}
-        return self.opening() + self._event("failed", {"response": reply})
+        return self.opening() + b"".join(self._whole("failed", encode_json(reply)))
 
     def last_events(self) -> bytes:
         """The whole response."""
         assert self.ended is not None
-        return self._event(self.ended["status"], {"response": self.ended})
+        return b"".join(self._whole(self.ended["status"], encode_json(self.ended)))
 
     def body(self, deltas: Iterable[Delta]) -> bytes:
         """The whole response."""
@@ -114,7 +119,6 @@ class ResponsesWriter:
 
     def _response(self, status: str, incomplete: Reply | None) -> Reply:
         body = self._body
-        text_format = (body.text or {}).get("format") or {"type": "text"}
         is_over = status != "in_progress"
         return {
             "id": self._context.id,
@@ -124,12 +128,10 @@ class ResponsesWriter:
             "status": status,
             "error": None,
             "incomplete_details": incomplete,
-            **{name: getattr(body, name) for name in _ECHOED},
+            **{name: self._echo[name] for name in _ECHOED},
             "output": list(self._items) if is_over else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "text": {"format": text_format},
+            **{name: self._echo[name] for name in ("tool_choice", "tools", "text")},
             "store": body.store is not False,
             "truncation": "disabled",
             "usage": self._usage() if is_over else None,
@@ -253,11 +255,31 @@ class ResponsesWriter:
         whole = {"name": item["name"], "arguments": item["arguments"]}
         return self._event("function_call_arguments.done", {**self._place(), **whole})
 
+    def _whole(self, name: str, response: bytes) -> tuple[bytes, bytes, bytes]:
+        """The pieces of an event with the whole response, which may be long: it is copied where they are joined."""
+        kind, number = b"response." + name.encode(), self._number
+        self._number += 1
+        head = b'event: %b\ndata: {"type":"%b","sequence_number":%d,"response":' % (kind, kind, number)
+        return head, response, b"}\n\n"
+
     def _event(self, name: str, fields: Reply) -> bytes:
         kind = f"response.{name}"
         data = encode_json({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def echoed(body: ResponsesBody) -> Reply:
+    """The fields of a request that each whole response repeats. Texts, lists and objects are JSON already: they may be
+    long, and are written once, in steps that let others go on."""
+    text_format = (body.text or {}).get("format") or {"type": "text"}
+    others = {"tool_choice": body.tool_choice or "auto", "tools": body.tools or [], "text": {"format": text_format}}
+    fields = {**{name: getattr(body, name) for name in _ECHOED}, **others}
+    return {name: _written(value) for name, value in fields.items()}
+
+
+def _written(value: Any) -> Any:
+    return msgspec.Raw(b"".join(sliced_json.encode(value))) if isinstance(value, str | list | dict) else value
 
 
 def _summary(text: str) -> Reply:

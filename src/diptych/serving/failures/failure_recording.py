@@ -21,7 +21,7 @@ import msgspec
 
 from diptych import __version__
 from diptych.control.recent_rows import RecentRows, Row
-from diptych.private_files import make_private_folder
+from diptych.base.private_files import make_private_folder
 
 logger = logging.getLogger(__name__)
 

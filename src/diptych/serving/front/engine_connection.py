@@ -408,10 +408,17 @@ class _Gathered:
 
 
 async def ask(
-    pool: ConnectionPool, method: str, path: str, body: bytes | None = None, *, timeout_s: float, limit: int = 4 << 20
+    pool: ConnectionPool,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    *,
+    timeout_s: float,
+    limit: int | None = None,
 ) -> tuple[int, bytes]:
-    """Status and body of a small reply. Raises ConnectionError, TimeoutError or ReplyTooLongError."""
-    gathered = _Gathered(limit)
+    """Status and body of a small reply. limit: of the body (None: ENGINE_PAGE_BYTES). Raises ConnectionError,
+    TimeoutError or ReplyTooLongError."""
+    gathered = _Gathered(edge_limits.ENGINE_PAGE_BYTES if limit is None else limit)
     gathered.call = pool.send(method, path, body, gathered)
     try:
         async with asyncio.timeout(timeout_s):

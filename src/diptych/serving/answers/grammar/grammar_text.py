@@ -6,7 +6,7 @@ certain without the model.
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from keyword import iskeyword
 from typing import Any
@@ -29,6 +29,7 @@ SCHEMA = "%schema "  # in a rule: a schema that is yet to be written as the comp
 _ARGUMENTS: dict[str, type[CallArguments]] = {
     "tags": TaggedArguments, "python": PythonArguments, "marked": MarkedArguments,
 }  # fmt: skip
+RULE_BYTES = 150  # of a tool beside its schema, about
 _ANY_TEXT = r"/(?s:.*)/"
 
 
@@ -49,14 +50,21 @@ class Grammar:
     def text(self) -> str:
         """The grammar in Lark, with schemas as clients wrote them (see SCHEMA), or the client's own. Raises
         InvalidRequestError for one that is too long."""
-        text = self.foreign or f"{self.start}answer: {self.rule}\n{self.rules}"
-        num_bytes = len(text.encode(errors="surrogatepass"))
-        if num_bytes > edge_limits.GRAMMAR_BYTES:
+        if self.num_bytes > edge_limits.GRAMMAR_BYTES:
             raise InvalidRequestError(
-                f"{self.param} makes a grammar of {num_bytes} bytes; the limit is {edge_limits.GRAMMAR_BYTES}",
+                f"{self.param} makes a grammar of {self.num_bytes} bytes; the limit is {edge_limits.GRAMMAR_BYTES}",
                 param=self.param,
             )
-        return text
+        return self._written
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the text."""
+        return len(self._written.encode(errors="surrogatepass"))
+
+    @property
+    def _written(self) -> str:
+        return self.foreign or f"{self.start}answer: {self.rule}\n{self.rules}"
 
     def otherwise(self, other: "Grammar") -> "Grammar":
         """Answers of this grammar or of the other one. The names of their rules differ."""
@@ -102,13 +110,32 @@ class GrammarWriter:
         max_calls: int | None,
         strict: Collection[str] = (),
         positions: Mapping[str, int] | None = None,
+        beside: int = 0,
     ) -> Grammar:
         """Calls of these tools, at least one, and nothing else. strict: tools of whose schemas nothing is left out.
-        positions: of the tools in the request, for errors."""
+        positions: of the tools in the request, for errors. Where the schemas are too long together, the longest of
+        those that are not strict are left out whole, about as few as can be: their names are enforced, and that their
+        arguments are an object. beside: bytes of another grammar that an answer may follow. Raises InvalidRequestError
+        where the strict ones alone are too long."""
         more = "" if max_calls == 1 or form.separator is None else f" ({self.text(form.separator)} call)*"
         rule = f"{self.text(form.first)} call{more} {self.text(form.last)}"
-        rules, left_out = self._call_rules(form, schemas, strict, positions)
-        return Grammar(rule, "\n".join(rules) + "\n", "tools", self._start(), left_out=left_out)
+        weights = {name: len(json.dumps(schema)) + RULE_BYTES for name, schema in schemas.items()}
+        last_first = [name for name in reversed(weights) if name not in strict]
+        longest = sorted(last_first, key=lambda name: weights[name], reverse=True)
+        per_weight, num_open = 0.0, 0
+        while True:
+            rules, left_out = self._call_rules(form, schemas, strict, positions, frozenset(longest[:num_open]))
+            found = Grammar(rule, "\n".join(rules) + "\n", "tools", self._start(), left_out=left_out)
+            excess = found.num_bytes + beside - edge_limits.GRAMMAR_BYTES
+            if excess <= 0:
+                return found
+            if num_open == len(longest):
+                raise _too_many_tools(len(schemas), len(schemas) - len(longest), found.num_bytes)
+            per_weight = per_weight or found.num_bytes / sum(weights.values())  # of the rules that a schema becomes
+            freed, least = 0.0, num_open + 1 + num_open // 256  # so that few rounds are enough
+            while num_open < len(longest) and (freed < excess or num_open < least):
+                freed += weights[longest[num_open]] * per_weight
+                num_open += 1
 
     def text_with_calls(
         self, form: CallForm, schemas: Mapping[str, Schema], positions: Mapping[str, int] | None = None
@@ -176,29 +203,54 @@ class GrammarWriter:
         schemas: Mapping[str, Schema],
         strict: Collection[str],
         positions: Mapping[str, int] | None,
+        opened: Collection[str] = (),
     ) -> tuple[list[str], tuple[str, ...]]:
-        """The rules, and what of the schemas is left out."""
-        rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(schemas)))]
+        """The rules, and what of the schemas is left out. opened: tools whose arguments may be any object."""
+        rules: list[str] = []
         others = _ARGUMENTS.get(form.arguments, PythonArguments)(form, self.text)
         left_out: list[str] = []
+        numbers: list[int] = []  # of the tools with rules of their own
+        names: list[str] = []  # of the others
         for number, (name, schema) in enumerate(schemas.items()):
             written = json.dumps(name) if form.quotes_name else name
             where = f"tools.{number if positions is None else positions[name]}.function"
             param = f"{where}.parameters"
-            arguments = {"type": "object", **schema} if isinstance(schema, Mapping) else {"type": "object"}
-            rules.append(
-                f"call_{number}: {self.text(form.begin)} {self.text(written + form.between)} "
-                f"arguments_{number} {self.text(form.end)}"
-            )
-            if form.arguments == "json":
-                rules.append(f"arguments_{number}: {json_rule(arguments, param, is_strict=name in strict)}")
-                continue
             if form.arguments == "python" and not all(
                 part.isidentifier() and not iskeyword(part) for part in name.split(".")
             ):
                 refuse(f"{where}.name", f"{name!r} is no name in Python")
-            left_out += add_arguments(others, f"arguments_{number}", arguments, param, form.arguments, name in strict)
-        return rules + [f"{name}: {right}" for name, right in others.rules.items()], tuple(left_out)
+            arguments = {"type": "object", **schema} if isinstance(schema, Mapping) else {"type": "object"}
+            if name in opened or arguments == {"type": "object"}:
+                left_out += [param] if name in opened else []
+                names.append(self.text(written))
+                continue
+            numbers.append(number)
+            rules.append(
+                f"call_{number}: {self.text(form.begin)} {self.text(written + form.between)} "
+                f"arguments_{number} {self.text(form.end)}"
+            )
+            left_out += self._add_arguments(rules, others, form, str(number), arguments, param, name in strict)
+        choices = [f"call_{number}" for number in numbers]
+        if names:
+            choices.append("call_any")
+            rules.append(
+                f"call_any: {self.text(form.begin)} name_any {self.text(form.between)} arguments_any "
+                f"{self.text(form.end)}"
+            )
+            rules.append("name_any: " + " | ".join(names))
+            self._add_arguments(rules, others, form, "any", {"type": "object"}, "tools", False)
+        more = [f"{name}: {right}" for name, right in others.rules.items()]
+        return ["call: " + " | ".join(choices), *rules, *more], tuple(left_out)
+
+    @staticmethod
+    def _add_arguments(
+        rules: list[str], others: CallArguments, form: CallForm, name: str, schema: Schema, param: str, is_strict: bool
+    ) -> Iterable[str]:
+        """Add the rule ``arguments_NAME``. Returns what of the schema is left out."""
+        if form.arguments == "json":
+            rules.append(f"arguments_{name}: {json_rule(schema, param, is_strict=is_strict)}")
+            return ()
+        return add_arguments(others, f"arguments_{name}", schema, param, form.arguments, is_strict)
 
     def _start(self) -> str:
         """The beginning of a grammar: reasoning comes first where the model does so."""
@@ -212,6 +264,15 @@ class GrammarWriter:
             thought = f"thought SPACE\nthought[lazy]: /(?s:.*)/ {quoted(thinking.end)}\nSPACE: /\\s*/"
         start = f"start: thinking{'' if thinking.is_open else '?'} answer\n"
         return start + f"thinking: {'' if thinking.is_open else begin} {thought}\n"
+
+
+def _too_many_tools(num_tools: int, num_strict: int, num_bytes: int) -> InvalidRequestError:
+    most = edge_limits.GRAMMAR_BYTES
+    what = f"{num_tools} tools, {num_strict} of them with strict schemas," if num_strict else f"{num_tools} tools"
+    hint = "; schemas that are not strict are left out where they do not fit" if num_strict else ""
+    return InvalidRequestError(
+        f"tools: {what} make a grammar of {num_bytes} bytes; the limit is {most}{hint}", param="tools"
+    )
 
 
 def json_rule(schema: Schema, param: str, whitespace: str | None = None, *, is_strict: bool = True) -> str:

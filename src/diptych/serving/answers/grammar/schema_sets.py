@@ -284,8 +284,7 @@ class SchemaSets:
                 continue
             counts = [low] if high is None else range(low, high + 1)
             for count in counts:
-                placed = _placed(count, yes, TRUE if high is None else no, term.high)
-                found += self.meet([term], [replace(piece, seen=SOME) for piece in placed], *at)
+                found += self.meet([term], _placed(count, yes, TRUE if high is None else no, term.high), *at)
         return found
 
     def _objects(self, keywords: Keywords, terms: list[Term]) -> list[Term]:
@@ -382,14 +381,16 @@ class SchemaSets:
         """What no keyword of a part speaks of is as its unevaluated... keywords say."""
         keywords = Keywords(node, self)
         others, rest = holds(keywords.part("unevaluatedProperties")), holds(keywords.part("unevaluatedItems"))
+        speaks_of = keywords.found.keys()  # with which nothing is left that no keyword speaks of
         found: list[Term] = []
         for term in terms:
-            if isinstance(term, Objects) and others and term.seen is not None:
-                found += self.meet([term], [object_terms.seen_only(self, term, others, node)], node, "allOf")
-            elif isinstance(term, Arrays) and rest and term.seen == SOME:
-                raise SchemaError(*self.blame(node, "unevaluatedItems"), "it cannot be enforced beside contains")
-            elif isinstance(term, Arrays) and rest and term.seen is not None:
-                found += self.meet([term], [Arrays((TRUE,) * term.seen, rest, seen=None)], node, "allOf")
+            if isinstance(term, Objects) and "unevaluatedProperties" in speaks_of and term.seen is not None:
+                wanted = object_terms.seen_only(self, term, others, node) if others else Objects(seen=None)
+                found += self.meet([term], [wanted], node, "allOf")
+            elif isinstance(term, Arrays) and "unevaluatedItems" in speaks_of and term.seen is not None:
+                if term.seen == SOME and rest:
+                    raise SchemaError(*self.blame(node, "unevaluatedItems"), "it cannot be enforced beside contains")
+                found += self.meet([term], [Arrays((TRUE,) * max(0, term.seen), rest, seen=None)], node, "allOf")
             else:
                 found.append(term)
         return found
@@ -470,13 +471,13 @@ def finite_values(terms: Iterable[Term]) -> list[Any] | None:
 def _placed(count: int, yes: Conjunction, no: Conjunction, high: int | None) -> list[Arrays]:
     """Arrays in which at least ``count`` items are of one kind; all others are of the other kind."""
     if count == 0:
-        return [Arrays(rest=no)]
+        return [Arrays(rest=no, seen=SOME)]
     reach = min(REACH, high) if high is not None else REACH
     if count > reach:
         return []
     places = list(combinations(range(reach if count < 3 else count + 1), count))
     return [
-        Arrays(tuple(yes if number in chosen else no for number in range(chosen[-1] + 1)), no, chosen[-1] + 1)
+        Arrays(tuple(yes if at in chosen else no for at in range(chosen[-1] + 1)), no, chosen[-1] + 1, seen=SOME)
         for chosen in places
     ]
 

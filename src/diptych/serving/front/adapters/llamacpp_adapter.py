@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from diptych.base.engine_load_metrics import LLAMACPP_LOAD
+from diptych.serving import edge_limits
 from diptych.serving.front.adapters.openai_parts import (
     LOOK_S,
     TOKENIZE_S,
@@ -73,7 +74,12 @@ class LlamaCppAdapter:
         fields = {name: request.fields[name] for name in ("messages", "tools") if name in request.fields}
         try:
             status, body = await ask(
-                pool, "POST", "/apply-template", encode_json(fields), timeout_s=TOKENIZE_S, limit=64 << 20
+                pool,
+                "POST",
+                "/apply-template",
+                encode_json(fields),
+                timeout_s=TOKENIZE_S,
+                limit=edge_limits.ENGINE_TOKENS_BYTES,
             )
             prompt = msgspec.json.decode(body).get("prompt") if status == 200 else None
         except (ReplyTooLongError, msgspec.DecodeError, AttributeError):

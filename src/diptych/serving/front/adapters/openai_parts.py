@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from diptych.serving import edge_limits
 from diptych.serving.front.capabilities import EngineNotReadyError
 from diptych.serving.front.engine_connection import ConnectionPool, ReplyTooLongError, ask
 from diptych.serving.front.engine_load import EngineGauges, gauges_of
@@ -17,7 +18,6 @@ from diptych.serving.front.tokenized_prompt import TokenizedPrompt, read_rendere
 
 LOOK_S = 20.0  # that an engine may take for one token, when it is asked for a sign of life
 TOKENIZE_S = 10.0
-TOKENS_LIMIT = 64 << 20
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 
@@ -152,7 +152,9 @@ async def post_rendered(pool: ConnectionPool, path: str, fields: Mapping[str, An
 
 async def _body_of(pool: ConnectionPool, path: str, fields: Mapping[str, Any]) -> bytes | None:
     try:
-        status, body = await ask(pool, "POST", path, encode_json(fields), timeout_s=TOKENIZE_S, limit=TOKENS_LIMIT)
+        status, body = await ask(
+            pool, "POST", path, encode_json(fields), timeout_s=TOKENIZE_S, limit=edge_limits.ENGINE_TOKENS_BYTES
+        )
     except ReplyTooLongError:
         return None
     return body if status == 200 else None
