@@ -17,7 +17,7 @@ from urllib.request import urlopen
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.supervisor import Supervisor
 
-CLI = (sys.executable, "-c", "from diptych.cli.main import main; main()")
+CLI = (sys.executable, "-c", "from diptych.cli.entry_point import main; main()")
 FAKE_SERVER = Path(__file__).parent / "fake_server.py"
 
 

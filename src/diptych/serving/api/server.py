@@ -19,7 +19,7 @@ import uvloop
 
 from diptych.control.errors import DiptychError
 from diptych.limited_log import LimitedErrors
-from diptych.runtime.device.garbage import leave_alone_what_is_loaded
+from diptych.runtime.device.garbage import leave_alone_what_is_loaded, without_collections
 from diptych.runtime.device.thread_limits import switch_often
 from diptych.serving import edge_limits
 from diptych.serving.api.listener import Listener, bind
@@ -105,6 +105,7 @@ class _QuietServer(uvicorn.Server):
         self._stopping.set()
 
 
+@without_collections()  # until it is ready
 def run_server(
     llm: ServedFleet,
     options: ServerOptions,
