@@ -10,9 +10,8 @@ import re
 from functools import cache
 from pathlib import Path
 
-STARTED = frozenset(
-    {"server", "fake", "url", "narrow_url", "split", "guide", "browser"}
-)  # fixtures: they start processes
+# Fixtures that start processes.
+STARTED = frozenset({"server", "fake", "fake_with_keys", "url", "narrow_url", "split", "guide", "browser"})
 _PARAMETER = rf"[(,]\s*({'|'.join(sorted(STARTED))})\s*[,:)=]"
 _SIGN = re.compile(rf"mark\.system|usefixtures|{_PARAMETER}")
 _WHOLE = re.compile(r"^pytestmark = .*\bmark\.system\b", re.MULTILINE)

@@ -7,7 +7,7 @@ norms and biases are not left at 1 and 0.
 import atexit
 import shutil
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -20,6 +20,7 @@ from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_ru
 
 VOCAB_SIZE = 384
 MAX_POSITIONS = 4096
+MOST_RUNNERS = 24  # each has tens of megabytes of KV cache, and a file of tests has its own families and kernels
 ROUNDING = 2e-4  # of fp32 logits that lie between -100 and 100, after three layers
 
 BASE: dict[str, Any] = {
@@ -217,11 +218,12 @@ def reference(family: str, dtype: str = "float32") -> Reference:
     return Reference(model.float(), directory)
 
 
-@cache
+@lru_cache(MOST_RUNNERS)
 def runner(
     family: str, instruction_set: str = AUTO, dtype: str = "float32", num_blocks: int = 700, quantize: str = "none"
 ) -> ModelRunner:
-    """A runner of that checkpoint, shared by the tests of a session; tests leave it without requests."""
+    """A runner of that checkpoint, shared by tests until MOST_RUNNERS others were asked for; tests leave it without
+    requests."""
     config = RunnerConfig(
         model=reference(family, dtype).directory,
         instruction_set=instruction_set,

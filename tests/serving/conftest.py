@@ -10,7 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from servers import CLI, RunningServer, fake_server, running
+from servers import CLI, KEYS, RunningServer, end_of_shared_servers, running, shared_fake_server
+
+__all__ = ["end_of_shared_servers"]
 
 
 @pytest.fixture(scope="session")
@@ -21,11 +23,16 @@ def server() -> Iterator[RunningServer]:
         yield one
 
 
-@pytest.fixture(scope="session")
-def fake() -> Iterator[RunningServer]:
-    """A fast server whose tokens can be foretold."""
-    with fake_server(step_ms=1) as one:
-        yield one
+@pytest.fixture
+def fake() -> RunningServer:
+    """A fast server whose tokens can be foretold, shared with other tests."""
+    return shared_fake_server(step_ms=1)
+
+
+@pytest.fixture
+def fake_with_keys() -> RunningServer:
+    """The same, which asks for one of KEYS."""
+    return shared_fake_server(step_ms=1, serve={"api_keys": KEYS})
 
 
 @pytest.fixture(scope="session")

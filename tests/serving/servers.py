@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
+
+import pytest
 
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.supervisor import Supervisor
 
-CLI = (sys.executable, "-c", "from diptych.cli.main import main; main()")
+CLI = (sys.executable, "-c", "from diptych.cli.entry_point import main; main()")
 FAKE_SERVER = Path(__file__).parent / "fake_server.py"
 
 
@@ -28,6 +30,7 @@ class RunningServer:
     process: "subprocess.Popen[str]"
     url: str
     log: Path | None = None
+    key: str | None = None  # that its metrics are asked for with
 
     @property
     def address(self) -> tuple[str, int]:
@@ -39,7 +42,8 @@ class RunningServer:
     def metrics(self) -> dict[str, float]:
         """Metrics by name with labels (without model_name)."""
         values = {}
-        with urlopen(f"{self.url}/metrics") as reply:
+        headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+        with urlopen(Request(f"{self.url}/metrics", headers=headers)) as reply:
             text = reply.read().decode()
         for line in text.splitlines():
             if not line.startswith("#"):
@@ -94,6 +98,40 @@ def running(command: Sequence[str], log: Path | None = None) -> Iterator[Running
 def fake_server(log: Path | None = None, **settings: Any) -> Any:
     """A server with the make-believe model; see fake_server.py."""
     return running((sys.executable, str(FAKE_SERVER), json.dumps(settings)), log)
+
+
+KEYS = ("secret", "second")  # of the shared server that asks for one
+_SHARED: dict[str, RunningServer] = {}
+_STARTED = ExitStack()
+
+
+def shared_fake_server(**settings: Any) -> RunningServer:
+    """A server with the make-believe model that tests of this process use one after the other. It is not theirs to end,
+    to change or to count on: its caches are not empty, its counters not zero, and its timeline is not theirs alone.
+    What earlier tests asked of it has ended when it is handed out."""
+    name = json.dumps(settings, sort_keys=True)
+    if name not in _SHARED:
+        server = _STARTED.enter_context(fake_server(**settings))
+        server.key = next(iter(settings.get("serve", {}).get("api_keys", ())), None)
+        _SHARED[name] = server
+    server = _SHARED[name]
+    assert server.process.poll() is None, "a test has ended a server that others use"
+    wait_until(lambda: is_idle(server))
+    return server
+
+
+def is_idle(server: RunningServer) -> bool:
+    """Whether no request is open there."""
+    metrics = server.metrics()
+    return metrics["vllm:num_requests_running"] == 0 and metrics["vllm:num_requests_waiting"] == 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def end_of_shared_servers() -> Iterator[None]:
+    """For the conftest of every folder whose tests share servers."""
+    yield
+    _SHARED.clear()
+    _STARTED.close()
 
 
 def process_of(fleet: Fleet, worker: int) -> int:

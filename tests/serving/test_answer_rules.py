@@ -15,20 +15,26 @@ from diptych.serving.answers.response.response_template import load_response_tem
 
 ALL = {name: load_response_template(name, spec) for name, spec in TEMPLATES.items()}
 STRING = {"type": "string"}
+STEP = 1
 TOOLS: dict[str, Any] = {
     "write": {"type": "object", "properties": {"path": STRING, "text": STRING, "mode": {"type": "integer"}}},
     "now": {"type": "object", "properties": {}},
 }
 
 
-def pieces_of(text: str, size: int) -> list[str]:
-    return [text[at : at + size] for at in range(0, len(text), size)]
+@pytest.fixture(
+    autouse=True,
+    params=[pytest.param(5, id="some places"), pytest.param(1, id="every place", marks=pytest.mark.slow)],
+)
+def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where texts are cut into two pieces; the laws of test_answer_laws.py cut others anywhere."""
+    monkeypatch.setitem(globals(), "STEP", request.param)
 
 
 def read(
     name: str, text: str, *, special: tuple[str, ...] = (), is_cut: bool = False, prompt_end: str = ""
 ) -> ReadAnswer:
-    """A text, read whole; in every two pieces, and character by character, it says the same."""
+    """A text, read whole; in two pieces, cut at every STEP-th place, and character by character, it says the same."""
 
     def once(*pieces: str) -> ReadAnswer:
         parser = ResponseParser(ALL[name], prompt_end, TOOLS, special_tokens=special)
@@ -40,7 +46,7 @@ def read(
 
     whole = once(text)
     assert once(*text) == whole, "character by character"
-    for at in range(len(text) + 1):
+    for at in range(len(text) % STEP, len(text) + 1, STEP):
         assert once(text[:at], text[at:]) == whole, (text[:at], text[at:])
     return whole
 

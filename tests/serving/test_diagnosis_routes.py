@@ -43,13 +43,13 @@ def test_a_live_server_is_diagnosed_from_its_own_telemetry() -> None:
         assert httpx.get(f"{server.url}/diagnosis?slo=x", timeout=60).status_code == 400
 
 
-def test_settings_and_diagnosis_need_the_key() -> None:
-    with fake_server(serve={"api_keys": ["secret"]}) as server:
-        for path in ("/settings", "/diagnosis"):
-            assert httpx.get(f"{server.url}{path}").status_code == 401
-        refused = CliRunner().invoke(app, ["diagnose", server.url])
-        assert refused.exit_code == 1 and "401" in refused.stderr
-        assert CliRunner().invoke(app, ["diagnose", server.url, "--api-key", "secret"]).exit_code == 0
+def test_settings_and_diagnosis_need_the_key(fake_with_keys: RunningServer) -> None:
+    server = fake_with_keys
+    for path in ("/settings", "/diagnosis"):
+        assert httpx.get(f"{server.url}{path}").status_code == 401
+    refused = CliRunner().invoke(app, ["diagnose", server.url])
+    assert refused.exit_code == 1 and "401" in refused.stderr
+    assert CliRunner().invoke(app, ["diagnose", server.url, "--api-key", "secret"]).exit_code == 0
 
 
 def test_a_client_that_does_not_read_is_seen() -> None:

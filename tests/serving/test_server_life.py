@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 from fake_worker import CRASH_TOKEN, FAIL_TOKEN
-from servers import CLI, RunningServer, fake_server, wait_until
+from servers import CLI, KEYS, RunningServer, fake_server, wait_until
 
 pytestmark = pytest.mark.system
 BODY = {"prompt": [5] * 40, "max_tokens": 5000, "ignore_eos": True, "stream": True}
@@ -141,27 +141,26 @@ def test_more_than_may_wait_gets_429_with_retry_after() -> None:
         assert refused[0].json()["error"]["type"] == "rate_limit_error"
 
 
-def test_the_api_key_guards_everything_but_health() -> None:
-    with fake_server(serve={"api_keys": ["secret"]}) as server:
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        assert httpx.get(f"{server.url}/ready").status_code == 200
-        for path in ("/v1/models", "/metrics", "/openapi.json"):
-            assert httpx.get(server.url + path).status_code == 401
-            assert httpx.get(server.url + path, headers={"authorization": "Bearer wrong"}).status_code == 401
-            assert httpx.get(server.url + path, headers={"authorization": "Bearer secret"}).status_code == 200
-        with (
-            openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client,
-            pytest.raises(openai.AuthenticationError),
-        ):
-            client.models.list()
+def test_the_api_key_guards_everything_but_health(fake_with_keys: RunningServer) -> None:
+    server = fake_with_keys
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+    for path in ("/v1/models", "/metrics", "/openapi.json"):
+        assert httpx.get(server.url + path).status_code == 401
+        assert httpx.get(server.url + path, headers={"authorization": "Bearer wrong"}).status_code == 401
+        assert httpx.get(server.url + path, headers={"authorization": "Bearer secret"}).status_code == 200
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()
 
 
-def test_each_of_several_keys_is_let_in_and_another_is_not() -> None:
-    with fake_server(serve={"api_keys": ["one", "two"]}) as server:
-        for key, status in (("one", 200), ("two", 200), ("three", 401)):
-            headers = {"authorization": f"Bearer {key}"}
-            body = {"prompt": [1], "max_tokens": 1, "service_class": "interactive"}
-            assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == status
+def test_each_of_several_keys_is_let_in_and_another_is_not(fake_with_keys: RunningServer) -> None:
+    for key, status in ((KEYS[0], 200), (KEYS[1], 200), ("third", 401)):
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"prompt": [1], "max_tokens": 1, "service_class": "interactive"}
+        assert httpx.post(f"{fake_with_keys.url}/v1/completions", json=body, headers=headers).status_code == status
 
 
 def test_a_fleet_behind_http_serves_counts_and_survives_a_killed_worker() -> None:

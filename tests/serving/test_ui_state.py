@@ -27,17 +27,17 @@ def test_the_state_counts_what_happened_since_somebody_watches() -> None:
         wait_until(lambda: counts() == (1.0, 1, 7, 1))
 
 
-def test_the_page_is_open_and_what_it_shows_needs_the_key() -> None:
-    with fake_server(serve={"api_keys": ["secret"]}) as server:
-        expected = {"/ui": 200, "/": 307, "/static/ui/live.js": 200, "/ui/state": 401, "/staticx": 401}
-        for path, status in expected.items():
-            assert httpx.get(f"{server.url}{path}").status_code == status, path
-        assert httpx.get(server.url, follow_redirects=True).text == httpx.get(f"{server.url}/ui").text
-        key = {"Authorization": "Bearer secret"}
-        assert httpx.get(f"{server.url}/ui/state", headers=key).status_code == 200
+def test_the_page_is_open_and_what_it_shows_needs_the_key(fake_with_keys: RunningServer) -> None:
+    server = fake_with_keys
+    expected = {"/ui": 200, "/": 307, "/static/ui/live.js": 200, "/ui/state": 401, "/staticx": 401}
+    for path, status in expected.items():
+        assert httpx.get(f"{server.url}{path}").status_code == status, path
+    assert httpx.get(server.url, follow_redirects=True).text == httpx.get(f"{server.url}/ui").text
+    key = {"Authorization": "Bearer secret"}
+    assert httpx.get(f"{server.url}/ui/state", headers=key).status_code == 200
 
 
 def test_the_state_is_in_the_reference_and_the_page_is_not(fake: RunningServer) -> None:
-    paths = httpx.get(f"{fake.url}/openapi.json").json()["paths"]
+    paths = httpx.get(f"{fake.url}/openapi.json", timeout=60).json()["paths"]
     assert "/ui/state" in paths
     assert not [path for path in paths if path == "/ui" or path.startswith("/static")]

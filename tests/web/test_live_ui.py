@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from servers import CLI, RunningServer, fake_server, running, wait_until
+from servers import CLI, RunningServer, fake_server, running, shared_fake_server, wait_until
 from watching import PHONE, chromium, overflow, serious_findings, watched
 
 SPLIT = {
@@ -44,11 +44,10 @@ def browser() -> Iterator[Any]:
         yield one
 
 
-@pytest.fixture(scope="module")
-def split() -> Iterator[RunningServer]:
-    """A fast make-believe server with a prefill and a decode worker."""
-    with fake_server(**SPLIT) as one:
-        yield one
+@pytest.fixture
+def split() -> RunningServer:
+    """A fast make-believe server with a prefill and a decode worker, shared with other tests."""
+    return shared_fake_server(**SPLIT)
 
 
 def text(page: Any, selector: str) -> str:
@@ -205,7 +204,8 @@ def test_the_shape_is_switched_while_the_server_runs(browser: Any) -> None:
 
 
 def test_a_server_with_one_worker_offers_no_pools_and_one_with_an_admin_key_no_switch(browser: Any) -> None:
-    with fake_server() as server, watched(browser, f"{server.url}/ui") as page:
+    server = shared_fake_server(step_ms=1)
+    with watched(browser, f"{server.url}/ui") as page:
         wait_live(page)
         assert page.locator("[data-shape=pools]").is_disabled()
         assert page.locator("[data-shape=unified]").is_enabled()

@@ -9,7 +9,7 @@ from contextlib import suppress
 import httpx
 import psutil
 import pytest
-from servers import fake_server, wait_until
+from servers import fake_server, shared_fake_server, wait_until
 from watching import PHONE, chromium, overflow, serious_findings, watched
 
 from diptych.advisor.evaluation import PACES
@@ -85,8 +85,8 @@ def test_panels_are_computed_for_those_who_have_the_key_and_words_are_for_everyb
 @pytest.mark.parametrize("size", ["desktop", "phone"])
 def test_people_find_the_way_from_the_live_page_to_the_guide_and_back(size: str) -> None:
     context = {"viewport": PHONE} if size == "phone" else {}
+    server = shared_fake_server(**SPLIT)
     with (
-        fake_server(**SPLIT) as server,
         chromium() as browser,
         watched(browser, f"{server.url}/ui", **context) as page,
     ):

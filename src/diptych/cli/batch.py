@@ -180,7 +180,7 @@ def _own_server(model: str, folder: Path, options: list[str]) -> Iterator[str]:
     """The address of a server for this batch alone, which keeps what it has done in ``folder``. It ends with this
     process, however that ends."""
     program = "from diptych.cli.end_with_stdin import end_with_stdin; end_with_stdin()"
-    program += "; from diptych.cli.main import main; main()"
+    program += "; from diptych.cli.entry_point import main; main()"
     settings = ("--port", "0", "--batch-dir", str(folder), "--drain-timeout", "1", *options)
     process = subprocess.Popen(
         (sys.executable, "-c", program, "serve", model, *settings),

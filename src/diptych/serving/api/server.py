@@ -20,7 +20,7 @@ import uvloop
 from diptych.base.limited_log import LimitedErrors
 from diptych.base.stop_signals import stop_signals
 from diptych.control.errors import DiptychError
-from diptych.runtime.device.garbage import leave_alone_what_is_loaded
+from diptych.runtime.device.garbage import leave_alone_what_is_loaded, without_collections
 from diptych.runtime.device.thread_limits import switch_often
 from diptych.serving import edge_limits
 from diptych.serving.api.listener import Listener, bind
@@ -106,6 +106,7 @@ class _QuietServer(uvicorn.Server):
         self._stopping.set()
 
 
+@without_collections()  # until it is ready
 def run_server(
     llm: ServedFleet,
     options: ServerOptions,

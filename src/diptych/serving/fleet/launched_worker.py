@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, HEALTHY_S = 0.5, 30.0, 60.0  # between two starts
 END_S = 10.0  # for a worker that was asked to end
-PROGRAM = ("-c", "from diptych.cli.main import main; main()", "worker")  # of the Python there
+PROGRAM = ("-c", "from diptych.cli.entry_point import main; main()", "worker")  # of the Python there
 
 
 class Job(Protocol):

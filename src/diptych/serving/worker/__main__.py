@@ -2,6 +2,9 @@
 
 import sys
 
-from diptych.serving.worker.worker_loop import main
+from diptych.runtime.device.garbage import without_collections
+
+with without_collections():
+    from diptych.serving.worker.worker_loop import main
 
 sys.exit(main())

@@ -37,7 +37,7 @@ from diptych.control.request import DEFAULT_OPTIONS
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepBrokenOff, StepResult, StepTokens, TokenLogprobs
 from diptych.runtime.device.compute_device import ComputeDevice, UndividedDevice
-from diptych.runtime.device.garbage import leave_alone_what_is_loaded
+from diptych.runtime.device.garbage import leave_alone_what_is_loaded, without_collections
 from diptych.runtime.device.thread_limits import switch_often
 from diptych.runtime.tiers.tier_io import TierDriver
 from diptych.runtime.transfer.connector import KVConnector
@@ -410,8 +410,9 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
         channel.send(encode(Loading(stage, fraction)))
 
     try:
-        loaded = load(options, report)
-        connector = connect_to_peers(options, loaded.runner, directory)
+        with without_collections():
+            loaded = load(options, report)
+            connector = connect_to_peers(options, loaded.runner, directory)
     except DiptychError as error:
         channel.send(encode(Failed(ErrorRecord.of(error))))
         channel.close(LINGER_S)
