@@ -23,7 +23,7 @@ from diptych.serving.front import engine_load
 from diptych.serving.front.adapters import vllm_adapter
 from diptych.serving.front.engine_exchange import ELSEWHERE, EngineExchange
 from diptych.serving.front.engine_handoff import PrefillLeg
-from diptych.serving.front.engine_load import EngineGauges, EngineLoad, LearnedPrices, gauges_of
+from diptych.serving.front.engine_load import EngineGauges, EngineLoad, LearnedPrices, ReplySums, ReplyTimes, gauges_of
 from diptych.serving.front.engine_pages import EnginePages, page_of_rank
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions, engines_of, in_order
 from diptych.serving.front.external_worker import ExternalWorker
@@ -39,7 +39,6 @@ from diptych.serving.front.reply_chunks import (
     error_message,
     read_chunk,
 )
-from diptych.serving.front.engine_load import ReplySums, ReplyTimes
 from diptych.serving.front.step_feed import ClockOffset, StepFeed
 from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 

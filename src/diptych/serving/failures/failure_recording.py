@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from diptych import __version__
-from diptych.control.recent_rows import RecentRows, Row
 from diptych.base.private_files import make_private_folder
+from diptych.control.recent_rows import RecentRows, Row
 
 logger = logging.getLogger(__name__)
 
