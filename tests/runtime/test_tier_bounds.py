@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 import random
+import select
 import struct
 import threading
 import time
@@ -478,6 +479,33 @@ def test_a_thread_that_ends_by_a_defect_is_an_error_of_who_polls(
         with pytest.raises(WorkerError, match="division"):
             mover.poll()
     mover.close()
+
+
+def test_the_end_of_a_disk_is_no_defect_and_what_was_taken_wakes_nobody(tmp_path: Path) -> None:
+    events = TierEvents()
+    mover = TierMover(opened(tmp_path), Host(1), events=events)
+    mover.act(StoreBlocks(1, (hash_of(1),), (0,)))
+    mover.close()
+    assert select.select([events], [], [], 10)[0]
+    assert RunStored(1, 1) in events.poll()
+    assert not select.select([events], [], [], 0)[0] and events.poll() == []
+    events.close()
+
+
+def test_a_segment_that_was_deleted_while_it_was_opened_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole_open = tmp_path / "x.kv", os.open
+    path.write_bytes(b"x")
+
+    def then_deleted(name: Path, flags: int) -> int:
+        fd = whole_open(name, flags)
+        os.unlink(name)
+        return fd
+
+    monkeypatch.setattr(os, "open", then_deleted)
+    with reading(path) as fd:
+        assert fd is None
 
 
 class Pair:
