@@ -22,9 +22,9 @@ class ResponseReader:
     """The response to one request; ``feed`` until it is whole.
 
     on_head: called with the status and the headers (names in lower case) of the final response. on_body: with each
-    piece of the body. What they raise, ``feed`` raises. head_limit: bytes of the head, interim responses included; it has
-    to end within it, in however large pieces it comes. num_without_body: bytes that were fed since the head, which who
-    bounds what comes between two pieces of a body sets to zero at each.
+    piece of the body. What they raise, ``feed`` raises. head_limit: bytes of the head, interim responses included; it
+    has to end within it, in however large pieces it comes. num_without_body: bytes that were fed since the head; a
+    callback that bounds what comes between two pieces of a body sets it to zero at each.
     has_begun: something was received, so the server has seen the request. is_framed: the end of the body is announced;
     else it ends with the connection. keeps: once the response is whole, whether the connection can carry another.
     """
