@@ -191,9 +191,9 @@ def test_a_worker_that_shares_nothing_reads_nothing_and_says_nothing() -> None:
     assert driver.core.load(driver.now).peer_block_ns == 0
 
 
-@law(weight=0.4)
-def test_every_token_is_right_whatever_peers_hold_lose_and_are_said_to_hold(seed: int) -> None:
-    """Three workers that read from each other; the executor checks what each slot holds."""
+def peers_in_trouble(seed: int) -> list[TieredDriver]:
+    """Three workers that read from each other and lose what they hold, at the end of their work; the executor has
+    checked what each slot held."""
     rng = random.Random(seed)
     workers = [
         make(num_host_blocks=rng.choice((30, 60)), has_disk=rng.random() < 0.4, seed=seed, fault_share=0.2,
@@ -219,6 +219,16 @@ def test_every_token_is_right_whatever_peers_hold_lose_and_are_said_to_hold(seed
         worker.run()
         ends = [event for event in worker.log if isinstance(event, RequestFinished)]
         assert {event.reason for event in ends} <= {FinishReason.LENGTH, FinishReason.ABORT}
+    return workers
+
+
+@law(weight=0.4)
+def test_every_token_is_right_whatever_peers_hold_lose_and_are_said_to_hold(seed: int) -> None:
+    peers_in_trouble(seed)
+
+
+def test_peers_in_trouble_do_read_from_each_other() -> None:
+    workers = [worker for seed in range(4) for worker in peers_in_trouble(seed)]
     assert sum(load.peer != NO_PEER for worker in workers for load in worker.loads) > 3
     assert sum(worker.core.stats().tiers.peer_hit_tokens for worker in workers) > 0
 

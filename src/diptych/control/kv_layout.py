@@ -86,8 +86,8 @@ class KVLayout:
 
     @property
     def hit_tokens(self) -> int:
-        """A prompt that begins as another one did is computed from a multiple of so many tokens on: there a page begins
-        in every group."""
+        """A prompt that begins as another one did is computed from a multiple of this many tokens on: there a page
+        begins in every group."""
         return lcm(*[group.tokens_per_page for group in self.groups])
 
     @property
@@ -106,7 +106,7 @@ class KVLayout:
         return sum([group.peak_pages(num_tokens, step_tokens) for group in self.groups])
 
     def capacity_tokens(self, num_pages: int, step_tokens: int = 1) -> int:
-        """The longest sequence that fits into so many pages; UNLIMITED_TOKENS where one of any length does."""
+        """The longest sequence that fits into ``num_pages`` pages; UNLIMITED_TOKENS where one of any length does."""
         is_bounded = any(group.kind is GroupKind.FULL for group in self.groups)
         if not is_bounded and self.peak_pages(UNLIMITED_TOKENS, step_tokens) <= num_pages:
             return UNLIMITED_TOKENS

@@ -214,7 +214,7 @@ def measured_steps(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[StepFeatures
 
 
 def failed_rows(result: StepResult) -> Row:
-    """Of each request that failed: its id, the message, and True where its own grammar was the reason."""
+    """Rows of the requests that failed: id, the message, and True where its own grammar was the reason."""
     beyond = result.beyond_grammar
     return tuple((name, message, True) if name in beyond else (name, message) for name, message in result.failed)
 

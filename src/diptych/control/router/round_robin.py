@@ -93,16 +93,16 @@ class RoundRobinRouter:
         """Ignore it: the request was counted when it was routed."""
 
     def on_admitted(self, request_id: str, worker: int, num_cached_tokens: int, num_tier_tokens: int = 0) -> None:
-        """See Router."""
+        """Ignore it: what is cached changes nothing here."""
 
     def on_first_token(self, request_id: str) -> None:
-        """See Router."""
+        """Ignore it: what is computed changes nothing here."""
 
     def on_transfer(self, prefill: int, decode: int, num_bytes: int, wire_ns: int, now: int) -> None:
         """Ignore transfers."""
 
     def on_ended(self, request_id: str) -> None:
-        """See Router."""
+        """Ignore it: no request is counted here."""
 
     def route(self, request: RoutingRequest, now: int) -> Route | None:
         if request.leaves is not None:

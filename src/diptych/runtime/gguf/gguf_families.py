@@ -172,7 +172,8 @@ def _complete_phi3(file: GgufFile, values: Values) -> None:
 
 
 def rotary_factors(file: GgufFile, name: str, count: int) -> list[float]:
-    """The numbers in one of ROTARY_TENSORS. Raises UnsupportedModelError unless there are so many, all above 0."""
+    """The numbers in one of ROTARY_TENSORS. Raises UnsupportedModelError unless their number is
+    right and all are above 0."""
     tensor = file.tensors[name]
     if tensor.kind.name != "F32" or tensor.shape != (count,):
         raise UnsupportedModelError(

@@ -77,7 +77,7 @@ def read_gemma(fields: ConfigFields, kinds: tuple[str, ...], ropes: list[RopeCon
 
 
 def read_norm(fields: ConfigFields) -> NormConfig:
-    """Of every norm of Gemma 2 and 3."""
+    """How every norm of Gemma 2 and 3 reads its weight."""
     kind: NormKind = "wide" if fields.values.get(NORM_OFFSET) == 0 else "centered"
     return NormConfig(fields.number("rms_norm_eps"), kind)
 

@@ -68,7 +68,8 @@ class MuseGlimmer(Decoder):
 
 
 def _ropes(fields: ConfigFields, is_full: list[bool]) -> list[RopeConfig | None]:
-    """Of each layer. ``layer_rope_theta`` says only which layers rotate: transformers has one table for all of them."""
+    """Rope settings of each layer. ``layer_rope_theta`` says only which layers rotate: transformers has one table for
+    all of them."""
     rope, thetas = read_rope(fields), fields.values.get("layer_rope_theta")
     if thetas is None:
         return [None if full else rope for full in is_full]

@@ -328,7 +328,7 @@ class KVCacheManager:
         return needed + spare <= self.pool.num_available
 
     def _num_missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks that a request of so many tokens needs of the pool for its next one."""
+        """Blocks that a request of ``num_tokens`` tokens needs of the pool for its next one."""
         if num_tokens % self.block_size:
             return 0
         firsts = zip(self.layout.groups, request.first_blocks, strict=True)

@@ -134,7 +134,7 @@ def _scores(  # type: ignore[no-untyped-def]
     queries, keys, key, is_key, position, scale, softcap, HAS_SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     IEEE: tl.constexpr,
 ):  # fmt: skip
-    """Of a key tile, as powers of two; minus infinity where a row does not see a key."""
+    """Scores of a key tile, as powers of two; minus infinity where a row does not see a key."""
     if IEEE:
         scores = tl.dot(queries, keys, input_precision="ieee") * scale
     else:
