@@ -1,5 +1,6 @@
 """What a live front end recorded replays to the same commands, and a recording that was changed does not."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,11 @@ def test_a_file_of_another_kind_is_refused(recording: list[Any], tmp_path: Path)
     header = recording[0] | {"version": 99}
     with pytest.raises(ConfigError, match="version 99"):
         replay_cluster(write(tmp_path / "newer.jsonl", [header, *recording[1:]]))
+
+
+def test_a_recording_with_settings_that_are_no_more_is_refused_with_them(tmp_path: Path) -> None:
+    old = next(RECORDINGS.glob("front-1-*.jsonl")).read_text()
+    path = tmp_path / "old.jsonl"
+    path.write_text(re.sub(r'"routing":"\w+"', '"routing":"least_loaded"', old, count=1))
+    with pytest.raises(ConfigError, match=r"cannot be replayed: Invalid enum value 'least_loaded'.*routing"):
+        replay_cluster(path)

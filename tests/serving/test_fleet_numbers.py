@@ -346,7 +346,7 @@ async def test_an_agent_that_fails_says_its_first_failure_once(monkeypatch: pyte
     monkeypatch.setattr(worker_agent, "leave_alone", lambda folder, core, error: f"recording of {core}")
     first = ZeroDivisionError("first")
     for error in (first, ValueError("second")):
-        agent._on_defect(error)
+        agent.fail(error)
     assert agent._defect is first and agent._left.is_set() and cuts == ["the agent has failed"]
     [ended] = [read_from_agent(frame[1:]) for frame in said]
     assert ended == Ended(

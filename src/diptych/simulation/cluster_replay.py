@@ -11,6 +11,7 @@ from diptych.control.cluster.cluster_core import ClusterCore
 from diptych.control.cluster.cluster_events import CLUSTER_EVENT_CLASSES, ClusterEvent, Reported
 from diptych.control.cluster.cluster_recording import CLUSTER_FORMAT, CLUSTER_VERSION, CommandChain, commands_summary
 from diptych.control.engine.reports import LoadReport
+from diptych.control.errors import ConfigError
 from diptych.control.events import EVENT_CLASSES, HandoffReserved
 from diptych.simulation.recordings import read_recording
 from diptych.simulation.replay import Difference
@@ -38,12 +39,14 @@ class ClusterReplayReport:
 def replay_cluster(path: str | Path) -> ClusterReplayReport:
     """Give a fresh ClusterCore the events of the recording, and compare all commands; ends at the first difference.
 
-    Raises ConfigError when the file is no recording.
+    Raises ConfigError when the file is no recording, or of a fleet with settings that are no more (such as its routing).
     """
     recording = read_recording(Path(path), {CLUSTER_FORMAT: (1, CLUSTER_VERSION)})
-    report = ClusterReplayReport(
-        recording.path, recording.diptych, msgspec.convert(recording.header["config"], ClusterConfig)
-    )
+    try:
+        config = msgspec.convert(recording.header["config"], ClusterConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path} has settings that cannot be replayed: {error}", param="path") from None
+    report = ClusterReplayReport(recording.path, recording.diptych, config)
     core, chain = ClusterCore(report.config), CommandChain()
     for line, row in enumerate(recording.rows(), 2):
         if row[0] == "closed":

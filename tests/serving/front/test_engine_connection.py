@@ -34,8 +34,8 @@ class Listener:
     def on_end(self) -> None:
         self.ends.append("end")
 
-    def on_failure(self, words: str, *, was_sent: bool) -> None:
-        self.ends.append((words, was_sent))
+    def on_failure(self, words: str) -> None:
+        self.ends.append(words)
 
     def on_defect(self, error: Exception) -> None:
         self.ends.append(error)
@@ -115,7 +115,7 @@ async def test_a_connection_is_kept_where_the_reply_ends_by_itself(more: bytes, 
 
 
 async def test_a_reply_without_a_length_ends_with_its_connection_unless_that_failed() -> None:
-    for error, end in ((None, "end"), (OSError(), ("the connection ended in the middle of the reply", True))):
+    for error, end in ((None, "end"), (OSError(), "the connection ended in the middle of the reply")):
         line = Line()
         listener = line.ask()
         line.hear(HEAD + b"\r\nab")
@@ -131,7 +131,7 @@ async def test_a_reply_that_breaks_off_is_a_failure(data: bytes) -> None:
     line.hear(data)
     line.connection.connection_lost(None)
     where = "in the middle of the reply" if data else "without a reply"
-    assert listener.ends == [(f"the connection ended {where}", True)] and line.transport.is_over
+    assert listener.ends == [f"the connection ended {where}"] and line.transport.is_over
 
 
 @pytest.mark.parametrize(("is_fresh", "request_", "data", "is_asked_again"), [
@@ -165,7 +165,7 @@ async def test_a_head_has_as_many_bytes_as_the_limit() -> None:
         line.hear(HEAD + b"B: " + b"x" * (most - len(HEAD) - 3 + more), 4096)
         assert bool(listener.ends) is bool(more)
         if more:
-            assert listener.ends == [(f"the head of the reply is longer than {most} bytes", True)]
+            assert listener.ends == [f"the head of the reply is longer than {most} bytes"]
             assert line.transport.is_over
 
 
@@ -173,8 +173,8 @@ async def test_what_is_no_http_and_what_nobody_asked_for_end_the_connection() ->
     line = Line()
     listener = line.ask()
     line.hear(b"SSH-2.0\r\n")
-    [(words, was_sent)] = listener.ends
-    assert "no HTTP/1.1" in words and was_sent and line.transport.is_over
+    [words] = listener.ends
+    assert "no HTTP/1.1" in words and line.transport.is_over
     line = Line()
     line.hear(b"HTTP/1.1 200 OK\r\n")
     assert line.transport.is_over

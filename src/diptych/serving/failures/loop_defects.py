@@ -24,7 +24,7 @@ class LoopDefects:
         self._log = LimitedLog(logger)
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """See ``loop.set_exception_handler``."""
+        """Take in what the loop has caught, as its exception handler."""
         error, words = context.get("exception"), context.get("message", "")
         if isinstance(error, OSError):  # a connection that broke is no defect of this program
             self._log.warning(kind_of(error), "%s: %s", words, error)

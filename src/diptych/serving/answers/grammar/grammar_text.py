@@ -6,7 +6,7 @@ certain without the model.
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from keyword import iskeyword
 from typing import Any
@@ -245,11 +245,11 @@ class GrammarWriter:
     @staticmethod
     def _add_arguments(
         rules: list[str], others: CallArguments, form: CallForm, name: str, schema: Schema, param: str, is_strict: bool
-    ) -> Iterable[str]:
+    ) -> list[str]:
         """Add the rule ``arguments_NAME``. Returns what of the schema is left out."""
         if form.arguments == "json":
             rules.append(f"arguments_{name}: {json_rule(schema, param, is_strict=is_strict)}")
-            return ()
+            return []
         return add_arguments(others, f"arguments_{name}", schema, param, form.arguments, is_strict)
 
     def _start(self) -> str:
@@ -308,26 +308,25 @@ def with_schemas(text: str, check: Check | None = None) -> tuple[str, list[str]]
     return "\n".join(lines), left_out
 
 
-def add_arguments(
-    rules: CallArguments, name: str, schema: Schema, param: str, form: str, is_strict: bool
-) -> Iterator[str]:
-    """Add the rules of arguments that are not JSON; yields what of their schema is left out. Raises
+def add_arguments(rules: CallArguments, name: str, schema: Schema, param: str, form: str, is_strict: bool) -> list[str]:
+    """Add the rules of arguments that are not JSON. Returns what of their schema is left out. Raises
     InvalidRequestError."""
     check_size(schema, param)
     try:
         written = rewrite(with_nulls(schema), is_strict=is_strict, form="tags" if form == "tags" else "python")
     except SchemaRefusedError as refusal:
         raise refused(refusal, param) from None
-    yield from (".".join((param, *path)) for path in written.left_out)
+    left_out = [".".join((param, *path)) for path in written.left_out]
     whole = written.schema if isinstance(written.schema, Mapping) else {"type": "object"}
     unions = whole.get("anyOf", ())
     if not unions:
         rules.add(name, whole, param)
-        return
+        return left_out
     shared = {key: whole[key] for key in ("$defs",) if key in whole}
     for number, choice in enumerate(unions):
         rules.add(f"{name}_x{number}", {**shared, **choice}, param)
     rules.rule(name, " | ".join(f"{name}_x{number}" for number in range(len(unions))))
+    return left_out
 
 
 def refused(refusal: SchemaRefusedError, param: str) -> InvalidRequestError:
