@@ -39,7 +39,7 @@ class ClusterReplayReport:
 def replay_cluster(path: str | Path) -> ClusterReplayReport:
     """Give a fresh ClusterCore the events of the recording, and compare all commands; ends at the first difference.
 
-    Raises ConfigError when the file is no recording, or of a fleet with settings that are no more (such as its routing).
+    Raises ConfigError when the file is no recording, or of a fleet with settings that are no more (its routing).
     """
     recording = read_recording(Path(path), {CLUSTER_FORMAT: (1, CLUSTER_VERSION)})
     try:
