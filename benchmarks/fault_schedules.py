@@ -83,7 +83,7 @@ def run_batch(first: int, kind: str = "fault_schedules") -> tuple[Counter[str], 
 def row_of(kind: str, counts: Counter[str]) -> dict[str, Any]:
     """What the report says of all schedules together."""
     names = ["schedules", "workers", "requests", "faults", "handoffs", "steps into borrowed blocks", "transfers"]
-    names += ["streams without blocks", "recalled"]
+    names += ["streams without blocks", "revoked"]
     if kind == "front_end_faults":
         names.append("streams resumed")
     names += ["lost_worker", "lost_transfer", "lost_attempt", "leases_expired", "paths_broken", "retried", "poison"]

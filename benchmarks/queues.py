@@ -123,7 +123,10 @@ def front_end(kind: str, count: int, descriptors: int) -> Iterator[RunningServer
     seqs = count if kind == "streams" else NUM_BLOCKING
     budget = {"max_batched_tokens": max(2048, seqs)}
     settings["scheduler"] = {"max_num_seqs": seqs, "max_waiting": 10**6, "budget": budget}
-    settings["cluster"] = {"max_queued": 10**6, **({"max_untouched_per_worker": 0} if kind == "streams" else {})}
+    settings["cluster"] = {
+        "max_queued": 10**6,
+        **({"max_prefills_in_flight_per_worker": 0} if kind == "streams" else {}),
+    }
     command = [sys.executable, str(FAKE_SERVER), json.dumps(settings)]
     if descriptors:
         command = ["bash", "-c", f'ulimit -n {descriptors}; exec "$0" "$@"', *command]

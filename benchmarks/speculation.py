@@ -35,8 +35,8 @@ from diptych.runtime.local_engine import Clock, LocalEngine, engine_config
 from diptych.runtime.sampling.sampler import Ints
 from diptych.runtime.sampling.step_sampling import StepSampling
 from diptych.runtime.step.decode_rows import DecodeRows
+from diptych.runtime.step.draft_tokens import DraftTokens
 from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
-from diptych.runtime.step.offered_tokens import OfferedTokens
 from diptych.runtime.step.step_layout import StepLayout
 from diptych.runtime.step.warm_up import warm_up
 from diptych.serving.answers.tokenizer import Tokenizer
@@ -73,8 +73,8 @@ class ScriptedRunner(ModelRunner):
     """A runner whose requests answer what ``script`` says."""
 
     def __init__(self, shared: ModelRunner, script: Script, *, drafts: bool) -> None:
-        offered = OfferedTokens(drafts=drafts)
-        super().__init__(shared.loaded, shared.attention, shared.kv, shared.max_num_seqs, shared.max_model_len, offered)
+        drafted = DraftTokens(drafts=drafts)
+        super().__init__(shared.loaded, shared.attention, shared.kv, shared.max_num_seqs, shared.max_model_len, drafted)
         self._sampling = ScriptedSampling(self._batch, self._ends_sequence, script)
 
 

@@ -45,7 +45,7 @@ def turn(core: EngineCore, now: int, num_steps: int) -> None:
 
 def two_places(core: EngineCore) -> None:
     """A request runs, and is lent to another worker."""
-    core.scheduler.holders.outgoing["a"] = core.requests["a"]
+    core.scheduler.block_owners.outgoing["a"] = core.requests["a"]
 
 
 def lost_block(core: EngineCore) -> None:
@@ -86,7 +86,7 @@ def nowhere(core: ClusterCore) -> None:
 
 def uncounted(core: ClusterCore) -> None:
     """A count of requests that agrees with nothing."""
-    core._num_untouched[0] += 1
+    core._num_awaiting_first_token[0] += 1
     for now in range(200):
         core.on_event(Tick(), now)
 

@@ -143,10 +143,10 @@ def test_without_options_a_fleet_decides_as_control_does_by_default() -> None:
 
 def test_how_a_fleet_decides_can_be_chosen() -> None:
     options = {"routing": "round_robin", "disaggregate": "never", "on_failure": "fail"}
-    limits = {"max_untouched_per_worker": 3, "max_queued": 10, "max_queued_per_key": 2}
+    limits = {"max_prefills_in_flight_per_worker": 3, "max_queued": 10, "max_queued_per_key": 2}
     cluster = cli.fleet_options(given(both=2, **options, **limits)).cluster
     assert (cluster.routing.routing, cluster.routing.disaggregate, cluster.on_failure) == tuple(options.values())
-    assert cluster.max_untouched_per_worker == 3
+    assert cluster.max_prefills_in_flight_per_worker == 3
     assert (cluster.admission.max_queued, cluster.admission.max_queued_per_tenant) == (10, 2)
 
 

@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from diptych.cli import main as cli
-from diptych.cli.front import FRONT_UNTOUCHED
+from diptych.cli.front import FRONT_IN_FLIGHT
 from diptych.cli.simulate_options import PATHS
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import shape_preset
@@ -116,9 +116,9 @@ def test_defaults_in_the_help_are_those_of_the_code() -> None:
         ("max_queued_per_key", cluster.admission.max_queued_per_tenant),
         ("routing", cluster.routing.routing),
         ("disaggregate", cluster.routing.disaggregate),
-        ("deflection", cluster.routing.deflection),
+        ("local_prefill", cluster.routing.local_prefill),
         ("on_failure", cluster.on_failure),
-        ("max_untouched_per_worker", cluster.max_untouched_per_worker),
+        ("max_prefills_in_flight_per_worker", cluster.max_prefills_in_flight_per_worker),
         ("max_num_seqs", chunked.max_num_seqs),
         ("max_waiting", chunked.max_waiting),
         ("preemption", chunked.preemption.kind),
@@ -128,6 +128,6 @@ def test_defaults_in_the_help_are_those_of_the_code() -> None:
         params = [param for command in COMMANDS.values() for param in command.params if param.name == name]
         assert params
         for param in params:
-            shown = {value, FRONT_UNTOUCHED if name == "max_untouched_per_worker" else value}
+            shown = {value, FRONT_IN_FLIGHT if name == "max_prefills_in_flight_per_worker" else value}
             assert param.default in shown or f"Default: {value}." in param.help, f"{name}: {param.help}"
     assert (unified.max_num_seqs, unified.max_waiting) == (chunked.max_num_seqs, chunked.max_waiting)

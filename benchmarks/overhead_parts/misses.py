@@ -16,7 +16,7 @@ from common import report
 
 from diptych.control.events import KVEvents, RequestAdmitted
 from diptych.control.misses.miss_explainer import HISTORY_TOKENS, MissExplainer
-from diptych.serving.misses.sealed_tokens import SealedTokens
+from diptych.serving.misses.hashed_prompts import HashedPrompt
 
 BLOCK = 32
 SYSTEM, QUESTION, ANSWER = 2048, 200, 300  # tokens
@@ -42,7 +42,7 @@ class Traffic:
         request_id = f"cmpl-{self.num_requests:032x}"
         self.num_requests += 1
         begin = time.process_time()
-        sealed = SealedTokens(prompt, BLOCK, self._key)
+        sealed = HashedPrompt(prompt, BLOCK, self._key)
         self.cpu_s += time.process_time() - begin
         admitted = RequestAdmitted(0, request_id, num_cached, True)
         stored = KVEvents(0, self._sequence, sealed.hashes[num_cached // BLOCK :])

@@ -9,7 +9,7 @@ import random
 from diptych.control.engine.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
 from diptych.control.kv_layout import KVGroup
 from diptych.control.request import BlockTables, FinishReason, Request
-from diptych.control.step import Extra, Offer, SchedulerOutput, StepResult
+from diptych.control.step import DraftProposal, SchedulerOutput, StepResult, VerifyResult
 
 
 class Sequence:
@@ -22,7 +22,7 @@ class Sequence:
         self.tables: list[list[int | None]] = []  # by group; None: a block that has expired
         self.computed = 0
         self.hashes = list(hash_blocks(prompt, block_size))
-        self.offered: list[int] = []  # tokens that may come next
+        self.drafted: list[int] = []  # tokens that may come next
         self.num_forced = 0  # of these, at the front
 
 
@@ -39,7 +39,7 @@ class CheckingExecutor:
         self.sequences: dict[str, Sequence] = {}
         self.batch: dict[str, None] = {}
         self.next_step = 0
-        self.guesses: random.Random | None = None  # offers drafts, right and wrong, and forced tokens
+        self.guesses: random.Random | None = None  # proposals drafts, right and wrong, and forced tokens
 
     def add(self, request: Request, prompt: list[int], stop_after: int | None = None) -> None:
         """The driver hands over the tokens of a request that the core has queued."""
@@ -82,8 +82,8 @@ class CheckingExecutor:
             if chunk.is_last:
                 self._sample(chunk.request_id, stopped)
                 self.batch[chunk.request_id] = None
-        rows = {extra.request_id: extra.num_tokens for extra in output.extra_rows}
-        assert len(rows) == len(output.extra_rows) and rows.keys() <= set(decoding) and all(rows.values())
+        rows = {extra.request_id: extra.num_tokens for extra in output.verify_rows}
+        assert len(rows) == len(output.verify_rows) and rows.keys() <= set(decoding) and all(rows.values())
         assert output.features.decode_seqs == len(decoding) + sum(rows.values())
         assert output.features.decode_context == sum(
             self.sequences[request_id].computed + 1 + more
@@ -96,8 +96,10 @@ class CheckingExecutor:
             self._sample(request_id, stopped)
             if request_id in rows:
                 extra.append(self._verify(request_id, rows[request_id], stopped, full))
-        offers = [offer for request_id in self.batch if (offer := self._offer(request_id))] if decoding else []
-        return StepResult(output.step_id, tuple(stopped), tuple(full), extra=tuple(extra), offers=tuple(offers))
+        proposals = (
+            [proposal for request_id in self.batch if (proposal := self._proposal(request_id))] if decoding else []
+        )
+        return StepResult(output.step_id, tuple(stopped), tuple(full), extra=tuple(extra), proposals=tuple(proposals))
 
     def _tables(self, tables: BlockTables, firsts: tuple[int, ...]) -> list[list[int | None]]:
         assert len(tables) == len(self.groups)
@@ -138,37 +140,37 @@ class CheckingExecutor:
         num_rows: int,
         stopped: list[tuple[str, FinishReason]],
         full: list[tuple[str, bytes]],
-    ) -> Extra:
-        """Compute offered tokens behind the newest one, and keep those that the model would have chosen."""
+    ) -> VerifyResult:
+        """Compute drafted tokens behind the newest one, and keep those that the model would have chosen."""
         sequence = self.sequences[request_id]
-        assert num_rows <= len(sequence.offered), "more rows than tokens were offered"
+        assert num_rows <= len(sequence.drafted), "more rows than tokens were drafted"
         for position in range(sequence.computed, sequence.computed + num_rows):  # right or wrong, they are written
             for group in range(len(self.groups)):
                 block, offset = self._slot(sequence, group, position)
                 block[offset] = "a draft"
         num_accepted = 0
-        while num_accepted < num_rows and sequence.tokens[-1] == sequence.offered[num_accepted]:
+        while num_accepted < num_rows and sequence.tokens[-1] == sequence.drafted[num_accepted]:
             if stopped and stopped[-1][0] == request_id:
                 break
             num_accepted += 1
             self._compute(request_id, 1, full)
             self._sample(request_id, stopped)
         assert num_accepted >= min(num_rows, sequence.num_forced) or (stopped and stopped[-1][0] == request_id)
-        return Extra(request_id, num_rows, num_accepted, min(num_rows, sequence.num_forced))
+        return VerifyResult(request_id, num_rows, num_accepted, min(num_rows, sequence.num_forced))
 
-    def _offer(self, request_id: str) -> Offer | None:
+    def _proposal(self, request_id: str) -> DraftProposal | None:
         sequence, rng = self.sequences[request_id], self.guesses
         if rng is None or rng.random() < 0.3:
             return None
         sequence.num_forced = rng.choice((0, 0, 0, 1, 4))
         count = sequence.num_forced + rng.randrange(5)
-        sequence.offered, tokens, chances = [], list(sequence.tokens), []
+        sequence.drafted, tokens, chances = [], list(sequence.tokens), []
         for place in range(count):
             is_right = place < sequence.num_forced or rng.random() < 0.7
             tokens.append(token_at(tokens) if is_right else 998)
-            sequence.offered.append(tokens[-1])
+            sequence.drafted.append(tokens[-1])
             chances.append(1.0 if place < sequence.num_forced else chances[-1] * 0.9 if chances else 0.9)
-        return Offer(request_id, tuple(chances)) if count else None
+        return DraftProposal(request_id, tuple(chances)) if count else None
 
     def _sample(self, request_id: str, stopped: list[tuple[str, FinishReason]]) -> None:
         sequence = self.sequences[request_id]

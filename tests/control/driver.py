@@ -7,7 +7,7 @@ from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
-from diptych.control.request import PeerRun, Request, RequestOptions, Standing
+from diptych.control.request import PeerRun, Request, RequestOptions, WaitClass
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput
 from tests.control.checking_executor import CheckingExecutor
@@ -59,18 +59,18 @@ class Driver:
         stop_after: int | None = None,
         priority: int = 0,
         slo: Slo | None = None,
-        standing: Standing = Standing.NEW,
+        standing: WaitClass = WaitClass.NEW,
         service_class: str = "standard",
-        gives_way_ns: int | None = None,
+        best_effort_ns: int | None = None,
         peer_run: PeerRun | None = None,
     ) -> Request:
         """A request arrives now; a number stands for a prompt of that length that shares nothing."""
         if isinstance(prompt, int):
             prompt = [self.rng.randrange(1000) for _ in range(prompt)]
         hashes = hash_blocks(prompt, self.config.cache.block_size)
-        options = RequestOptions(priority=priority, slo=slo, service_class=service_class, gives_way_ns=gives_way_ns)
+        options = RequestOptions(priority=priority, slo=slo, service_class=service_class, best_effort_ns=best_effort_ns)
         request = Request(request_id, len(prompt), max_tokens, block_hashes=hashes, options=options)
-        request.standing_at_arrival, request.peer_run = standing, peer_run
+        request.wait_class_at_arrival, request.peer_run = standing, peer_run
         events = self.core.add_request(request, self.now)
         self.log += events
         self.prompts[request_id] = prompt
@@ -114,29 +114,31 @@ class Driver:
         scheduler, caps = core.scheduler, settings.caps
         if caps.max_partial_prefills and not self.is_configured:
             prompts = [request for request in scheduler.prefilling.values() if not request.is_stream]
-            prompts = [request for request in prompts if not request.options.gives_way]  # these may come back at once
+            prompts = [
+                request for request in prompts if not request.options.is_best_effort
+            ]  # these may come back at once
             assert len(prompts) <= caps.max_partial_prefills
         if caps.max_long_partial_prefills and not self.is_configured:
             in_step = {chunk.request_id for chunk in output.prefills} | set(scheduler.prefilling)
-            longs = [r for r in in_step if core.requests[r].is_long and not core.requests[r].options.gives_way]
+            longs = [r for r in in_step if core.requests[r].is_long and not core.requests[r].options.is_best_effort]
             assert len(longs) <= caps.max_long_partial_prefills
-        assert scheduler.holders.num_running <= self.config.scheduler.max_num_seqs
+        assert scheduler.block_owners.num_running <= self.config.scheduler.max_num_seqs
         tokens = output.features.prefill_tokens + output.features.decode_seqs
         if settings.budget.kind != "whole":
             assert self.is_configured or tokens <= settings.budget.max_batched_tokens
         else:
             assert not (output.prefills and output.num_decodes)
-        holders: dict[int, int] = {}
+        block_owners: dict[int, int] = {}
         for request in core.requests.values():
             blocks = [block for block_ids in request.block_tables for block in block_ids]
             assert len(blocks) == len(set(blocks)) == request.num_blocks
             assert request.tables == tuple(tuple(block_ids) for block_ids in request.block_tables)
             for block in blocks:
-                holders[block] = holders.get(block, 0) + 1
-        for block, count in holders.items():
+                block_owners[block] = block_owners.get(block, 0) + 1
+        for block, count in block_owners.items():
             assert core.kv.pool.references(block) == count
             assert count == 1 or core.kv.pool.prefix_cache.holds(block)
-        assert core.kv.pool.num_used == len(holders)
+        assert core.kv.pool.num_used == len(block_owners)
 
     def run(self, max_steps: int = 100_000) -> None:
         """Until everything has ended and nothing is left behind."""

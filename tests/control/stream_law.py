@@ -66,7 +66,7 @@ class StreamLaw:
         scheduler = self.engine.scheduler
         # A stream whose worker was lost waits here, too; for how long, this worker cannot promise.
         lost = [request for request in scheduler.interrupted.values() if request.num_output_tokens]
-        streams = [request for request in (*lost, *scheduler.swapped.values()) if not request.gives_way]
+        streams = [request for request in (*lost, *scheduler.swapped.values()) if not request.is_best_effort]
         waiting = sorted(streams, key=lambda request: request.order_key)
         now = scheduler.batch.ticks_scheduled - bool(output.num_decodes)  # before this step
         batch = {request.request_id: self._left(request) for request in scheduler.batch}
@@ -129,7 +129,7 @@ class StreamLaw:
                 f"{request.request_id} got blocks while the stream {first.request_id} waits for its own"
             )
         if prompts and not any(self.engine.requests[chunk.request_id].is_stream for chunk in output.prefills):
-            assert scheduler.incoming.recalled, f"{first.request_id} waits, and {prompts} keep their blocks"
+            assert scheduler.incoming.revoked, f"{first.request_id} waits, and {prompts} keep their blocks"
 
     def _left(self, request: Request) -> int:
         """Tokens that it may still give."""

@@ -18,7 +18,7 @@ from diptych.control.planner import guards
 from diptych.control.planner.edge_demand import Demand
 from diptych.control.planner.planner_events import AnswerBegun, AnswerEnded, Demanded, PromptBegun
 from diptych.control.router.costs import WorkerView
-from diptych.control.router.hit_watch import HitWatch
+from diptych.control.router.hit_rate_monitor import HitRateMonitor
 from diptych.control.router.idle_trials import IdleTrials, typical_ns
 from diptych.control.router.topology import Level, LinkCost, LinkCosts, WorkerInfo, level
 from diptych.control.slo import NS_PER_S, Slo
@@ -31,7 +31,7 @@ S = NS_PER_S
 
 @law(weight=0.1)
 def test_the_alarm_begins_above_a_fifth_and_ends_at_a_tenth_of_the_last_256_prompts(seed: int) -> None:
-    rng, watch = random.Random(seed), HitWatch()
+    rng, watch = random.Random(seed), HitRateMonitor()
     seen: list[tuple[int, int, int]] = []
     is_alarmed = False
     for _ in range(3):
@@ -49,7 +49,7 @@ def test_the_alarm_begins_above_a_fifth_and_ends_at_a_tenth_of_the_last_256_prom
 
 
 def test_an_alarm_says_what_was_expected_and_found() -> None:
-    watch = HitWatch()
+    watch = HitRateMonitor()
     assert watch.error == 0.0
     for _ in range(32):
         assert watch.alarm == ""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from diptych.control.config import BudgetConfig, CacheConfig, CapsConfig, EngineConfig, OrderName, SchedulerConfig
-from diptych.control.request import Standing
+from diptych.control.request import WaitClass
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.control.step import SchedulerOutput, StepFeatures, chunk_attention
 from tests.control.driver import Driver
@@ -60,9 +60,9 @@ def test_an_objective_counts_for_as_long_as_its_stream_runs() -> None:
     assert sizes[0] == sizes[1] and max(sizes[0]) > 1000
 
 
-@pytest.mark.parametrize(("standing", "largest"), [(Standing.NEW, 5), (Standing.STREAM, 24)])
+@pytest.mark.parametrize(("standing", "largest"), [(WaitClass.NEW, 5), (WaitClass.STREAM, 24)])
 def test_a_stream_that_is_computed_again_may_lengthen_steps_by_a_quarter_of_their_decodes(
-    standing: Standing, largest: int
+    standing: WaitClass, largest: int
 ) -> None:
     """The objective leaves 0.2 ms beside the decode of 5.2 ms, a quarter of which is 1.3; a token takes 0.05 ms."""
     driver = make(BudgetConfig(min_chunk_tokens=1), slo=Slo(tpot_ns=6 * NS_PER_MS))

@@ -47,9 +47,9 @@ from diptych.control.events import (
     FirstToken,
     HandoffDelivered,
     HandoffExpired,
-    HandoffRecalled,
     HandoffReleased,
     HandoffReserved,
+    HandoffRevoked,
     KVEvents,
     KVSnapshot,
     PeerForgotten,
@@ -58,7 +58,7 @@ from diptych.control.events import (
     TransferFailed,
 )
 from diptych.control.request import FinishReason, RequestOptions, Submission
-from diptych.control.router.hit_watch import MIN_ADMISSIONS
+from diptych.control.router.hit_rate_monitor import MIN_ADMISSIONS
 from diptych.control.router.routing import RoutingConfig
 from diptych.control.router.topology import Role, WorkerInfo
 from diptych.control.slo import NS_PER_S, LatencyBreakdown, Slo
@@ -223,7 +223,7 @@ def test_what_an_old_attempt_reports_is_ignored() -> None:
 
 
 def test_without_a_worker_a_request_waits_and_then_fails_with_the_reason() -> None:
-    fleet = Fleet("both", park_ns=5 * NS_PER_S, max_untouched_per_worker=0)
+    fleet = Fleet("both", park_ns=5 * NS_PER_S, max_prefills_in_flight_per_worker=0)
     fleet.tell(WorkerDown(0))
     assert fleet.submit() == []
     assert fleet.core.next_time() == fleet.now + 5 * NS_PER_S
@@ -261,7 +261,7 @@ def test_a_request_whose_prompt_kills_two_workers_is_refused() -> None:
 
 
 def recall(fleet: Fleet, attempt: str = "a") -> list[Command]:
-    return fleet.report(D, HandoffRecalled(fleet.now, attempt))
+    return fleet.report(D, HandoffRevoked(fleet.now, attempt))
 
 
 def test_a_recalled_prompt_gives_up_its_blocks_and_waits_again() -> None:
@@ -313,7 +313,7 @@ def test_a_recall_is_no_failure_however_often_it_comes(policy: str) -> None:
 
 
 def test_requests_that_wait_for_a_worker_go_before_those_that_wait_for_admission() -> None:
-    fleet = Fleet("both", max_untouched_per_worker=1)
+    fleet = Fleet("both", max_prefills_in_flight_per_worker=1)
     fleet.submit("a")
     fleet.report(0, FirstToken(0, "a"))
     fleet.submit("b")
@@ -325,12 +325,12 @@ def test_requests_that_wait_for_a_worker_go_before_those_that_wait_for_admission
 
 def test_batch_that_waits_on_the_workers_keeps_no_other_request_in_the_queue() -> None:
     """It gives way there; of itself no more is sent than there is room for."""
-    fleet = Fleet("both", max_untouched_per_worker=3)
+    fleet = Fleet("both", max_prefills_in_flight_per_worker=3)
     sent = [fleet.submit(f"batch{number}", service_class="batch") for number in range(4)]
     assert [len(commands) for commands in sent] == [1, 1, 0, 0]
     sent = [fleet.submit(f"other{number}") for number in range(4)]
     assert [len(commands) for commands in sent] == [1, 1, 1, 0]
-    assert fleet.submit("urgent batch", service_class="batch", gives_way_ns=0) == []
+    assert fleet.submit("urgent batch", service_class="batch", best_effort_ns=0) == []
 
 
 @pytest.mark.parametrize("policy", ["retry", "local", "fail"])
@@ -461,7 +461,7 @@ def test_an_answer_whose_client_went_away_is_no_short_answer(reason: FinishReaso
 
 
 def test_time_in_the_admission_queue_counts_as_queueing() -> None:
-    fleet = Fleet("both", max_untouched_per_worker=1)
+    fleet = Fleet("both", max_prefills_in_flight_per_worker=1)
     fleet.submit("a")
     fleet.now = 1000
     assert fleet.submit("b") == []
@@ -732,7 +732,7 @@ def test_every_placement_loss_and_retry_is_counted_once_by_its_reason() -> None:
 
 
 def test_what_is_refused_is_counted_by_its_reason_and_is_not_open() -> None:
-    fleet = Fleet("both", max_untouched_per_worker=1, admission=AdmissionConfig(max_queued_per_tenant=1))
+    fleet = Fleet("both", max_prefills_in_flight_per_worker=1, admission=AdmissionConfig(max_queued_per_tenant=1))
     fleet.submit("a", tenant="t")
     assert fleet.submit("b", tenant="t") == []
     (end,) = fleet.submit("c", tenant="t")
@@ -768,7 +768,7 @@ def test_what_a_reservation_finds_in_a_cache_is_compared_with_what_was_expected_
 
 
 def test_a_waiting_token_is_priced_by_the_workers_that_compute_prompts_now() -> None:
-    fleet = Fleet("prefill", "prefill", max_untouched_per_worker=1)
+    fleet = Fleet("prefill", "prefill", max_prefills_in_flight_per_worker=1)
     for worker, token_ns in ((0, 10.0), (1, 50.0)):
         fleet.tell(Reported(worker, (), LoadReport(0, 0, 100, 0, token_ns, 0.0)))
     for name in "abc":  # the third waits

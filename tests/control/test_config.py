@@ -75,7 +75,7 @@ LEAST: list[tuple[Build, str, int]] = [
     (AdmissionConfig, "max_queued_per_tenant", 0),
     (ClusterConfig, "max_attempts", 1),
     (ClusterConfig, "lease_ns", 0),
-    (ClusterConfig, "max_untouched_per_worker", 0),
+    (ClusterConfig, "max_prefills_in_flight_per_worker", 0),
     (ClusterConfig, "park_ns", 1),
     (RoutingConfig, "kv_price_ns", 0),
     (RoutingConfig, "max_local_tokens", 0),
@@ -195,15 +195,15 @@ def test_options_of_the_front_end_change_its_defaults_one_by_one() -> None:
     given = cluster_config(
         routing="round_robin",
         disaggregate="never",
-        deflection="objective",
+        local_prefill="objective",
         on_failure="fail",
-        max_untouched_per_worker=0,
+        max_prefills_in_flight_per_worker=0,
         max_queued=5,
         max_queued_per_key=2,
     )
     assert (given.routing.routing, given.routing.disaggregate) == ("round_robin", "never")
-    assert given.routing.deflection == "objective"
-    assert (given.on_failure, given.max_untouched_per_worker) == ("fail", 0)
+    assert given.routing.local_prefill == "objective"
+    assert (given.on_failure, given.max_prefills_in_flight_per_worker) == ("fail", 0)
     assert (given.admission.max_queued, given.admission.max_queued_per_tenant) == (5, 2)
 
 

@@ -60,7 +60,7 @@ def class_of(seed: int, number: int) -> dict[str, Any]:
     rng = random.Random(1000 * seed + number)
     if seed % 3 == 0 or rng.random() < 0.5:
         return {}
-    return {"service_class": "batch", "gives_way_ns": rng.choice([None, None, 0, 20 * NS_PER_MS, 500 * NS_PER_MS])}
+    return {"service_class": "batch", "best_effort_ns": rng.choice([None, None, 0, 20 * NS_PER_MS, 500 * NS_PER_MS])}
 
 
 def run_scenario(

@@ -10,7 +10,7 @@ from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.errors import ConfigError, ContextLengthError, DiptychError, OverloadedError
 from diptych.control.events import Event, FirstToken, KVEvents, KVSnapshot, RequestFinished, StepFinished
-from diptych.control.request import FinishReason, Request, RequestOptions, SamplingParams, Standing
+from diptych.control.request import FinishReason, Request, RequestOptions, SamplingParams, WaitClass
 from diptych.control.slo import LatencyBreakdown, Slo
 from diptych.control.step import StepFeatures, StepResult, chunk_attention
 
@@ -208,15 +208,15 @@ def test_an_abort_while_a_step_runs_changes_nothing_for_the_others_in_it(gone: s
     assert not core.requests and core.kv.pool.num_used == 0
 
 
-@pytest.mark.parametrize("standing", [Standing.NEW, Standing.STREAM])
+@pytest.mark.parametrize("standing", [WaitClass.NEW, WaitClass.STREAM])
 @pytest.mark.parametrize("reason", list(FinishReason))
 def test_whole_answers_that_ended_by_themselves_teach_how_long_others_will_be(
-    reason: FinishReason, standing: Standing
+    reason: FinishReason, standing: WaitClass
 ) -> None:
     core = core_of(num_blocks=42)
     for number in range(20):  # 20 answers of two tokens
         request = Request(str(number), 10, 2 if reason is FinishReason.LENGTH else 100)
-        request.standing_at_arrival = standing  # a stream has given a part of its answer elsewhere
+        request.wait_class_at_arrival = standing  # a stream has given a part of its answer elsewhere
         core.add_request(request, 0)
         step(core, 0)
         if reason is FinishReason.LENGTH:
@@ -233,4 +233,4 @@ def test_whole_answers_that_ended_by_themselves_teach_how_long_others_will_be(
     for _ in range(9):
         step(core, 0)
     at_once = core.stats().num_decoding + core.stats().num_prefilling
-    assert at_once == (2 if (reason, standing) == (FinishReason.STOP, Standing.NEW) else 1)
+    assert at_once == (2 if (reason, standing) == (FinishReason.STOP, WaitClass.NEW) else 1)

@@ -43,7 +43,7 @@ def reserve(decode: EngineCore, request_id: str = "a", lease_ns: int = 0, now: i
 def borrowing(tables: BlockTables, num_cached: int = 0, request_id: str = "a") -> Request:
     request = Request(request_id, 100, 8)
     request.hands_off = True
-    request.borrowed_tables, request.num_borrowed_tokens = tables, num_cached
+    request.remote_block_tables, request.num_remote_tokens = tables, num_cached
     return request
 
 

@@ -11,9 +11,9 @@ from diptych.control.length_predictor import (
     MAX_FAMILIES,
     NUM_BANDS,
     WINDOW,
+    LengthErrorStats,
     LengthGroup,
     LengthPredictor,
-    LengthWatch,
     band_of,
 )
 from diptych.control.request import RequestOptions, Submission
@@ -155,7 +155,7 @@ def test_an_expectation_depends_on_what_ended_and_not_on_who_asked_when() -> Non
 
 
 def test_the_error_is_that_of_the_last_answers_beside_the_static_one() -> None:
-    watch = LengthWatch()
+    watch = LengthErrorStats()
     assert watch.errors == {"learned": 0, "static": 0}
     for _ in range(WINDOW):
         watch.observe(1, FAR, 10_000)

@@ -14,7 +14,7 @@ from diptych.control.config import (
 )
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.engine.kvcache.tier_records import CancelLoad, LoadBlocks
-from diptych.control.events import FirstToken, HandoffRecalled, HandoffReserved
+from diptych.control.events import FirstToken, HandoffReserved, HandoffRevoked
 from diptych.control.request import Request, only_table
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepResult
@@ -32,11 +32,11 @@ class LendingDriver(TieredDriver):
     lent: dict[str, HandoffReserved] = field(default_factory=dict)
     num_seen: int = 0
 
-    def lend(self, request_id: str, prompt: list[int], max_tokens: int = 8, *, is_lent: bool = True) -> None:
+    def lend(self, request_id: str, prompt: list[int], max_tokens: int = 8, *, is_remote_prefill: bool = True) -> None:
         """Blocks are to be reserved for this prompt."""
         hashes = hash_blocks(prompt, self.config.cache.block_size)
         request = Request(request_id, len(prompt), max_tokens, block_hashes=hashes)
-        request.is_lent = is_lent
+        request.is_remote_prefill = is_remote_prefill
         self.log += self.core.reserve(request, self.now)
         self.prompts[request_id] = prompt
         self.executor.add(request, prompt)
@@ -103,15 +103,15 @@ def until_reserved(driver: LendingDriver, request_id: str = "again") -> HandoffR
     return driver.lent[request_id]
 
 
-@pytest.mark.parametrize("is_lent", [True, False])
-def test_what_the_host_holds_is_copied_and_then_the_reservation_is_reported(is_lent: bool) -> None:
+@pytest.mark.parametrize("is_remote_prefill", [True, False])
+def test_what_the_host_holds_is_copied_and_then_the_reservation_is_reported(is_remote_prefill: bool) -> None:
     driver = evicted(make())
-    driver.lend("again", prompt(1), is_lent=is_lent)
+    driver.lend("again", prompt(1), is_remote_prefill=is_remote_prefill)
     driver.step()
     event = until_reserved(driver)
-    tokens = 19 * BLOCK if is_lent else 0  # of KV that is sent, only the sending would be saved
+    tokens = 19 * BLOCK if is_remote_prefill else 0  # of KV that is sent, only the sending would be saved
     assert (event.num_cached_tokens, event.num_tier_tokens) == (tokens, tokens)
-    assert bool(driver.outputs[-1].swap_in) is is_lent
+    assert bool(driver.outputs[-1].swap_in) is is_remote_prefill
     driver.compute("again")
     driver.run()
     assert len(driver.finished()) == 5
@@ -212,7 +212,7 @@ def test_every_lent_block_holds_what_is_said_whatever_the_tiers_do(seed: int) ->
 
 def take_part(driver: LendingDriver, rng: random.Random, gone: set[str]) -> None:
     """The prefill worker computes some, the front end drops some, and those that are recalled."""
-    recalled = {event.request_id for event in driver.log if isinstance(event, HandoffRecalled)}
+    recalled = {event.request_id for event in driver.log if isinstance(event, HandoffRevoked)}
     for request_id in list(driver.core.requests):
         is_reserved = request_id in driver.core.scheduler.incoming.reserved
         if request_id in recalled and is_reserved and request_id not in gone:
@@ -239,6 +239,6 @@ def test_one_that_was_delivered_is_preempted_and_computed_as_any_other() -> None
     until_reserved(driver)
     driver.compute("again")
     driver.step()
-    assert not driver.core.requests["again"].is_lent
+    assert not driver.core.requests["again"].is_remote_prefill
     driver.run()
     assert driver.finished()["again"].num_preemptions

@@ -285,7 +285,7 @@ def test_an_abort_frees_the_blocks_for_the_very_next_step() -> None:
     driver.add("a", 400, 100)
     driver.add("b", 400, 100)
     driver.step()
-    assert driver.core.scheduler.holders.num_running == 1
+    assert driver.core.scheduler.block_owners.num_running == 1
     driver.abort("a")
     driver.step()
     assert driver.core.requests["b"].block_tables

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from diptych.control.commands import Prefill, Reserve, Serve, standing_of
+from diptych.control.commands import Prefill, Reserve, Serve, wait_class_of
 from diptych.control.config import (
     BudgetConfig,
     CacheConfig,
@@ -18,13 +18,13 @@ from diptych.control.config import (
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.events import (
     Event,
-    HandoffRecalled,
     HandoffReserved,
+    HandoffRevoked,
     RequestAdmitted,
     RequestPreempted,
     RequestResumed,
 )
-from diptych.control.request import Request, RequestOptions, Standing
+from diptych.control.request import Request, RequestOptions, WaitClass
 from diptych.control.step import SchedulerOutput, StepResult
 from tests.control.driver import Driver, expect_answers
 
@@ -198,9 +198,9 @@ class Worker:
             self.log += self.core.end_step(StepResult(output.step_id), self.now)
         return output
 
-    def reserve(self, name: str, num_tokens: int, standing: Standing = Standing.NEW, priority: int = 0) -> None:
+    def reserve(self, name: str, num_tokens: int, standing: WaitClass = WaitClass.NEW, priority: int = 0) -> None:
         request = Request(name, num_tokens, 8, options=RequestOptions(priority=priority))
-        request.standing_at_arrival = standing
+        request.wait_class_at_arrival = standing
         assert self.core.reserve(request, self.now) == []
 
     def until_preempted(self) -> None:
@@ -235,15 +235,15 @@ def test_a_stream_without_blocks_recalls_the_latest_reservations_and_no_more_tha
     worker.until_preempted()
     for _ in range(5):
         worker.step()
-    recalled = worker.names(HandoffRecalled)
-    assert recalled and recalled == ["prompt2", "prompt1", "prompt0"][: len(recalled)]
-    for name in recalled:
+    revoked = worker.names(HandoffRevoked)
+    assert revoked and revoked == ["prompt2", "prompt1", "prompt0"][: len(revoked)]
+    for name in revoked:
         worker.core.drop(name, worker.now)
     for _ in range(3):
         worker.step()
     back = [*worker.names(RequestAdmitted)[2:], *worker.names(RequestResumed)]
     assert back == ["second"], "it has its blocks again, while two of five requests still hold theirs"
-    assert len(recalled) < 3
+    assert len(revoked) < 3
     worker.core.kv.check()
 
 
@@ -251,9 +251,9 @@ def test_kv_that_comes_although_it_was_recalled_begins_to_decode() -> None:
     worker = crowded()
     worker.until_preempted()
     worker.step()
-    (name, *_) = worker.names(HandoffRecalled)
+    (name, *_) = worker.names(HandoffRevoked)
     assert worker.core.deliver(name, worker.now, first_step_ns=0, first_token_ns=1)
-    assert worker.core.scheduler.incoming.recalled.keys() == set(worker.names(HandoffRecalled)) - {name}
+    assert worker.core.scheduler.incoming.revoked.keys() == set(worker.names(HandoffRevoked)) - {name}
     worker.step()
     assert name in worker.core.scheduler.batch
 
@@ -261,11 +261,11 @@ def test_kv_that_comes_although_it_was_recalled_begins_to_decode() -> None:
 def test_reservations_are_seated_by_standing_and_then_by_arrival() -> None:
     worker = Worker(num_blocks=200)
     for name, standing in (
-        ("new", Standing.NEW),
-        ("returning", Standing.RETURNING),
-        ("newer", Standing.NEW),
-        ("stream", Standing.STREAM),
-        ("returning later", Standing.RETURNING),
+        ("new", WaitClass.NEW),
+        ("returning", WaitClass.RETURNING),
+        ("newer", WaitClass.NEW),
+        ("stream", WaitClass.STREAM),
+        ("returning later", WaitClass.RETURNING),
     ):
         worker.reserve(name, 40, standing)
     worker.step()
@@ -273,9 +273,9 @@ def test_reservations_are_seated_by_standing_and_then_by_arrival() -> None:
 
 
 def test_the_standing_of_an_attempt_follows_from_its_command() -> None:
-    assert standing_of(Serve(0, "a", "a", 0)) is Standing.NEW
-    assert standing_of(Reserve(0, "a", "a~1", 0, 0, False)) is Standing.RETURNING
-    assert standing_of(Prefill(0, "a", "a~2", 7, 1, 0, (), 0)) is Standing.STREAM
+    assert wait_class_of(Serve(0, "a", "a", 0)) is WaitClass.NEW
+    assert wait_class_of(Reserve(0, "a", "a~1", 0, 0, False)) is WaitClass.RETURNING
+    assert wait_class_of(Prefill(0, "a", "a~2", 7, 1, 0, (), 0)) is WaitClass.STREAM
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -284,7 +284,7 @@ def test_a_stream_whose_worker_died_passes_the_prompts_that_wait_here(order: Ord
     driver.add("busy", 100, 4)
     driver.step()
     driver.add("prompt", 20, 4)
-    driver.add("stream", 130, 4, standing=Standing.STREAM)
+    driver.add("stream", 130, 4, standing=WaitClass.STREAM)
     driver.run()
     assert admitted(driver) == ["busy", "stream", "prompt"]
 

@@ -52,7 +52,7 @@ class Watched(Driver):
         """No request holds more than its layout says, but for blocks that it got early for drafts."""
         super().check_step(output)
         layout, kv = self.core.kv.layout, self.core.kv
-        rows = {extra.request_id: extra.num_tokens for extra in output.extra_rows}
+        rows = {extra.request_id: extra.num_tokens for extra in output.verify_rows}
         for chunk in output.prefills:
             assert chunk.num_tokens <= kv.longest_chunk
         for request in self.core.scheduler.batch:

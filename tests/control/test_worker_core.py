@@ -110,14 +110,14 @@ def test_a_prompt_computed_ahead_of_its_place_sends_nothing_and_gives_no_token_b
     for now in (0, 20, 40):
         outbox = step(worker, now)
         assert outbox.after == [] and not any(isinstance(event, FirstToken) for event in outbox.events)
-    assert worker.is_withheld("a")
+    assert worker.is_held_back("a")
     worker.handle(Send(0, "a", 32), 60)
     outbox = worker.take_outbox()
     blocks = (tuple(range(7)),)
     assert outbox.before == [OpenTransfer("a", 7, 32)]
     assert outbox.events == [FirstToken(60, "a")]
     assert outbox.after == [SendChunk("a", 32, 68, blocks, True), CommitTransfer("a", 0, 60)]
-    assert not worker.is_withheld("a")
+    assert not worker.is_held_back("a")
     worker.handle(Send(0, "a", 32), 61)  # the message came twice
     assert worker.take_outbox().is_empty
     worker.handle(Release(0, "a"), 70)
@@ -144,7 +144,7 @@ def test_the_news_of_a_place_may_overtake_the_prompt() -> None:
     worker.handle(Send(0, "a", 32), 0)
     assert worker.take_outbox().is_empty
     assert ahead(worker).before == [OpenTransfer("a", 7, 32)]
-    assert not worker.is_withheld("a")
+    assert not worker.is_held_back("a")
 
 
 def test_prompts_computed_ahead_leave_room_for_one_whose_place_is_found() -> None:

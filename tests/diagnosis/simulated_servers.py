@@ -71,7 +71,8 @@ class Server:
             roles = dict(enumerate(role for role, count in self.pools for _ in range(count)))
         scenario = Scenario(
             engine=engine, cost=self.cost, workload=sorted(self.workload, key=lambda spec: spec.arrival_ns),
-            pools=pools, cluster=ClusterConfig(max_untouched_per_worker=0), record_events=True, fast_forward=False,
+            pools=pools, cluster=ClusterConfig(max_prefills_in_flight_per_worker=0), record_events=True,
+            fast_forward=False,
         )  # fmt: skip
         _, log = simulate_with_log(scenario)
         assert log is not None

@@ -14,11 +14,11 @@ from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.events import RequestPreempted, StepFinished
 from diptych.control.request import FinishReason, Request, SamplingParams
-from diptych.control.step import Offer, StepFeatures
+from diptych.control.step import DraftProposal, StepFeatures
 from diptych.runtime.kernels.instruction_set import TORCH
 from diptych.runtime.local_engine import engine_config
+from diptych.runtime.step.draft_tokens import DraftTokens
 from diptych.runtime.step.model_runner import ModelRunner
-from diptych.runtime.step.offered_tokens import OfferedTokens
 from diptych.runtime.step.request_state import RequestState
 from tests.runtime.checkpoints import VOCAB_SIZE, prompt_of, runner
 from tests.runtime.gathering_engine import GatheringEngine, GeneratedTokens
@@ -29,7 +29,7 @@ STEP_NS = 1_000_000
 DTYPE_AND_SET = NATIVE[-1] if NATIVE else ("float32", TORCH)
 
 
-class Guesses(OfferedTokens):
+class Guesses(DraftTokens):
     """Guesses answers that are known, with mistakes."""
 
     def __init__(self, answers: dict[str, list[int]], seed: int, rate: float = 0.7) -> None:
@@ -40,7 +40,7 @@ class Guesses(OfferedTokens):
 
     def after(
         self, state: RequestState, token_ids: npt.NDArray[np.int32], room: int, num_streams: int = 1
-    ) -> Offer | None:
+    ) -> DraftProposal | None:
         forced = super().after(state, token_ids, room, num_streams) if state.constraint is not None else None
         if state.num_forced:
             return forced
@@ -52,8 +52,8 @@ class Guesses(OfferedTokens):
         ]
         if state.constraint is not None:
             draft = draft[: state.constraint.count_allowed(draft)]
-        state.offered = tuple(draft)
-        return Offer(state.request_id, (0.9,) * len(draft)) if draft else None
+        state.drafted = tuple(draft)
+        return DraftProposal(state.request_id, (0.9,) * len(draft)) if draft else None
 
 
 @dataclass
@@ -100,8 +100,8 @@ class Rhyme:
 class Eager(GatheringEngine):
     """An engine on a machine where every step takes the same time: rows cost nothing, and all are taken."""
 
-    def __init__(self, shared: ModelRunner, offered: OfferedTokens, **changes: object) -> None:
-        own = ModelRunner(shared.loaded, shared.attention, shared.kv, 64, shared.max_model_len, offered)
+    def __init__(self, shared: ModelRunner, drafted: DraftTokens, **changes: object) -> None:
+        own = ModelRunner(shared.loaded, shared.attention, shared.kv, 64, shared.max_model_len, drafted)
         config = engine_config(own, **changes)  # type: ignore[arg-type]
         super().__init__(own, config)
         model = StepTimeModel()
@@ -164,7 +164,7 @@ def check_same(plain: dict[str, GeneratedTokens], guessed: dict[str, GeneratedTo
 @pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
 def test_guesses_right_and_wrong_change_no_token_and_no_logprob(dtype: str, instruction_set: str) -> None:
     shared = runner(FAMILY, instruction_set, dtype)
-    plain = run(Eager(shared, OfferedTokens(drafts=False)), max_tokens=70)
+    plain = run(Eager(shared, DraftTokens(drafts=False)), max_tokens=70)
     answers = {request_id: generation.token_ids for request_id, generation in plain.items()}
     for seed, scheduler in enumerate(
         (
@@ -183,7 +183,7 @@ def test_guesses_right_and_wrong_change_no_token_and_no_logprob(dtype: str, inst
 @pytest.mark.parametrize("kind", ["recompute", "swap"])
 def test_streams_that_lose_their_blocks_go_on_with_the_same_tokens(kind: str) -> None:
     shared = runner(FAMILY, DTYPE_AND_SET[1], DTYPE_AND_SET[0])
-    plain = run(Eager(shared, OfferedTokens(drafts=False)), max_tokens=70)
+    plain = run(Eager(shared, DraftTokens(drafts=False)), max_tokens=70)
     answers = {request_id: generation.token_ids for request_id, generation in plain.items()}
     cache = CacheConfig(14, 32, num_host_blocks=64 * (kind == "swap"), watermark_blocks=0, admission="greedy")
     scheduler = SchedulerConfig(preemption=PreemptionConfig(kind), max_num_seqs=64)  # type: ignore[arg-type]
@@ -197,18 +197,18 @@ def test_streams_that_lose_their_blocks_go_on_with_the_same_tokens(kind: str) ->
 def test_forced_tokens_are_not_sampled_and_the_others_obey_the_mask(dtype: str, instruction_set: str) -> None:
     shared = runner(FAMILY, instruction_set, dtype)
 
-    class Silent(OfferedTokens):
+    class Silent(DraftTokens):
         def after(
             self, state: RequestState, token_ids: npt.NDArray[np.int32], room: int, num_streams: int = 1
-        ) -> Offer | None:
+        ) -> DraftProposal | None:
             return None
 
     plain = run(Eager(shared, Silent(drafts=False)), max_tokens=50, constrained=True)
     for number in range(1, 12, 2):
         Rhyme().accept(plain[f"r{number}"].token_ids)
     answers = {request_id: generation.token_ids for request_id, generation in plain.items()}
-    for offered in (OfferedTokens(drafts=False), Guesses(answers, 3), OfferedTokens(drafts=True)):
-        engine = Eager(shared, offered)
+    for drafted in (DraftTokens(drafts=False), Guesses(answers, 3), DraftTokens(drafts=True)):
+        engine = Eager(shared, drafted)
         check_same(plain, run(engine, max_tokens=50, constrained=True))
         assert extras(engine)[2] > 30
 
@@ -216,7 +216,7 @@ def test_forced_tokens_are_not_sampled_and_the_others_obey_the_mask(dtype: str, 
 def test_what_repeats_itself_takes_fewer_steps() -> None:
     shared = runner(FAMILY, DTYPE_AND_SET[1], DTYPE_AND_SET[0])
     sampling = SamplingParams(temperature=0.0, max_tokens=60, logit_bias=dict.fromkeys((3, 9), 30.0))
-    engines = [Eager(shared, OfferedTokens(drafts=drafts)) for drafts in (False, True)]
+    engines = [Eager(shared, DraftTokens(drafts=drafts)) for drafts in (False, True)]
     for engine in engines:
         engine.add("r", [3, 9, 3, 9] * 5, sampling)
     first, second = (engine.run() for engine in engines)
@@ -234,7 +234,7 @@ def test_a_constraint_that_cannot_go_on_fails_its_request_alone() -> None:
                 raise ValueError("the grammar is lost")
             return super().allowed()
 
-    engine = Eager(shared, OfferedTokens(drafts=True))
+    engine = Eager(shared, DraftTokens(drafts=True))
     sampling = SamplingParams(temperature=0.0, max_tokens=30)
     engine.add("whole", prompt_of(9), sampling)
     engine.add_constrained("broken", prompt_of(12), sampling)
@@ -250,7 +250,7 @@ def test_another_worker_goes_on_where_the_constraint_stood() -> None:
     shared = runner(FAMILY, DTYPE_AND_SET[1], DTYPE_AND_SET[0])
     constraint = Rhyme()
     sampling = SamplingParams(temperature=0.0, max_tokens=30)
-    engine = Eager(shared, OfferedTokens(drafts=False))
+    engine = Eager(shared, DraftTokens(drafts=False))
     engine.add_constrained("r", prompt_of(12), sampling)
     answer = engine.run()["r"].token_ids
     engine.runner.add_request("r", prompt_of(12), sampling, output_token_ids=answer[:9], constraint=constraint)
@@ -267,7 +267,7 @@ def test_ten_thousand_requests_have_the_same_tokens() -> None:
     for number in range(800):
         size = 1 + number % 24
         if size not in plain:
-            plain[size] = run(Eager(shared, OfferedTokens(drafts=False)), max_tokens=40, size=size)
+            plain[size] = run(Eager(shared, DraftTokens(drafts=False)), max_tokens=40, size=size)
         answers = {request_id: generation.token_ids for request_id, generation in plain[size].items()}
         guesses = Guesses(answers, number, rate=(0.1, 0.5, 0.95)[number % 3])
         check_same(plain[size], run(Eager(shared, guesses), max_tokens=40, size=size))

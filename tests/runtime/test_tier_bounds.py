@@ -454,7 +454,9 @@ def test_threads_end_with_their_process_and_the_writer_gives_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nice: list[tuple[str, int]] = []
-    monkeypatch.setattr(tier_io, "give_way", lambda niceness: nice.append((threading.current_thread().name, niceness)))
+    monkeypatch.setattr(
+        tier_io, "lower_priority", lambda niceness: nice.append((threading.current_thread().name, niceness))
+    )
     mover = moving(opened(tmp_path), Host(1))
     peers = Pair(1)
     assert mover.disk is not None

@@ -232,7 +232,7 @@ def random_script(seed: int) -> Script:
     cluster = cluster_config(
         disaggregate="auto" if shape[2] == 1 else rng.choice(["auto", "always"]),
         on_failure=rng.choice(["retry", "local", "fail"]),
-        max_untouched_per_worker=rng.choice([None, 1, 2]),
+        max_prefills_in_flight_per_worker=rng.choice([None, 1, 2]),
     )
     losses = tuple(
         (rng.randrange(MS, round(now_ms * MS) + 50 * MS), worker, 20 * MS + rng.randrange(300 * MS))

@@ -1,4 +1,4 @@
-"""Workers inside the test's process: the second implementation of WorkerPort, Launcher and KVConnector.
+"""Workers inside the test's process: the second implementation of WorkerHandle, Launcher and KVConnector.
 
 Everything but the process is real: WorkerCore, EngineCore, RequestIntake, ConnectorDriver, and the messages as bytes.
 The model is make-believe (FakeRunner: token i after a prompt of p tokens is p + i), time is virtual, and a step takes
@@ -30,7 +30,7 @@ from diptych.control.step import SchedulerOutput, StepTokens
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.transfer.connector import Committed, ConnectorEvent
 from diptych.serving.fleet.exit_status import Loss
-from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState, hand_over
+from diptych.serving.fleet.worker_handle import WorkerListener, WorkerSite, WorkerState, hand_over
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import (
@@ -49,7 +49,7 @@ from diptych.serving.link.messages import (
 )
 from diptych.serving.worker.connector_driver import ConnectorDriver
 from diptych.serving.worker.request_intake import RequestIntake
-from diptych.serving.worker.worker_loop import WithheldTokens
+from diptych.serving.worker.worker_loop import HeldBackTokens
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.environment import MESSAGE, STEP_END
 
@@ -74,7 +74,7 @@ class Host:
     is_reporting: bool = False
     workers: "list[InProcessWorker]" = field(default_factory=list)
 
-    async def open(self, door_port: int) -> None:
+    async def open(self, join_port: int) -> None:
         """See Launcher."""
 
     async def close(self) -> None:
@@ -88,7 +88,7 @@ class Host:
 
 
 class InProcessWorker:
-    """See WorkerPort. ``lose`` ends the engine, as a crash ends a process."""
+    """See WorkerHandle. ``lose`` ends the engine, as a crash ends a process."""
 
     def __init__(self, number: int, options: EngineOptions, host: Host) -> None:
         self.number = number
@@ -104,14 +104,14 @@ class InProcessWorker:
         self._life = 0
 
     def start(self, listener: WorkerListener) -> None:
-        """See WorkerPort."""
+        """See WorkerHandle."""
         self._listener = listener
         self.state = WorkerState.STARTING
         self.ready = asyncio.get_running_loop().create_future()
         self._host.time.at(self._host.time.now, MESSAGE, self._begin)
 
     def send(self, message: FrontendMessage) -> None:
-        """See WorkerPort. Messages keep their order, and never arrive within the call."""
+        """See WorkerHandle. Messages keep their order, and never arrive within the call."""
         if self.engine is None:
             return
         time, data = self._host.time, encode(message)
@@ -119,15 +119,15 @@ class InProcessWorker:
         time.at(self._last_ns, MESSAGE, partial(self._arrive, self._life, data))
 
     def pulse(self) -> Pulse | None:
-        """See WorkerPort."""
+        """See WorkerHandle."""
         return None
 
     def kill(self, because: str) -> None:
-        """See WorkerPort."""
+        """See WorkerHandle."""
         self.lose(because, crashed=False)
 
     async def stop(self, *, is_removed: bool = False) -> None:
-        """See WorkerPort."""
+        """See WorkerHandle."""
         self._end_engine()
         self.state = WorkerState.STOPPED
 
@@ -215,7 +215,7 @@ class InProcessEngine:
         self._transfers = ConnectorDriver(self.core, self._intake, self.connector if place else None)
         self._worker = worker
         self._host = host
-        self._withheld = WithheldTokens(self.core)
+        self._held_back = HeldBackTokens(self.core)
         self._share = ComputeShare()
         if options.device.cores is not None:
             cpus = parse_cores(options.device.cores)
@@ -258,7 +258,7 @@ class InProcessEngine:
         while self._inbox:
             self._take(self._inbox.popleft(), now)
         core.end_turn(now)
-        self._flush(self._withheld.release())
+        self._flush(self._held_back.release())
         while (output := core.begin_step(now)) is not None:
             self._flush()
             if output.is_compute:
@@ -283,7 +283,7 @@ class InProcessEngine:
             return
         result = self.runner.execute(output)
         self.core.end_step(output, result, self._host.time.now)
-        self._flush(self._withheld.hold_back(result.payload))
+        self._flush(self._held_back.hold_back(result.payload))
         self.turn()
 
     def _take(self, order: Order, now: int) -> None:

@@ -25,7 +25,7 @@ from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.join_options import JoinOptions
-from diptych.serving.fleet.worker_port import WorkerState
+from diptych.serving.fleet.worker_handle import WorkerState
 from diptych.serving.join.worker_agent import AgentOptions, WorkerAgent
 from diptych.serving.link.engine_options import BUNDLED_MODEL, DeviceOptions, EngineOptions, MemoryOptions
 from diptych.tls.shared_key import SharedKey

@@ -24,8 +24,8 @@ from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.keys.key_record import tenant_of
 from diptych.serving.link.engine_options import ExplainMisses
 from diptych.serving.misses.difference import TextDifference
-from diptych.serving.misses.miss_watch import ExplainedMiss
-from diptych.serving.misses.sealed_tokens import SealedTokens
+from diptych.serving.misses.hashed_prompts import HashedPrompt
+from diptych.serving.misses.miss_recorder import ExplainedMiss
 
 pytestmark = pytest.mark.asyncio
 COMPLETION = {"prompt": [5, 6], "max_tokens": 3}
@@ -327,7 +327,7 @@ def explaining(explain: ExplainMisses = "on") -> FakeLLM:
     llm.fleet = Fleet(llm.options, FleetOptions(explain_misses=explain))
     watch = llm.fleet.misses
     assert watch is not None
-    prompt = SealedTokens(list(range(100)), 32, None)
+    prompt = HashedPrompt(list(range(100)), 32, None)
     watch.explainer.on_arrived("r", prompt)
     [miss] = watch.explainer.on_events(0, [RequestAdmitted(5, "r", 0, True)], 7)
     watch.recent.append(ExplainedMiss(miss, TextDifference("before", "secret was", "secret now", "an id")))

@@ -27,7 +27,7 @@ from diptych.control.config import BudgetConfig, SchedulerConfig
 from diptych.control.events import HandoffDelivered, HandoffReserved
 from diptych.control.request import RequestOptions, SamplingParams
 from diptych.serving.async_llm import AsyncLLM
-from diptych.serving.fleet import hang_watch as watch
+from diptych.serving.fleet import heartbeat_monitor as watch
 from diptych.serving.fleet import supervisor
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions

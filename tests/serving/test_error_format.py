@@ -7,7 +7,7 @@ import pytest
 
 from diptych.control.errors import DiptychError, InvalidRequestError, NotFoundError
 from diptych.serving import edge_limits
-from diptych.serving.api.dialect import anthropic_error, response_error
+from diptych.serving.api.api_flavour import anthropic_error, response_error
 from diptych.serving.api.error_format import error_body
 
 MOST = edge_limits.ERROR_CHARACTERS

@@ -44,7 +44,7 @@ async def test_a_defect_of_the_cluster_core_ends_every_request_and_leaves_a_reco
         await setup.when(lambda: client.generations["running"].streams[0].num_tokens > 2)
         assert fleet.failures.health() == (200, {"status": "ok", "detail": None})
 
-        fleet.core._num_untouched[0] += 1  # a count that agrees with nothing
+        fleet.core._num_awaiting_first_token[0] += 1  # a count that agrees with nothing
         monkeypatch.setattr("diptych.control.cluster.cluster_audit.EVENTS_PER_REQUEST", 0)
         with pytest.raises(CoreFailedError, match=r"the cluster core has failed .*BrokenInvariantError") as caught:
             await client.read("running")

@@ -30,7 +30,7 @@ from diptych.serving.outputs import RequestOutput
 pytestmark = [pytest.mark.asyncio, pytest.mark.system]
 PROMPT = list(range(100, 196))
 P, D = 0, 1  # of one prefill worker and one decode worker
-CLUSTER_OPTIONS = ("disaggregate", "on_failure", "max_untouched_per_worker")
+CLUSTER_OPTIONS = ("disaggregate", "on_failure", "max_prefills_in_flight_per_worker")
 MEMORY = MemoryOptions(kv_cache_bytes=32 * 2**20)
 
 
@@ -235,7 +235,7 @@ async def test_one_worker_serves_alone_while_its_peer_is_gone_and_none_means_not
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_in_words() -> None:
-    async with serving(worker={"step_ms": 5, "tokens_per_s": 200}, max_untouched_per_worker=1) as llm:
+    async with serving(worker={"step_ms": 5, "tokens_per_s": 200}, max_prefills_in_flight_per_worker=1) as llm:
         running = [asyncio.create_task(ask(llm, PROMPT[:90], 3)) for _ in range(6)]
         await asyncio.sleep(0.05)
         options = RequestOptions(deadline_ns=NS_PER_S // 10)

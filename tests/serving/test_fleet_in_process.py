@@ -21,9 +21,9 @@ from diptych.control.events import (
     FirstToken,
     HandoffDelivered,
     HandoffExpired,
-    HandoffRecalled,
     HandoffReleased,
     HandoffReserved,
+    HandoffRevoked,
     KVEvents,
     KVSnapshot,
     PeerForgotten,
@@ -34,11 +34,11 @@ from diptych.control.events import (
     TransferFailed,
 )
 from diptych.control.request import FinishReason
-from diptych.control.router.hit_watch import MIN_ADMISSIONS
+from diptych.control.router.hit_rate_monitor import MIN_ADMISSIONS
 from diptych.control.slo import NS_PER_MS, NS_PER_S, LatencyBreakdown
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
-from diptych.serving.fleet.worker_port import WorkerState
+from diptych.serving.fleet.worker_handle import WorkerState
 
 PROMPT = list(range(100, 190))
 LATENCY = LatencyBreakdown(1, 2, 3, 4)
@@ -49,7 +49,7 @@ EXAMPLES: dict[type, Event] = {
         RequestQueued(1, "x", 2),
         RequestAdmitted(1, "x", 0, True),
         HandoffReserved(1, "x", 0, ((1, 2),)),
-        HandoffRecalled(1, "x"),
+        HandoffRevoked(1, "x"),
         HandoffDelivered(1, "x", 10, 20),
         HandoffReleased(1, "x"),
         HandoffExpired(1, "x", True),
@@ -255,9 +255,9 @@ def test_a_prompt_whose_blocks_a_stream_needs_is_served_by_its_next_attempt(tran
             spy = spy_on(setup)
             setup.client.submit("a", PROMPT, max_tokens=20)
             await setup.when(lambda: any(isinstance(event, HandoffReserved) for event in spy.reported()))
-            setup.workers[1].report(HandoffRecalled(setup.time.now, "a"))
+            setup.workers[1].report(HandoffRevoked(setup.time.now, "a"))
             assert await setup.client.read("a") == expected(PROMPT, 20)
-            assert spy.core.counts["recalled"] == spy.core.counts["handoffs"] == 1
+            assert spy.core.counts["revoked"] == spy.core.counts["handoffs"] == 1
             assert not spy.core.counts["retried"]
             await setup.check_nothing_is_left()
 
@@ -275,7 +275,9 @@ async def test_without_any_worker_a_request_waits_for_the_next_one() -> None:
 
 @in_virtual_time
 async def test_a_request_that_no_worker_takes_in_time_fails_by_the_fleets_timer() -> None:
-    async with in_process_fleet(cluster=ClusterConfig(park_ns=5 * NS_PER_S, max_untouched_per_worker=0)) as setup:
+    async with in_process_fleet(
+        cluster=ClusterConfig(park_ns=5 * NS_PER_S, max_prefills_in_flight_per_worker=0)
+    ) as setup:
         setup.workers[0].lose(restart_ns=60 * NS_PER_S)
         await setup.when(lambda: not setup.fleet.is_routable)
         begun_ns = setup.time.now

@@ -14,7 +14,7 @@ from diptych.serving.fleet import joined_worker
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.joined_worker import JoinedWorker
 from diptych.serving.fleet.worker_changes import WorkerChanges
-from diptych.serving.fleet.worker_port import WorkerSite, WorkerState
+from diptych.serving.fleet.worker_handle import WorkerSite, WorkerState
 from diptych.serving.join import worker_agent
 from diptych.serving.join.framed_link import RELAYED, TOLD
 from diptych.serving.join.join_messages import (

@@ -19,7 +19,7 @@ from diptych.control.router.routing import RoutingName
 from diptych.serving.fleet.exit_status import count_oom_kills, in_words, is_crash
 from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
 from diptych.serving.fleet.fleet_plan import plan_fleet
-from diptych.serving.fleet.hang_watch import verdict
+from diptych.serving.fleet.heartbeat_monitor import verdict
 from diptych.serving.fleet.joint_ready import joint_ready
 from diptych.serving.fleet.shared_memory import keeps_order
 from diptych.serving.fleet.worker_groups import WorkerGroup

@@ -16,7 +16,6 @@ from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.errors import BrokenInvariantError
-from diptych.control.planner.cluster_watch import ClusterWatch
 from diptych.control.planner.fleet_layout import Layout, WorkerSetting
 from diptych.control.planner.planner_config import PlannedPool, PlannerConfig
 from diptych.control.planner.planner_events import (
@@ -28,6 +27,7 @@ from diptych.control.planner.planner_events import (
     TwinQuestion,
     TwinSettings,
 )
+from diptych.control.planner.planner_observer import PlannerObserver
 from diptych.control.planner.planner_recording import RecordingPlannerCore
 from diptych.control.request import RequestOptions
 from diptych.control.slo import NS_PER_S, Slo
@@ -70,7 +70,7 @@ async def planned(setup: InProcessFleet, twin: FakeTwin, record: Path) -> AsyncI
 
     def make() -> PlannerParts:
         core = RecordingPlannerCore(config, recorder.write)
-        return PlannerParts(core, ClusterWatch(fleet.core, fleet.options.scheduler, members))
+        return PlannerParts(core, PlannerObserver(fleet.core, fleet.options.scheduler, members))
 
     guard = PlannerGuard(make, fleet.failures, record.parent)
     fleet.planner = FleetPlanner(guard, fleet.changes, twin, setup.time.clock, recorder)

@@ -25,10 +25,10 @@ from diptych.serving import edge_limits
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.fleet_options import FleetOptions
+from diptych.serving.fleet.join_listener import Expected, JoinListener
 from diptych.serving.fleet.join_options import JoinOptions, parse_host_port
 from diptych.serving.fleet.supervisor import LocalLauncher
-from diptych.serving.fleet.worker_door import Expected, WorkerDoor
-from diptych.serving.fleet.worker_port import WorkerState
+from diptych.serving.fleet.worker_handle import WorkerState
 from diptych.serving.join import worker_agent
 from diptych.serving.join.framed_link import FramedLink
 from diptych.serving.join.join_messages import PROTOCOL, Accepted, Refused, Registration, read_from_door, told
@@ -412,7 +412,7 @@ async def test_connections_that_never_register_are_bounded_and_keep_no_worker_ou
 async def test_a_registration_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = SimpleNamespace(workers=[], on_defect=print)
     options = JoinOptions("127.0.0.1:0", KEY)
-    door = WorkerDoor(fleet, options, Expected("1", "m" * 32, "m"), range(4), SILENCE_S)  # type: ignore[arg-type]
+    door = JoinListener(fleet, options, Expected("1", "m" * 32, "m"), range(4), SILENCE_S)  # type: ignore[arg-type]
     begun, closed = virtual_time().now, []
     link = Mock(close=lambda why: closed.append((why, virtual_time().now - begun)))
     door._greet(link)

@@ -14,7 +14,7 @@ from diptych.control.engine.reports import EngineStats, LoadReport
 from diptych.control.events import EVENT_CLASSES, Event, FirstToken, StepFinished
 from diptych.control.request import FinishReason, PeerRun, RequestOptions, SamplingParams
 from diptych.control.slo import LatencyBreakdown, Slo
-from diptych.control.step import Extra, StepTokens, TokenLogprobs
+from diptych.control.step import StepTokens, TokenLogprobs, VerifyResult
 from diptych.serving.link import messages as wire
 
 OPTIONS = RequestOptions(
@@ -102,7 +102,7 @@ def test_a_report_arrives_with_its_tokens_and_numbers() -> None:
     row = TokenLogprobs(3, -0.5, ((3, -0.5), (4, -1.0)))
     tokens = StepTokens(["a", "b", "b"], [3, 4, 5], {0: row}, {"a": (1, [row])})
     load = LoadReport(1, 2, 3, 4, 5.0, 6.0)
-    step = StepFinished(1, 2, 3, (("a", 0, 5),), 4, 5, 6, extra=(Extra("b", 3, 1),))
+    step = StepFinished(1, 2, 3, (("a", 0, 5),), 4, 5, 6, extra=(VerifyResult("b", 3, 1),))
     first_tokens = {"c": (5, row), "d": (6, None)}
     report = reported(
         step, FirstToken(9, "a"), tokens=tokens, first_tokens=first_tokens, load=load, stats=EngineStats(1)

@@ -75,7 +75,7 @@ def test_tokens_go_to_the_answers_of_their_attempts() -> None:
     open_.tokens(0, b=21)
     assert (first.token_ids, second.token_ids) == ([10], [20, 21])
     assert open_.metrics.num_generated_tokens == 3
-    assert open_.streams.num_untouched == 0
+    assert open_.streams.num_awaiting_first_token == 0
     assert open_.streams.progress() == {"a": 1, "b": 2}
 
 
@@ -158,9 +158,9 @@ def test_the_first_token_of_a_handoff_counts_once_whoever_says_it_first(is_repor
     if is_reported:
         tokens = StepTokens(["a"], [10], {0: TokenLogprobs(10, -1.0)})
         open_.streams.on_tokens(PREFILL, tokens, NO_STOPS)
-    takeover = open_.streams.on_delivered(DECODE, "a", 10, TokenLogprobs(10, -1.0))
-    assert takeover is not None and takeover.sender == PREFILL
-    assert (takeover.exposed_s > 0) == is_reported
+    completed = open_.streams.on_delivered(DECODE, "a", 10, TokenLogprobs(10, -1.0))
+    assert completed is not None and completed.sender == PREFILL
+    assert (completed.exposed_s > 0) == is_reported
     open_.tokens(PREFILL, a=66)  # it speaks too late
     open_.tokens(DECODE, a=11)
     assert answer.token_ids == [10, 11]
@@ -182,8 +182,8 @@ def test_a_first_token_that_completes_a_stop_string_is_told_with_the_takeover() 
     open_ = Open()
     [token_id] = TOKENIZER.encode("=", add_special_tokens=False)
     answer = open_.answer("a", worker=PREFILL, stop=("=",))
-    takeover = open_.streams.on_delivered(DECODE, "a", token_id, None)
-    assert takeover is not None and takeover.stopped == [answer]
+    completed = open_.streams.on_delivered(DECODE, "a", token_id, None)
+    assert completed is not None and completed.stopped == [answer]
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_an_account_with_an_error_fails_the_generation_with_that_error() -> None
     failed = open_.streams.on_end("a", finished(reason=FinishReason.ERROR, error=record), None)
     assert failed is answer.generation and failed.has_failed
     assert open_.metrics.num_ended[FinishReason.ERROR] == 1
-    assert open_.streams.num_untouched == 0
+    assert open_.streams.num_awaiting_first_token == 0
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_abandon_gives_back_what_is_still_open_of_a_request_with_several_answers
     assert open_.metrics.num_ended[FinishReason.ABORT] == 2
     open_.tokens(0, **{"a-1": 21, "b": 31})
     assert (generation.streams[1].token_ids, other.token_ids) == ([20], [30, 31])
-    assert (len(open_.streams), open_.streams.num_untouched) == (1, 0)
+    assert (len(open_.streams), open_.streams.num_awaiting_first_token) == (1, 0)
 
 
 def test_fail_all_ends_everything_with_the_error() -> None:
@@ -259,7 +259,7 @@ def test_fail_all_ends_everything_with_the_error() -> None:
     generations = [open_.generation("a", n=2), open_.generation("b")]
     open_.streams.fail_all(WorkerError("over"))
     assert all(generation.has_failed for generation in generations)
-    assert (len(open_.streams), open_.streams.num_untouched, open_.streams.idle.is_set()) == (0, 0, True)
+    assert (len(open_.streams), open_.streams.num_awaiting_first_token, open_.streams.idle.is_set()) == (0, 0, True)
 
 
 # -- an answer whose text fails ---------------------------------------------------------------------------------------

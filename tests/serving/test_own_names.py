@@ -10,9 +10,9 @@ import httpx
 import pytest
 from fake_llm import FakeLLM
 
-from diptych.cli.http_options import manners
+from diptych.cli.http_options import http_policy
 from diptych.serving.api.app import build_app
-from diptych.serving.api.manners import is_loopback, is_own_name
+from diptych.serving.api.http_policy import is_loopback, is_own_name
 
 pytestmark = pytest.mark.asyncio
 FOREIGN = "https://page.example"
@@ -53,7 +53,7 @@ class Setting:
             "access_log": None,
         }
         keys = (self.api_key,) if self.api_key else ()
-        return {"api_keys": keys, "admin_key": self.admin_key, "manners": manners(given)}
+        return {"api_keys": keys, "admin_key": self.admin_key, "http_policy": http_policy(given)}
 
     def answers(self, method: str, kind: str, host: str, origin: str | None, *, has_key: bool) -> bool:
         """Whether such a request should be let in."""

@@ -26,7 +26,7 @@ from diptych.control.planner.planner_events import TwinAnswered, TwinFailed, Twi
 from diptych.serving.async_llm import AsyncLLM
 from diptych.serving.failures.failure_board import ELSEWHERE_S, FailureBoard
 from diptych.serving.failures.failure_recording import default_folder
-from diptych.serving.fleet import joined_worker, worker_door
+from diptych.serving.fleet import join_listener, joined_worker
 from diptych.serving.fleet.twin_link import TwinLink
 from diptych.serving.fleet.worker_process import WorkerProcess
 from diptych.serving.join import worker_agent
@@ -122,7 +122,7 @@ async def test_a_defect_of_the_door_ends_the_front_end_loudly(
         await ready(llm)
         asking = asyncio.create_task(ask(llm, 4000))
         await until(lambda: any(llm.fleet.progress().values()))
-        monkeypatch.setattr(worker_door.WorkerDoor, name, planted)
+        monkeypatch.setattr(join_listener.JoinListener, name, planted)
         async with agent(port_of(llm), name="newcomer", drain_s=0.1):
             await refused(llm, asking, "the door for workers", failures)
 

@@ -25,7 +25,7 @@ from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import plan_fleet
 from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
 from diptych.serving.misses.difference import alike_again, kind_of
-from diptych.serving.misses.sealed_tokens import SealedTokens
+from diptych.serving.misses.hashed_prompts import HashedPrompt
 
 VOCABULARY = range(300, 1500)
 
@@ -349,7 +349,7 @@ def test_the_history_forgets_what_was_not_used_for_longest_and_stays_bounded() -
     history, rng = PrefixHistory(4, max_blocks=50), random.Random(3)
     prompts = [[rng.randrange(3) for _ in range(rng.randint(1, 40))] for _ in range(300)]
     for number, prompt in enumerate(prompts):
-        sealed = SealedTokens(prompt, 4, b"key", "salt" if number % 3 == 0 else None)
+        sealed = HashedPrompt(prompt, 4, b"key", "salt" if number % 3 == 0 else None)
         history.add(sealed, Origin(str(number), ""))
         history.check()
         assert history.match(sealed).num_tokens == len(prompt)
@@ -391,7 +391,7 @@ def test_the_same_inputs_in_the_same_order_give_the_same_reasons() -> None:
     def explained() -> list[PrefixMiss]:
         explainer, rng, misses = MissExplainer(4), random.Random(5), []
         for number in range(200):
-            prompt = SealedTokens([rng.randrange(3) for _ in range(rng.randint(1, 40))], 4, b"key")
+            prompt = HashedPrompt([rng.randrange(3) for _ in range(rng.randint(1, 40))], 4, b"key")
             explainer.on_arrived(str(number), prompt)
             events = [RequestAdmitted(0, str(number), 0, True), KVEvents(0, number, prompt.hashes, ())]
             misses += explainer.on_events(0, events, number)

@@ -30,7 +30,7 @@ from diptych.serving.fleet.join_options import JoinOptions
 from diptych.serving.fleet.launched_worker import JobLauncher, LaunchedWorker
 from diptych.serving.fleet.launchers import launcher_of
 from diptych.serving.fleet.supervisor import LocalLauncher
-from diptych.serving.fleet.worker_port import WorkerState
+from diptych.serving.fleet.worker_handle import WorkerState
 from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
 from diptych.serving.ray.ray_jobs import RayJobs, import_ray
 from diptych.serving.ray.ray_options import RayOptions

@@ -14,7 +14,7 @@ from fake_llm import FakeLLM
 from diptych.control.errors import ContextLengthError, DiptychError, OverloadedError, WorkerError
 from diptych.control.request import RequestOptions, SamplingParams
 from diptych.serving.answers.answer_stream import Delta
-from diptych.serving.api.dialect import CHAT, chat_failure
+from diptych.serving.api.api_flavour import CHAT, chat_failure
 from diptych.serving.api.direct_body import DIRECT_BODY
 from diptych.serving.api.responses import GenerationResponse
 

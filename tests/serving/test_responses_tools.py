@@ -13,7 +13,7 @@ from tool_model import tool_model
 
 from diptych.control.errors import InvalidRequestError
 from diptych.serving.answers.tokenizer import Tokenizer
-from diptych.serving.api.manners import Manners
+from diptych.serving.api.http_policy import HttpPolicy
 from diptych.serving.api.responses_tools import ClientTool, ClientTools
 from diptych.serving.api.text_argument import TextArgument
 from diptych.serving.edge_limits import TOOLS
@@ -71,7 +71,7 @@ async def test_tools_that_the_server_cannot_run_are_left_out_and_named(kind: str
     body = {"input": "x", "tools": [{"type": kind}], "tool_choice": "auto"}
     plain = await ask(FakeLLM(answer="x"), "/v1/responses", body)  # of a template without tools
     assert plain.json()["output"][0]["content"][0]["text"] == "x"
-    strict = await ask(FakeLLM(answer="x"), "/v1/responses", body, manners=Manners(is_strict=True))
+    strict = await ask(FakeLLM(answer="x"), "/v1/responses", body, http_policy=HttpPolicy(is_strict=True))
     assert (strict.status_code, strict.json()["error"]["param"]) == (400, f"tools.{kind}")
 
 

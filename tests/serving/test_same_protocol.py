@@ -175,7 +175,9 @@ SCRIPTS: dict[str, Script] = {
     "one worker": Script(SERVED, both=1),
     "two workers": Script(SERVED, both=2),
     "by load": Script(SERVED, both=2, cluster=cluster_config(routing="round_robin")),
-    "one untouched request per worker": Script(SERVED, both=2, cluster=cluster_config(max_untouched_per_worker=1)),
+    "one untouched request per worker": Script(
+        SERVED, both=2, cluster=cluster_config(max_prefills_in_flight_per_worker=1)
+    ),
     "prefill and decode": Script(SERVED, prefill=1, decode=1, cluster=ALWAYS),
     "prefill and decode where it is cheaper": Script(SERVED, prefill=1, decode=2, both=1),
     "a lost worker": Script(SERVED, both=2, losses=((45 * MS, 0, 100 * MS), (320 * MS, 1, 30 * MS))),
@@ -196,7 +198,7 @@ SCRIPTS: dict[str, Script] = {
     "no worker in time": Script(
         SERVED,
         both=1,
-        cluster=replace(ClusterConfig(), max_untouched_per_worker=0, park_ns=60 * MS),
+        cluster=replace(ClusterConfig(), max_prefills_in_flight_per_worker=0, park_ns=60 * MS),
         losses=((80 * MS, 0, 200 * MS),),
     ),
     "roles that change": Script(

@@ -208,7 +208,7 @@ def test_transfers_and_the_clusters_own_counts_are_there_with_their_reasons() ->
     metrics = ServingMetrics()
     counts = {
         "placed_remote": 3, "placed_both": 2, "lost_worker": 1, "refused_queue_full": 4, "expired_deadline": 5,
-        "retried": 6, "poison": 7, "leases_expired": 8, "recalled": 9,
+        "retried": 6, "poison": 7, "leases_expired": 8, "revoked": 9,
     }  # fmt: skip
     metrics.fleet.view = lambda: FleetView(counts=counts, alarm="the index is wrong", length_errors={"learned": 0.2})
     metrics.on_transfer(1000, 3 * NS_PER_MS)
@@ -224,6 +224,6 @@ def test_transfers_and_the_clusters_own_counts_are_there_with_their_reasons() ->
     assert value(metrics, "diptych:request_retries_total") == 6
     assert value(metrics, "diptych:poison_requests_total") == 7
     assert value(metrics, "diptych:kv_leases_expired_total") == 8
-    assert value(metrics, "diptych:handoffs_recalled_total") == 9
+    assert value(metrics, "diptych:handoffs_revoked_total") == 9
     assert value(metrics, "diptych:router_cache_alarm") == 1
     assert value(metrics, "diptych:output_length_error", expectation="learned") == 0.2

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from diptych.control.slo import NS_PER_S
-from diptych.serving.fleet import hang_watch
-from diptych.serving.fleet.worker_port import WorkerState
+from diptych.serving.fleet import heartbeat_monitor
+from diptych.serving.fleet.worker_handle import WorkerState
 from diptych.serving.link.heartbeat import Pulse
 
 TIMEOUT_S = 10.0
@@ -54,13 +54,13 @@ class Worker:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, host: Host, *workers: Worker) -> None:
-    monkeypatch.setattr(hang_watch, "time", host)
-    monkeypatch.setattr(hang_watch.asyncio, "sleep", host.sleep)
+    monkeypatch.setattr(heartbeat_monitor, "time", host)
+    monkeypatch.setattr(heartbeat_monitor.asyncio, "sleep", host.sleep)
     ports: Any = workers
 
     async def until_the_end() -> None:
         with pytest.raises(asyncio.CancelledError):
-            await hang_watch.watch_pulses(ports, TIMEOUT_S)
+            await heartbeat_monitor.watch_pulses(ports, TIMEOUT_S)
 
     asyncio.run(until_the_end())
 

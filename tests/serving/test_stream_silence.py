@@ -28,9 +28,9 @@ from diptych.control.request import RequestOptions, SamplingParams
 from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api import responses
+from diptych.serving.api.api_flavour import CHAT, COMMENT, PING
 from diptych.serving.api.app import build_app
 from diptych.serving.api.completions import CompletionWriter
-from diptych.serving.api.dialect import CHAT, COMMENT, PING
 from diptych.serving.api.direct_body import DIRECT_BODY
 from diptych.serving.api.protocol import CompletionBody
 from diptych.serving.api.reply import ReplyContext

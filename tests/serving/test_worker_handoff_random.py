@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.laws import law
 from worker_peers import Attempt, Peer, attempt, fake_peer
 
-from diptych.control.events import HandoffDelivered, HandoffRecalled, HandoffReserved
+from diptych.control.events import HandoffDelivered, HandoffReserved, HandoffRevoked
 from diptych.control.request import FinishReason
 from diptych.simulation.replay import replay
 
@@ -47,7 +47,7 @@ def begin(rng: random.Random, prefill: Peer, decode: Peer, request: Attempt, *, 
 
     def answered() -> object:
         prefill.read()
-        recalled = [event.request_id for event in decode.of_kind(HandoffRecalled)]  # their blocks are needed ...
+        recalled = [event.request_id for event in decode.of_kind(HandoffRevoked)]  # their blocks are needed ...
         lost = [ended for ended, event in prefill.finished.items() if event.reason == FinishReason.ABORT]
         for given_up in (*recalled, *lost):  # ... or nobody computes them any more: the front end gives them up
             if not decode.has_let_go(given_up):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from diptych.control.admission.admission_config import AdmissionConfig, ServiceClassConfig
 from diptych.control.cluster.cluster_config import ClusterConfig
-from diptych.control.cluster.cluster_events import ClusterEvent, WayGiven, WorkerDown, WorkerUp
+from diptych.control.cluster.cluster_events import ClusterEvent, EvacuationReady, WorkerDown, WorkerUp
 from diptych.control.commands import Command, Drained, Drop, End, Prefill, Release, Renew, Reserve, Restarted, Serve
 from diptych.control.config import AdmissionName, BudgetConfig, CapsConfig, EngineConfig
 from diptych.control.engine.engine_core import EngineCore
@@ -18,8 +18,8 @@ from diptych.control.events import (
     Event,
     FirstToken,
     HandoffDelivered,
-    HandoffRecalled,
     HandoffReserved,
+    HandoffRevoked,
     RequestFinished,
 )
 from diptych.control.request import FinishReason, only_table
@@ -28,10 +28,10 @@ from diptych.control.router.topology import ROLES, Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.faults import FAULTS, Watch, random_faults
-from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.kv_transfers import Span
 from diptych.simulation.fleet.pools import Pool, Pools
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
+from diptych.simulation.fleet.simulated_drafts import SimulatedDrafts
 from diptych.simulation.results import REASONS
 from diptych.simulation.scenario import Scenario, WorkerChange
 from diptych.workload.spec import RequestSpec
@@ -94,7 +94,7 @@ def random_cluster(rng: random.Random) -> ClusterConfig:
         on_failure=on_failure,
         max_attempts=rng.choice([1, 2, 5, 5]),
         lease_ns=rng.choice([0, NS_PER_MS, 5 * NS_PER_MS, 50 * NS_PER_MS, 60 * NS_PER_S]),
-        max_untouched_per_worker=rng.choice([0, 0, 1, 4]),
+        max_prefills_in_flight_per_worker=rng.choice([0, 0, 1, 4]),
         park_ns=rng.choice([100 * NS_PER_MS, 120 * NS_PER_S]),
     )
 
@@ -201,7 +201,7 @@ def random_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
             max_lost_tokens=rng.choice([0, 3]),
         ),
         faults=faults,
-        guesses=Guesses(0.6, 0.7) if seed % 4 == 3 else None,
+        drafts=SimulatedDrafts(0.6, 0.7) if seed % 4 == 3 else None,
         worker_changes=random_changes(random.Random(-seed), worker, pools, num_workers, arrival_ns + 100 * NS_PER_MS),
         seed=seed,
         record_events=True,
@@ -271,9 +271,9 @@ class AuditedCluster(SimulatedCluster):
         for chunk in output.prefills:
             request = core.requests.get(chunk.request_id)
             key = (worker, chunk.request_id)
-            if request is not None and request.borrowed_tables and key not in self._lives:
+            if request is not None and request.remote_block_tables and key not in self._lives:
                 owner = self._owner_of[chunk.request_id]
-                self._lives[key] = (owner, self._reserved[chunk.request_id], only_table(request.borrowed_tables))
+                self._lives[key] = (owner, self._reserved[chunk.request_id], only_table(request.remote_block_tables))
             if key in self._lives:
                 self.num_borrowed_steps += 1
                 self._check_borrowed(chunk.request_id, *self._lives[key])
@@ -311,7 +311,7 @@ class AuditedCluster(SimulatedCluster):
             elif isinstance(event, FirstToken) and (request := self._of_attempt(event.request_id)):
                 has_place = not request.is_handoff or event.request_id in self._reserved
                 assert has_place, f"{event.request_id} has a token and no place to go on"
-            elif isinstance(event, HandoffRecalled):
+            elif isinstance(event, HandoffRevoked):
                 self._withdrawn.add(event.request_id)
         super().on_report(worker, events, load, ended)
 
@@ -338,7 +338,7 @@ class AuditedCluster(SimulatedCluster):
             assert not self.workers[event.info.number].engine.requests, "it holds attempts of a life before"
         elif isinstance(event, WorkerDown):
             self._ready.discard(event.worker)
-        attempts = self._attempts() if isinstance(event, WayGiven) else {}
+        attempts = self._attempts() if isinstance(event, EvacuationReady) else {}
         super()._tell(event, later=later)
         now = self._attempts() if attempts else {}
         self._withdrawn |= {attempt for request_id, attempt in attempts.items() if now.get(request_id) != attempt}

@@ -20,8 +20,8 @@ from diptych.control.router.routing import Disaggregate, RoutingName
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.event_log import EventLog
 from diptych.simulation.faults import random_faults
-from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.simulated_cluster import FRONT_END, SimulatedCluster
+from diptych.simulation.fleet.simulated_drafts import SimulatedDrafts
 from diptych.simulation.results import REASONS, RequestTable
 from diptych.simulation.scenario import Scenario, load_balancer
 from diptych.workload.spec import RequestSpec
@@ -121,7 +121,7 @@ def random_scenario(seed: int, *, fast_forward: bool = True, with_faults: bool =
         seed=seed,
         record_events=True,
         fast_forward=fast_forward,
-        guesses=Guesses(0.6, 0.7) if seed % 4 == 3 else None,
+        drafts=SimulatedDrafts(0.6, 0.7) if seed % 4 == 3 else None,
     )
 
 

@@ -153,7 +153,7 @@ def test_the_same_options_mean_the_same_scheduler_as_for_serve(changes: dict[str
         {},
         {"routing": "round_robin"},
         {"disaggregate": "always", "on_failure": "local"},
-        {"max_untouched_per_worker": 2, "max_queued": 7},
+        {"max_prefills_in_flight_per_worker": 2, "max_queued": 7},
     ],
 )
 def test_the_same_options_mean_the_same_cluster_as_for_serve(changes: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ from typing import Generic, Protocol, TypeVar
 from diptych.advisor.device_layout import LayoutName
 from diptych.advisor.layout_preference import LayoutOffer, ranked
 from diptych.search.goodput_search import GoodputResult, GoodputSearch, SearchConfig
-from diptych.simulation.questions import lasting_score
 from diptych.simulation.results import RequestTable
+from diptych.simulation.search_runs import lasting_score
 
 TARGET = 0.9  # the share of the requests that must meet their objectives
 PACES = SearchConfig(attainment=TARGET, tolerance=0.1, repeats=1, max_probes=10)
@@ -24,7 +24,8 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Requests that met their objectives, as a lasting load would (questions.lasting_score), and those that had any."""
+    """Requests that met their objectives, as a lasting load would (search_runs.lasting_score), and those that had
+    any."""
 
     met: int
     judged: int

@@ -1,7 +1,7 @@
 """Simulations of layouts under one load: every layout at every rate once, many at a time in processes of their own.
 
 All runs have the seed of the load, and so the same requests at another rate. Attainment is that of a load that lasts
-(questions.lasting_score). The number of processes changes nothing of the result.
+(search_runs.lasting_score). The number of processes changes nothing of the result.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from diptych.advisor.evaluation import Score, carried_out, highest_paces
 from diptych.control.errors import DiptychError
 from diptych.report.statistics import wilson
 from diptych.search.goodput_search import GoodputResult, SearchConfig
-from diptych.simulation.questions import OBJECTIVES, Question, answer, at_rate, lasting_score
+from diptych.simulation.search_runs import OBJECTIVES, Question, answer, at_rate, lasting_score
 from diptych.simulation.settings import Settings, settings_from
 from diptych.simulation.sweep import Task, run_here, run_tasks
 
@@ -26,7 +26,7 @@ Point = Mapping[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """search: the share of requests that must meet their objectives, and how closely highest rates are searched.
-    probe_s: length of a run (None: see questions.at_rate)."""
+    probe_s: length of a run (None: see search_runs.at_rate)."""
 
     search: SearchConfig = field(default_factory=SearchConfig)
     probe_s: float | None = None

@@ -16,8 +16,8 @@ from diptych.advisor.layout_preference import LayoutOffer, ranked
 from diptych.advisor.layout_runs import LayoutRuns, OnStage, Point, RunOptions
 from diptych.advisor.layout_space import LayoutSpace
 from diptych.control.errors import ConfigError
-from diptych.simulation.questions import OBJECTIVES
 from diptych.simulation.report.outcome import workload_figures
+from diptych.simulation.search_runs import OBJECTIVES
 from diptych.simulation.settings import Settings
 from diptych.workload.build import build
 from diptych.workload.spec import ClosedLoop

@@ -8,7 +8,6 @@ from diptych.control.cluster.cluster_events import ClusterEvent
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.commands import Command
 from diptych.control.errors import ConfigError
-from diptych.control.planner.cluster_watch import ClusterWatch, PoolMember
 from diptych.control.planner.planner_config import PlannerConfig
 from diptych.control.planner.planner_core import PlannerCore
 from diptych.control.planner.planner_events import (
@@ -28,6 +27,7 @@ from diptych.control.planner.planner_events import (
     TwinAnswered,
     TwinQuestion,
 )
+from diptych.control.planner.planner_observer import PlannerObserver, PoolMember
 from diptych.simulation.environment import MESSAGE
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.scenario import Scenario, WorkerChange
@@ -72,7 +72,7 @@ class PlannedFleet:
         self._cpus = tuple(sorted({(cpu,) for share in scenario.shares for cpu in share.cpus}))
         self._split = split
         self._members = _members(scenario)
-        self._watch = ClusterWatch(self.cluster.core, scenario.engine.scheduler, self._members)
+        self._watch = PlannerObserver(self.cluster.core, scenario.engine.scheduler, self._members)
         self._is_ticking = False
         self.cluster.watcher = self._on_cluster_event
 

@@ -34,11 +34,12 @@ MODULES = tuple(
             *("tier_changes", "tier_loads", "tiers"),
         ),
         "control.engine.scheduler": (
-            *("ahead", "budget", "caps", "decode_batch", "giving_way", "holders", "incoming", "preemption"),
-            *("scheduler", "speculation", "step_plan", "step_time", "stride", "waiting_queue"),
+            *("early_prefills", "budget", "caps", "decode_batch", "best_effort", "block_owners", "incoming"),
+            *("preemption",),
+            *("scheduler", "speculation", "step_plan", "step_time", "admission_backoff", "waiting_queue"),
         ),
         "control.router": (
-            *("candidates", "cost_router", "costs", "hit_watch", "pairing"),
+            *("candidates", "cost_router", "costs", "hit_rate_monitor", "pairing"),
             *("event_order", "idle_trials", "prefix_index", "round_robin", "tier_index"),
         ),
         "simulation": ("collector", "environment", "results"),

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from diptych.cli.batch_options import BatchTaking, batch_options
 from diptych.cli.command_line import own_command
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.http_options import HttpOptions, admin_key, default_slo, failure_folder, keyring, manners
+from diptych.cli.http_options import HttpOptions, admin_key, default_slo, failure_folder, http_policy, keyring
 from diptych.cli.options import SLO_HELP, Number, Strings, Text, Whole, option, picked, takes, with_objectives
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
 from diptych.control.router.routing import RoutingName
@@ -25,9 +25,9 @@ ASSUMED_HELP = "Seconds for which an engine is believed to hold a prompt where n
 SILENCE_HELP = "Seconds without a byte from a busy engine, after which it is probed."
 RECOVERY_HELP = "Continue a stream at another engine when its own is lost."
 NAME_HELP = "Name for clients; repeat it for more. Default: the engines' own."
-UNTOUCHED_HELP = "Requests per engine whose prefill is not done; more wait in the queue (0: none wait)."
-FRONT_UNTOUCHED = 256
-CLUSTER_OPTIONS = ("routing", "on_failure", "max_untouched_per_worker", "max_queued", "max_queued_per_key")
+IN_FLIGHT_HELP = "Requests per engine whose prefill is not done; more wait in the queue (0: none wait)."
+FRONT_IN_FLIGHT = 256
+CLUSTER_OPTIONS = ("routing", "on_failure", "max_prefills_in_flight_per_worker", "max_queued", "max_queued_per_key")
 
 
 class FrontEngines:
@@ -55,7 +55,7 @@ class RoutingOptions:
     on_failure: Annotated[
         OnFailure | None, option("What becomes of the requests of a lost engine. Default: retry.", ROUTING)
     ] = None
-    max_untouched_per_worker: Annotated[int, option(UNTOUCHED_HELP, ROUTING)] = FRONT_UNTOUCHED
+    max_prefills_in_flight_per_worker: Annotated[int, option(IN_FLIGHT_HELP, ROUTING)] = FRONT_IN_FLIGHT
     max_queued: Annotated[
         Whole, option("Requests that may wait in the queue; more get 429. Default: 4096.", ROUTING)
     ] = None
@@ -112,7 +112,7 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
     end = EngineFront(fleet)
     keys, own_admin_key = keyring(given), admin_key(given)
     max_body = parse_bytes(given["max_body"], "max_body")
-    rules = manners(given)
+    rules = http_policy(given)
     name, *more_names = given["served_model_name"] or ("",)
     server = ServerOptions(
         **picked(given, "host", "port", "log_level"), served_model_name=name, drain_timeout_s=given["drain_timeout"]
@@ -129,7 +129,7 @@ def _front(options: FrontOptions, given: dict[str, Any]) -> None:
             keys=keys,
             admin_key=own_admin_key,
             max_body_bytes=max_body,
-            manners=rules,
+            http_policy=rules,
             batches=batches,
         )
 

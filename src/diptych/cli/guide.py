@@ -21,7 +21,7 @@ def guide(
 ) -> None:
     """Prefill and decode, explained: an interactive guide and a comparison of runs. Needs no model."""
     from diptych.serving.api.connection import Connection
-    from diptych.serving.api.manners import is_loopback
+    from diptych.serving.api.http_policy import is_loopback
     from diptych.web.guide_app import run_guide
 
     with errors_in_words():

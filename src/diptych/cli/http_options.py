@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from diptych.cli.options import Strings, Text, option, with_objectives
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
-from diptych.serving.api.manners import Manners, is_loopback
+from diptych.serving.api.http_policy import HttpPolicy, is_loopback
 from diptych.serving.keys.key_file import read_secret
 from diptych.serving.keys.keyring import Keyring
 
@@ -55,9 +55,9 @@ class HttpOptions:
     ] = None
 
 
-def manners(given: Mapping[str, Any]) -> Manners:
+def http_policy(given: Mapping[str, Any]) -> HttpPolicy:
     """How the server behaves towards clients. Raises ConfigError."""
-    return Manners(
+    return HttpPolicy(
         cors_origins=tuple(given["cors_origin"] or ()),
         allowed_hosts=tuple(given["allowed_host"] or ()),
         only_local=is_loopback(given["host"]) and not given["api_key"] and given["api_keys"] is None,

@@ -31,7 +31,7 @@ from diptych.cli.error_messages import errors_in_words
 from diptych.cli.examples import examples
 from diptych.cli.front import front
 from diptych.cli.guide import guide
-from diptych.cli.http_options import HttpOptions, admin_key, default_slo, failure_folder, keyring, manners
+from diptych.cli.http_options import HttpOptions, admin_key, default_slo, failure_folder, http_policy, keyring
 from diptych.cli.keys import keys
 from diptych.cli.options import (
     KERNEL_NAMES,
@@ -232,7 +232,7 @@ def _serve(options: EngineOptions, workers: FleetOptions, names: list[str], give
         admin_key=admin_key(given),
         max_body_bytes=parse_bytes(given["max_body"], "max_body"),
         drain_timeout_s=given["drain_timeout"],
-        manners=manners(given),
+        http_policy=http_policy(given),
         batches=batch_options(given),
         max_responses_bytes=None if most is None else parse_bytes(most, "max_responses"),
     )

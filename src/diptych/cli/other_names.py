@@ -35,6 +35,12 @@ SAME = {
     "--trace": "--workload",
     "--workload": "--trace",
     "--out": "--output",
+    # names that these options had before
+    "--edge-depth": "--max-prefills-in-flight-per-worker",
+    "--guess-coverage": "--draft-coverage",
+    "--guess-acceptance": "--draft-acceptance",
+    "--max-untouched-per-worker": "--max-prefills-in-flight-per-worker",
+    "--deflection": "--local-prefill",
 }
 
 # Of the commands that simulate: --workers is how many serve, and processes are asked for by another name.

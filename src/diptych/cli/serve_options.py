@@ -11,7 +11,7 @@ from diptych.cli.options import KERNEL_NAMES, SLO_HELP, Number, Strings, Text, W
 from diptych.control.cluster.cluster_config import OnFailure
 from diptych.control.config import BudgetName, DTypeName, OrderName, PreemptionName, PresetName, QuantizeName
 from diptych.control.planner.planner_config import PlanMode
-from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
+from diptych.control.router.routing import Disaggregate, LocalPrefill, RoutingName
 from diptych.runtime.tiers.extent_format import DiskCodecName
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import CodecName
@@ -31,8 +31,7 @@ QUANTIZE_HELP = "Quantise the checkpoint's weights to 8 or 4 bits at load; on a 
 SPECULATION_HELP = (
     "Draft tokens by n-gram lookup in prompt and answer, and verify several at once; auto: where no token changes."
 )
-UNTOUCHED_NAMES = ("--max-untouched-per-worker", "--edge-depth")  # the second is the old name
-UNTOUCHED_HELP = "Requests per worker whose prefill is not done; more wait in the queue (0: none wait). Default: 64."
+IN_FLIGHT_HELP = "Requests per worker whose prefill is not done; more wait in the queue (0: none wait). Default: 64."
 BOTH_HELP = "Workers that do both. Default: 1 if there is no other."
 CORE_SPLIT_HELP = (
     "Cores by role, such as prefill=3,decode=1 (weights); divided again when a role changes. Default: alike."
@@ -49,7 +48,7 @@ POOL_HELP = (
     "Pool of unequal workers, NAME=POOL: large=1:max_model_len=131072,kv_cache_bytes=8GiB. Repeatable. Default: "
     "equal workers."
 )
-DEFLECTION_HELP = (
+LOCAL_PREFILL_HELP = (
     "Prompts that a busy decode worker prefills itself: short ones, or any that keep its streams' TPOT "
     "objective. Default: short."
 )
@@ -125,7 +124,7 @@ class ServeOptions:
         Disaggregate | None,
         option("Whether two workers share a request: one prefills, one decodes. Default: auto.", WORKERS),
     ] = None
-    deflection: Annotated[Deflection | None, option(DEFLECTION_HELP, WORKERS)] = None
+    local_prefill: Annotated[LocalPrefill | None, option(LOCAL_PREFILL_HELP, WORKERS)] = None
     transfer: Annotated[
         str,
         option(
@@ -141,7 +140,7 @@ class ServeOptions:
         Text, option("Cores per worker: a number, or lists of CPUs 0-3/4-7. Default: an equal share.", WORKERS)
     ] = None
     core_split: Annotated[Text, option(CORE_SPLIT_HELP, WORKERS)] = None
-    max_untouched_per_worker: Annotated[Whole, option(UNTOUCHED_HELP, WORKERS, *UNTOUCHED_NAMES)] = None
+    max_prefills_in_flight_per_worker: Annotated[Whole, option(IN_FLIGHT_HELP, WORKERS)] = None
     max_queued: Annotated[Whole, option(MAX_QUEUED_HELP, WORKERS)] = None
     max_queued_per_key: Annotated[
         Whole, option("Requests of one API key that may wait in the queue (0: no limit). Default: 0.", WORKERS)

@@ -21,7 +21,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_S
 
 if TYPE_CHECKING:
-    from diptych.simulation.questions import Asked, Question
+    from diptych.simulation.search_runs import Asked, Question
     from diptych.simulation.settings import Settings
     from diptych.simulation.sweep import Run
     from diptych.timeline.lanes import Window
@@ -99,7 +99,7 @@ def question(given: Mapping[str, Any]) -> "Question | None":
     """What the options ask to be searched; None: nothing. Raises ConfigError."""
     from diptych.bench.option_grammar import duration_s
     from diptych.search.goodput_search import SearchConfig
-    from diptych.simulation.questions import Question
+    from diptych.simulation.search_runs import Question
 
     modes = [name for name in SEARCHES if name in given]
     if len(modes) > 1:
@@ -120,7 +120,6 @@ def question(given: Mapping[str, Any]) -> "Question | None":
 def _answer(given: Mapping[str, Any], asked: "Question") -> None:
     """One search."""
     from diptych.report.text import goodput_table, latency_table, runs_table, service_table
-    from diptych.simulation.questions import answer
     from diptych.simulation.report.simulation_report import (
         Page,
         cost_notes,
@@ -130,6 +129,7 @@ def _answer(given: Mapping[str, Any], asked: "Question") -> None:
         simulated_table,
         title,
     )
+    from diptych.simulation.search_runs import answer
     from diptych.simulation.settings import read_settings
 
     _only_single(given, "a search")
@@ -222,8 +222,8 @@ def _simulate_one(given: Mapping[str, Any]) -> None:
 
 
 def _simulate_sweep(given: Mapping[str, Any], asked: "Question | None") -> None:
-    from diptych.simulation.questions import answer_points
     from diptych.simulation.report.simulation_report import Page, cost_notes, render, sweep_lead, sweep_tables, title
+    from diptych.simulation.search_runs import answer_points
     from diptych.simulation.settings import read_settings
     from diptych.simulation.sweep import grid, parse_sweep, run_points
 

@@ -17,7 +17,7 @@ PATHS = {
     **{name: name for name in ("kv_bits", "cost", "engine", "shape")},
     **{
         name: name
-        for name in ("replicas", "routing", "disaggregate", "deflection", "on_failure", "max_model_len", "seed")
+        for name in ("replicas", "routing", "disaggregate", "local_prefill", "on_failure", "max_model_len", "seed")
     },
     **{name: f"workload.{name}" for name in ("rate", "num_requests")},
     **{name: f"pools.{name}" for name in ("prefill", "decode", "both", "link", "nics", "hosts")},
@@ -36,8 +36,8 @@ PATHS = {
     "kv_host_gb": "memory.host_bytes",
     "kv_disk_gb": "memory.disk_bytes",
     "disk": "memory.disk",
-    "guess_coverage": "speculation.coverage",
-    "guess_acceptance": "speculation.acceptance",
+    "draft_coverage": "speculation.coverage",
+    "draft_acceptance": "speculation.acceptance",
     "explain_misses": "explain_misses",
 }
 
@@ -93,7 +93,7 @@ class SimulateOptions:
     disaggregate: Annotated[
         Text, option("Separate prefill from decode: auto, always or never. Default: auto.", FLEET)
     ] = None
-    deflection: Annotated[
+    local_prefill: Annotated[
         Text, option("Prompts that a busy decode worker prefills itself: short, or objective. Default: short.", FLEET)
     ] = None
     on_failure: Annotated[
@@ -133,10 +133,10 @@ class SimulateOptions:
         Text,
         option("Scheduling preset. unified: prompts first; chunked: between decodes. Default: chunked.", OBJECTIVES),
     ] = None
-    guess_coverage: Annotated[
+    draft_coverage: Annotated[
         Number, option("Share of tokens that are followed by draft tokens. Default: 0.", OBJECTIVES)
     ] = None
-    guess_acceptance: Annotated[
+    draft_acceptance: Annotated[
         Number, option("Probability that a draft token is accepted. Default: none are drafted.", OBJECTIVES)
     ] = None
     order: Annotated[

@@ -11,7 +11,7 @@ from diptych.control.compute_share import ComputeShare
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import DiptychError
 from diptych.control.events import RequestFinished
-from diptych.control.request import BlockTables, FinishReason, PeerRun, Standing
+from diptych.control.request import BlockTables, FinishReason, PeerRun, WaitClass
 
 NOT_RESERVED = -1  # of Prefill.num_cached_tokens
 
@@ -73,7 +73,7 @@ class Prefill:
         return bool(self.block_tables)
 
     @property
-    def is_ahead(self) -> bool:
+    def is_early_prefill(self) -> bool:
         """Whether the prefill begins before the target has blocks."""
         return self.num_cached_tokens == NOT_RESERVED
 
@@ -88,11 +88,11 @@ class Send:
     num_cached_tokens: int
 
 
-def standing_of(command: Serve | Reserve | Prefill) -> Standing:
+def wait_class_of(command: Serve | Reserve | Prefill) -> WaitClass:
     """The wait class of an attempt when it comes to its worker."""
     if command.num_output_tokens:
-        return Standing.STREAM
-    return Standing.NEW if command.attempt_id == command.request_id else Standing.RETURNING
+        return WaitClass.STREAM
+    return WaitClass.NEW if command.attempt_id == command.request_id else WaitClass.RETURNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +180,9 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveWay:
-    """This request fits into few workers, and this one has too little free memory for it: answered by WayGiven, which
-    says how far the requests there are."""
+class Evacuate:
+    """This request fits into few workers, and this one has too little free memory for it: answered by EvacuationReady,
+    which says how far the requests there are."""
 
     worker: int
     request_id: str
@@ -191,4 +191,4 @@ class GiveWay:
 WorkerCommand = (
     Serve | Reserve | Prefill | Send | Release | Drop | Renew | AskKVSnapshot | ForgetPeer | Configure | Resize
 )
-Command = WorkerCommand | Restarted | End | Drained | GiveWay
+Command = WorkerCommand | Restarted | End | Drained | Evacuate

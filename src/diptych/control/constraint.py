@@ -1,7 +1,7 @@
 """What an answer may look like, token by token: how a grammar reaches the sampler.
 
 A request may bring one TokenConstraint to its executor (``ModelRunner.add_request(..., constraint=)``). The scheduler
-never sees it: to the scheduler, tokens that are forced are tokens whose chance is 1 (see ``step.Offer``).
+never sees it: to the scheduler, tokens that are forced are tokens whose chance is 1 (see ``step.DraftProposal``).
 
 The text of an answer must not depend on how many tokens a step computes. So a forced token *is* the next token, also
 in a step that computes one token: it is not sampled, whatever the logits are.

@@ -12,7 +12,7 @@ from diptych.control.engine.kvcache.tier_records import Tier
 from diptych.control.errors import ErrorRecord
 from diptych.control.request import DEFAULT_OPTIONS, BlockTables, FinishReason, RequestOptions
 from diptych.control.slo import LatencyBreakdown
-from diptych.control.step import Extra
+from diptych.control.step import VerifyResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class HandoffReserved:
 
 
 @dataclass(frozen=True, slots=True)
-class HandoffRecalled:
+class HandoffRevoked:
     """A decode worker needs the blocks of this reservation for a stream that has lost its own. It gives them up when it
     is told to drop the attempt."""
 
@@ -191,7 +191,7 @@ class StepFinished:
     decode_context: int
     predicted_ns: int
     num_steps: int = 1
-    extra: tuple[Extra, ...] = ()
+    extra: tuple[VerifyResult, ...] = ()
 
     @property
     def num_extra_tokens(self) -> int:
@@ -248,7 +248,7 @@ Event = (
     | RequestResumed
     | RequestRested
     | HandoffReserved
-    | HandoffRecalled
+    | HandoffRevoked
     | HandoffDelivered
     | HandoffReleased
     | HandoffExpired

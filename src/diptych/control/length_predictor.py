@@ -16,7 +16,7 @@ Old observations lose weight: half in HALF_LIFE observations of the same group. 
 that a curve is a function of what has ended, and not of when somebody asked. Arithmetic is + - * / alone, the same on
 every machine.
 
-LengthWatch says how far off expected lengths are, beside the static expectation: what learning is worth.
+LengthErrorStats says how far off expected lengths are, beside the static expectation: what learning is worth.
 """
 
 from array import array
@@ -236,7 +236,7 @@ class LengthPredictor:
 WINDOW = 256  # answers that are looked at
 
 
-class LengthWatch:
+class LengthErrorStats:
     """Sums of |expected - actual| tokens."""
 
     def __init__(self) -> None:

@@ -157,8 +157,9 @@ class RequestOptions:
     One record that is passed on whole: from the HTTP body to the admission queue, the router, the scheduler, the
     recording and the timeline. priority: smaller goes first. service_class: interactive, standard or batch. tenant: the
     owner, for fairness ("": none). deadline_ns: from its arrival until its first token is of no more use. cache_salt:
-    requests of different salts share no prefix. metadata: the client's own labels, which decide nothing. gives_way_ns:
-    of class batch: for how long after its arrival on a worker it gives way to other classes (None: without limit).
+    requests of different salts share no prefix. metadata: the client's own labels, which decide nothing.
+    best_effort_ns: of class batch: for how long after its arrival on a worker it gives way to other classes (None:
+    without limit).
     """
 
     priority: int = 0
@@ -168,19 +169,19 @@ class RequestOptions:
     deadline_ns: int | None = None
     cache_salt: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
-    gives_way_ns: int | None = None
+    best_effort_ns: int | None = None
 
     def __post_init__(self) -> None:
         if self.service_class not in SERVICE_CLASSES:
             known = ", ".join(SERVICE_CLASSES)
             raise InvalidRequestError(f"service_class is {self.service_class!r}; one of {known}", param="service_class")
-        if self.gives_way_ns is not None:
-            _check_range("gives_way_ns", self.gives_way_ns, 0, math.inf)
+        if self.best_effort_ns is not None:
+            _check_range("best_effort_ns", self.best_effort_ns, 0, math.inf)
 
     @property
-    def gives_way(self) -> bool:
+    def is_best_effort(self) -> bool:
         """Whether it is computed only where requests of other classes have nothing to do."""
-        return self.service_class == "batch" and self.gives_way_ns != 0
+        return self.service_class == "batch" and self.best_effort_ns != 0
 
 
 DEFAULT_OPTIONS = RequestOptions()
@@ -205,7 +206,7 @@ class Submission:
     is_resumable: bool = True
 
 
-class Standing(IntEnum):
+class WaitClass(IntEnum):
     """What waiting costs the client of a request: wherever requests wait, lower goes first."""
 
     STREAM = 0  # it has a part of the answer, and sees a gap in the middle of it
@@ -235,31 +236,30 @@ class Request:
         "arrival_ns",
         "block_hashes",
         "block_tables",
-        "borrowed_tables",
         "cached_tokens_at_arrival",
         "first_blocks",
         "first_step_ns",
         "first_token_ns",
         "frozen_tables",
-        "gives_way",
         "handoff_end_ns",
         "hands_off",
         "host_block_ids",
-        "is_ahead",
-        "is_lent",
+        "is_best_effort",
+        "is_early_prefill",
         "is_long",
+        "is_remote_prefill",
         "last_resume_tick",
         "lease_ns",
         "length_group",
         "max_tokens",
         "num_blocks",
-        "num_borrowed_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_hashed_blocks",
         "num_output_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_remote_tokens",
         "num_reserved_blocks",
         "num_scheduled_tokens",
         "num_shared_blocks",
@@ -270,9 +270,10 @@ class Request:
         "order_key",
         "peer_run",
         "reads_prefix_cache",
+        "remote_block_tables",
         "request_id",
         "slo",
-        "standing_at_arrival",
+        "wait_class_at_arrival",
     )
 
     def __init__(
@@ -290,21 +291,21 @@ class Request:
         self.max_tokens = max_tokens
         self.block_hashes: list[bytes] = list(block_hashes)
         self.options = options
-        self.gives_way = options.gives_way  # until its time for that is over
+        self.is_best_effort = options.is_best_effort  # until its time for that is over
         self.slo = options.slo  # and the engine's own objectives where it has none
         self.reads_prefix_cache = reads_prefix_cache
-        self.standing_at_arrival = Standing.NEW
+        self.wait_class_at_arrival = WaitClass.NEW
         self.number = -1  # arrival number on this worker: the tie-breaker of every order
         self.order_key: tuple[int, ...] = ()
         self.arrival_ns = 0
         self.first_step_ns: int | None = None
         self.first_token_ns: int | None = None
         self.hands_off = False  # after the first token another worker decodes it
-        self.is_ahead = False  # with hands_off: that worker has no blocks for it yet
-        self.is_lent = False  # another worker computes its prompt, into the blocks that it is given here
+        self.is_early_prefill = False  # with hands_off: that worker has no blocks for it yet
+        self.is_remote_prefill = False  # another worker computes its prompt, into the blocks that it is given here
         self.peer_run: PeerRun | None = None  # that was not asked for yet
-        self.borrowed_tables: BlockTables = ()  # of the worker that will decode it: computed into directly
-        self.num_borrowed_tokens = 0  # leading tokens whose KV these blocks hold already
+        self.remote_block_tables: BlockTables = ()  # of the worker that will decode it: computed into directly
+        self.num_remote_tokens = 0  # leading tokens whose KV these blocks hold already
         self.lease_ns = 0  # with hands_off: how long its blocks are kept without a renewal (0: without limit)
         self.handoff_end_ns: int | None = None  # when this worker took it over from the one that prefilled it
         self.block_tables: list[list[int]] = []  # by group; empty: it holds no blocks
@@ -363,14 +364,14 @@ class Request:
         return tables
 
     @property
-    def standing(self) -> Standing:
+    def wait_class(self) -> WaitClass:
         """The request's present wait class."""
-        return Standing.STREAM if self.num_output_tokens else self.standing_at_arrival
+        return WaitClass.STREAM if self.num_output_tokens else self.wait_class_at_arrival
 
     @property
     def is_stream(self) -> bool:
         """Whether its client has a part of the answer."""
-        return self.num_output_tokens > 0 or self.standing_at_arrival is Standing.STREAM
+        return self.num_output_tokens > 0 or self.wait_class_at_arrival is WaitClass.STREAM
 
     @property
     def is_handed_off(self) -> bool:

@@ -5,9 +5,9 @@ step whose ``num_decodes`` is not 0; a plan says which requests joined, which le
 steady decode step is therefore described by a plan of constant size, however large the batch is.
 
 A member may compute more than one token in a step. The executor may know what comes next in its answer: tokens that a
-constraint forces, or a draft that it found in the prompt (an Offer). The plan of the next step takes as many of them as
-it wants (an ExtraRows), and the step computes them as if they had been sampled. The model's own choices at these
-positions say how many were right; only these, and the choice that follows them, are tokens of the answer.
+constraint forces, or a draft that it found in the prompt (an DraftProposal). The plan of the next step takes as many of
+them as it wants (an VerifyRows), and the step computes them as if they had been sampled. The model's own choices at
+these positions say how many were right; only these, and the choice that follows them, are tokens of the answer.
 
 The records of plans and results are replaced, never changed. (They are not frozen only because some are made in every
 step, and a frozen one takes four times as long to make.)
@@ -52,9 +52,9 @@ class ResumedDecode:
 
 
 @dataclass(frozen=True, slots=True)
-class ExtraRows:
-    """A member of the decode batch computes ``num_tokens`` (>= 1) of the tokens of its last Offer besides its newest
-    one. Its blocks hold them all."""
+class VerifyRows:
+    """A member of the decode batch computes ``num_tokens`` (>= 1) of the tokens of its last DraftProposal besides its
+    newest one. Its blocks hold them all."""
 
     request_id: str
     num_tokens: int
@@ -72,7 +72,7 @@ class SchedulerOutput:
     members of the decode batch that compute a token in this step (0: the decode batch rests). max_repeats: if no
     message arrives, this many steps (>= 1) in a row decide nothing: the batch stays, no request ends before the last of
     them, and the blocks that members need meanwhile are there. A live executor runs one step of it and asks again; a
-    simulated one may take them at once and say so to ``EngineCore.end_step``. extra_rows: members of the decode batch
+    simulated one may take them at once and say so to ``EngineCore.end_step``. verify_rows: members of the decode batch
     that compute more than one token; the features count each of these tokens as a decode.
     """
 
@@ -89,7 +89,7 @@ class SchedulerOutput:
     predicted_ns: int = 0
     max_repeats: int = 1
     block_copies: tuple[tuple[int, int], ...] = ()
-    extra_rows: tuple[ExtraRows, ...] = ()
+    verify_rows: tuple[VerifyRows, ...] = ()
 
     @property
     def is_compute(self) -> bool:
@@ -160,7 +160,7 @@ class StepTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class DraftProposal:
     """The executor knows what may follow the newest token of a request, at least one token.
 
     chances[i]: the probability that the first i + 1 of these tokens will all be right, as measured so far; falling. A
@@ -172,9 +172,9 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
-    """What came of a member's ExtraRows. num_tokens: how many were computed. num_accepted: how many of these are tokens
-    of its answer, so that it got one more than these. num_forced: how many of the computed were forced."""
+class VerifyResult:
+    """What came of a member's VerifyRows. num_tokens: how many were computed. num_accepted: how many of these are
+    tokens of its answer, so that it got one more than these. num_forced: how many of the computed were forced."""
 
     request_id: str
     num_tokens: int
@@ -185,14 +185,14 @@ class Extra:
 @dataclass(slots=True)
 class StepResult:
     """What the executor reports. Each decode member and each last prefill chunk of the step sampled one token; a member
-    with extra rows, as many more as its Extra says.
+    with extra rows, as many more as its VerifyResult says.
 
     stopped: requests whose sampled token ends them (end-of-sequence, stop token id).
     full_blocks: (request_id, hash) of blocks of *output* that became full and computed in this step, in order.
     failed: requests that the executor could not compute, with the message for their client.
     beyond_grammar: those of the failed whose own grammar was too much to follow.
-    extra: one for each of the plan's extra_rows, but for those that failed.
-    offers: what may come next. An offer stands for the next step in which its request decodes.
+    extra: one for each of the plan's verify_rows, but for those that failed.
+    proposals: what may come next. An proposal stands for the next step in which its request decodes.
     payload: the tokens themselves, for the driver; the control code never looks at them.
     """
 
@@ -201,8 +201,8 @@ class StepResult:
     full_blocks: tuple[tuple[str, bytes], ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
     payload: StepTokens | None = None
-    extra: tuple[Extra, ...] = ()
-    offers: tuple[Offer, ...] = ()
+    extra: tuple[VerifyResult, ...] = ()
+    proposals: tuple[DraftProposal, ...] = ()
     beyond_grammar: frozenset[str] = frozenset()
 
 

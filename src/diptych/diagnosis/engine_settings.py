@@ -249,8 +249,8 @@ DIPTYCH: Final[Mapping[str, tuple[Setting, ...]]] = {
     "batch_flood": (
         Setting(name="service_class", words='send batch work with "service_class": "batch"', option="(in the client)",
                 costs="batch work waits", refuted_by="interactive TTFT stays as it is"),
-        Setting(name="max_untouched_per_worker", words="let more requests wait where their class counts",
-                option="--max-untouched-per-worker 4", costs="workers know less of what comes",
+        Setting(name="max_prefills_in_flight_per_worker", words="let more requests wait where their class counts",
+                option="--max-prefills-in-flight-per-worker 4", costs="workers know less of what comes",
                 refuted_by="interactive TTFT stays as it is"),
     ),
     "oversubscribed_cores": (

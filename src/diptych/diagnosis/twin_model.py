@@ -166,7 +166,7 @@ def _of_means(observation: Observation) -> TwinModel | None:
         (floor_s * NS_PER_S, prefill_s / prompt * NS_PER_S, 0.0, stream_s * NS_PER_S, 0.0),
         ("both",),
         (engine,),
-        ClusterConfig(max_untouched_per_worker=0),
+        ClusterConfig(max_prefills_in_flight_per_worker=0),
         counted=tuple(range(NUM_DRAWN)),
     )
 

@@ -243,7 +243,7 @@ class AsyncLLM(ServedFleet):
             hashes = self._checked(prompts, sampling, options.cache_salt, ready)
         if sampling.stop and not self.tokenizer.has_text:
             raise InvalidRequestError("stop needs text, and this model has no tokenizer.json", param="stop")
-        untouched = self._streams.num_untouched
+        untouched = self._streams.num_awaiting_first_token
         if untouched + count > limit:
             raise OverloadedError(f"{untouched} requests are waiting for their first token already")
         request_id = request_id or f"req-{uuid.uuid4().hex}"

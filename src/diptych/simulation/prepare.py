@@ -127,7 +127,7 @@ def prepare(settings: Settings, *, record_events: bool = False, most_recorded: i
         front_end=first.choice.front_end,
         swap_block_ns=first.swap_block_ns,
         disk=first.disk,
-        guesses=settings.speculation.guesses(),
+        drafts=settings.speculation.drafts(),
         warm_up=source.warm_up if isinstance(source, Calibration) else (),
         seed=settings.seed,
         explain_misses=settings.explain_misses,
@@ -162,9 +162,9 @@ def _cluster(settings: Settings) -> ClusterConfig:
     config = cluster_config(
         routing=settings.routing,
         disaggregate=settings.disaggregate,
-        deflection=settings.deflection,
+        local_prefill=settings.local_prefill,
         on_failure=settings.on_failure,
-        max_untouched_per_worker=settings.max_untouched_per_worker,
+        max_prefills_in_flight_per_worker=settings.max_prefills_in_flight_per_worker,
         max_queued=settings.max_queued,
     )
     return replace(config, admission=ADMIT_ALL) if settings.admit_all else config

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from diptych.control.errors import ConfigError
+from diptych.simulation.old_names import with_row_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Recording:
         decoder = msgspec.json.Decoder(list[Any])
         for number, line in enumerate(self.lines[1:-1], 2):  # behind the last newline: nothing, or half a row
             try:
-                yield decoder.decode(line)
+                yield decoder.decode(with_row_names(line))
             except msgspec.DecodeError as error:
                 raise ConfigError(f"line {number} of {self.path} is unreadable: {error}", param="path") from None
 
@@ -43,7 +44,7 @@ def read_recording(path: Path, versions: Mapping[str, Sequence[int]]) -> Recordi
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", param="path") from None
     try:
-        header = msgspec.json.decode(lines[0], type=dict[str, Any])
+        header = msgspec.json.decode(with_row_names(lines[0]), type=dict[str, Any])
         readable = versions.get(header.get("format", ""))
     except (msgspec.DecodeError, TypeError):
         readable = None

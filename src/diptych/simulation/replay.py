@@ -16,15 +16,15 @@ from diptych.control.engine.kvcache.tier_records import TIER_EVENTS, DiskContent
 from diptych.control.engine.recording import FORMAT, VERSION, DecisionChain, measured_steps, plan_summary
 from diptych.control.errors import ConfigError, RequestError
 from diptych.control.events import Event, RequestFinished, StepFinished
-from diptych.control.request import FinishReason, PeerRun, Request, RequestOptions, Standing
+from diptych.control.request import FinishReason, PeerRun, Request, RequestOptions, WaitClass
 from diptych.control.slo import Slo
-from diptych.control.step import Extra, Offer, SchedulerOutput, StepFeatures, StepResult
+from diptych.control.step import DraftProposal, SchedulerOutput, StepFeatures, StepResult, VerifyResult
 from diptych.simulation.collector import Collector
 from diptych.simulation.recordings import read_recording
 from diptych.simulation.results import GapHistogram, RequestTable, SimulationResult, WorkerUsage
 
-READABLE = (3, 4, 5, 6, 7, 8, 9, VERSION)  # versions
-GIVES_WAY = 8  # the first version in which class batch does
+READABLE = (3, 4, 5, 6, 7, 8, 9, 10, VERSION)  # versions
+BEST_EFFORT_SINCE = 8  # the first version in which class batch does
 HAS_GROUPS = 10  # the first version in which a request has a block table for each group
 PARTS = ("finished", "paused", "swapped out", "swapped in", "resumed", "new blocks")
 
@@ -215,14 +215,14 @@ class _ReplayedEngine:
         request = Request(
             request_id, num_prompt, max_tokens, block_hashes=hashes, options=options, reads_prefix_cache=reads
         )
-        request.gives_way = self._version >= GIVES_WAY and options.gives_way
-        request.hands_off, request.lease_ns, borrowed, request.num_borrowed_tokens, *more = handoff
+        request.is_best_effort = self._version >= BEST_EFFORT_SINCE and options.is_best_effort
+        request.hands_off, request.lease_ns, borrowed, request.num_remote_tokens, *more = handoff
         tables = borrowed if self._version >= HAS_GROUPS or not borrowed else [borrowed]
-        request.borrowed_tables = tuple(tuple(block_ids) for block_ids in tables)
-        request.is_ahead = request_id in self._ahead
+        request.remote_block_tables = tuple(tuple(block_ids) for block_ids in tables)
+        request.is_early_prefill = request_id in self._ahead
         self._ahead.discard(request_id)
-        request.standing_at_arrival = Standing(more[0]) if more else Standing.NEW  # unknown before version 5
-        request.is_lent = more[1] if len(more) > 1 else False  # nothing came up for those before version 7
+        request.wait_class_at_arrival = WaitClass(more[0]) if more else WaitClass.NEW  # unknown before version 5
+        request.is_remote_prefill = more[1] if len(more) > 1 else False  # nothing came up for those before version 7
         request.peer_run = PeerRun(*more[2]) if len(more) > 2 and more[2] else None  # unknown before version 9
         self._numbers[request_id] = (self._num_arrivals, now)
         self._num_arrivals += 1
@@ -272,7 +272,7 @@ class _ReplayedEngine:
         failed: list[Any],
         repeats: list[Any],
         extra: Sequence[Any] = (),
-        offers: Sequence[Any] = (),
+        proposals: Sequence[Any] = (),
     ) -> None:
         num_steps, last_start_ns = repeats or (1, None)
         result = StepResult(
@@ -281,8 +281,8 @@ class _ReplayedEngine:
             full_blocks=tuple((request_id, block_hash.encode()) for request_id, block_hash in full_blocks),
             failed=tuple((request_id, message) for request_id, message, *_ in failed),
             beyond_grammar=frozenset(request_id for request_id, _, *reason in failed if reason),
-            extra=tuple(Extra(*fields) for fields in extra),
-            offers=tuple(Offer(request_id, tuple(chances)) for request_id, chances in offers),
+            extra=tuple(VerifyResult(*fields) for fields in extra),
+            proposals=tuple(DraftProposal(request_id, tuple(chances)) for request_id, chances in proposals),
         )
         events = self.core.end_step(result, self.now, num_steps=num_steps, last_start_ns=last_start_ns)
         self._take(events, self._output)

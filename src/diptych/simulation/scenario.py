@@ -12,10 +12,10 @@ from diptych.control.router.topology import LinkCost, LinkCosts, Role
 from diptych.control.step import StepFeatures
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.faults import NEED_JOINED, Fault, Watch
-from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.links import LINKS
 from diptych.simulation.fleet.pools import LOCAL_LINK, Pools
 from diptych.simulation.fleet.simulated_disk import DiskModel
+from diptych.simulation.fleet.simulated_drafts import SimulatedDrafts
 from diptych.simulation.serving_engine import FrontEnd
 from diptych.workload.spec import ClosedLoop, Workload
 
@@ -27,7 +27,7 @@ ADMIT_ALL = AdmissionConfig(_OPEN_CLASS, _OPEN_CLASS, _OPEN_CLASS, max_queued=10
 def load_balancer(routing: RoutingName = "round_robin") -> ClusterConfig:
     """A front end without an admission queue that takes workers in turn: what many load balancers do, and what
     published measurements of several workers had in front of them."""
-    return ClusterConfig(routing=RoutingConfig(routing), admission=ADMIT_ALL, max_untouched_per_worker=0)
+    return ClusterConfig(routing=RoutingConfig(routing), admission=ADMIT_ALL, max_prefills_in_flight_per_worker=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Scenario:
     disk: below the host blocks of each worker whose settings say that it has one, unless its pool has its own.
     watch: how failures are noticed. shares: what each worker computes on at first, for which its cost model holds; on
     other shares steps take longer or shorter in inverse proportion to the units (empty: of whole devices).
-    explain_misses: find out what every prefill was spent on. guesses: of tokens to come (None: steps compute one token
+    explain_misses: find out what every prefill was spent on. drafts: of tokens to come (None: steps compute one token
     of a stream).
     """
 
@@ -79,7 +79,7 @@ class Scenario:
     warm_up: tuple[tuple[StepFeatures, int], ...] = ()
     watch: Watch = field(default_factory=Watch)
     shares: tuple[ComputeShare, ...] = ()
-    guesses: Guesses | None = None
+    drafts: SimulatedDrafts | None = None
     explain_misses: bool = False
 
     def __post_init__(self) -> None:

@@ -17,14 +17,15 @@ import msgspec.structs
 from diptych.control.cluster.cluster_config import OnFailure
 from diptych.control.config import PresetName, QuantizeName
 from diptych.control.errors import ConfigError
-from diptych.control.router.routing import Deflection, Disaggregate, RoutingName
+from diptych.control.router.routing import Disaggregate, LocalPrefill, RoutingName
 from diptych.simulation.fault_places import SCOPES, Scope
 from diptych.simulation.faults import (
     Channel,
     Direction,
     FaultKind,
 )
-from diptych.simulation.fleet.guesses import Guesses
+from diptych.simulation.fleet.simulated_drafts import SimulatedDrafts
+from diptych.simulation.old_names import with_setting_names
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.pool_settings import (
     NETWORK,
@@ -136,12 +137,12 @@ class SpeculationSettings(SettingsTable, frozen=True, kw_only=True):
     coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     acceptance: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
 
-    def guesses(self) -> Guesses | None:
+    def drafts(self) -> SimulatedDrafts | None:
         """The acceptance model. Raises ConfigError for one half of it."""
         if bool(self.coverage) != (self.acceptance is not None):
             words = f"speculation.coverage is {self.coverage:g} and speculation.acceptance is {self.acceptance}"
             raise ConfigError(f"{words}; to guess tokens, set both", param="speculation")
-        return Guesses(self.coverage, self.acceptance) if self.acceptance is not None else None
+        return SimulatedDrafts(self.coverage, self.acceptance) if self.acceptance is not None else None
 
 
 class Settings(SettingsTable, frozen=True, kw_only=True):
@@ -169,9 +170,9 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     replicas: AtLeastOne = 1
     routing: RoutingName | None = None
     disaggregate: Disaggregate | None = None
-    deflection: Deflection | None = None
+    local_prefill: LocalPrefill | None = None
     on_failure: OnFailure | None = None
-    max_untouched_per_worker: AtLeastZero | None = None
+    max_prefills_in_flight_per_worker: AtLeastZero | None = None
     max_queued: AtLeastOne | None = None
     admit_all: bool = False
     explain_misses: bool = False
@@ -229,6 +230,7 @@ def read_settings(path: Path | None = None, overrides: Mapping[str, Any] | None 
 
 def settings_from(raw: Mapping[str, Any]) -> Settings:
     """Settings from plain data. Raises ConfigError."""
+    raw = with_setting_names(raw)
     pools = raw.get("pools")
     if isinstance(pools, Mapping):
         tables = pool_tables(pools)

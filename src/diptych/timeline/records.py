@@ -28,7 +28,7 @@ from diptych.control.events import (
 )
 from diptych.control.request import FinishReason, RequestOptions
 from diptych.control.slo import LatencyBreakdown
-from diptych.control.step import Extra
+from diptych.control.step import VerifyResult
 from diptych.timeline.lanes import phase_of
 from diptych.timeline.roster import Changes
 
@@ -267,7 +267,7 @@ def event_of(record: StepRecord | RequestRecord) -> StepFinished | Milestone:
         times = (record.start_ns, record.end_ns)
         return StepFinished(
             record.step_id, *times, prefills, record.num_decodes, record.decode_context, record.predicted_ns,
-            extra=tuple(Extra(*fields) for fields in record.extra),
+            extra=tuple(VerifyResult(*fields) for fields in record.extra),
         )  # fmt: skip
     attempt_id, detail = attempt_id_of(record.request_id, record.epoch), dict(record.detail)
     if record.what == "finished":

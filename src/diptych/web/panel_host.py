@@ -21,11 +21,11 @@ from diptych.web.panel_wire import Call, Reply, receive, send
 
 
 class PanelHost:
-    """gives_way: the process runs only on cores that no other process wants. Safe to build anywhere; ``ask`` belongs to
-    one event loop."""
+    """is_background: the process runs only on cores that no other process wants. Safe to build anywhere; ``ask``
+    belongs to one event loop."""
 
-    def __init__(self, *, gives_way: bool = False) -> None:
-        self._gives_way = gives_way
+    def __init__(self, *, is_background: bool = False) -> None:
+        self._is_background = is_background
         self._process: subprocess.Popen[bytes] | None = None
         self._has_ended = False
         self._turn = Lock()
@@ -88,7 +88,7 @@ class PanelHost:
         if self._process is None:
             # A process group of its own: Ctrl+C is for the server, which ends this one. (No session of its own: where
             # the kernel shares time among sessions first, a low priority would mean nothing.)
-            command = [sys.executable, "-m", "diptych.web.panel_worker"] + ["gives-way"] * self._gives_way
+            command = [sys.executable, "-m", "diptych.web.panel_worker"] + ["background"] * self._is_background
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=-1, process_group=0
             )

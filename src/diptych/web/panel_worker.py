@@ -77,7 +77,7 @@ class PanelWorker:
         return Reply()
 
 
-def give_way() -> None:
+def use_idle_cores() -> None:
     """Run only when no other process wants the core: on Linux SCHED_IDLE, elsewhere the lowest priority."""
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -86,9 +86,9 @@ def give_way() -> None:
 
 
 def main() -> None:
-    """Serve the pipes until the other end closes them. The argument ``gives-way``: see ``give_way``."""
-    if sys.argv[1:] == ["gives-way"]:
-        give_way()
+    """Serve the pipes until the other end closes them. The argument ``background``: see ``use_idle_cores``."""
+    if sys.argv[1:] == ["background"]:
+        use_idle_cores()
     worker = PanelWorker()
     while True:
         try:

@@ -27,7 +27,7 @@ from diptych.control.router.costs import (
     raised,
     work_ns,
 )
-from diptych.control.router.hit_watch import MIN_ADMISSIONS, WINDOW, HitWatch
+from diptych.control.router.hit_rate_monitor import MIN_ADMISSIONS, WINDOW, HitRateMonitor
 from diptych.control.router.path_speeds import MEMORY_NS, PathSpeeds
 from diptych.control.router.prefix_index import PERIOD_NS
 from diptych.control.router.routing import Route, RoutingConfig, RoutingRequest
@@ -412,7 +412,7 @@ def test_a_short_or_cached_rest_is_computed_where_the_streams_are() -> None:
 def test_with_objectives_as_the_limit_a_decode_worker_takes_long_prompts_while_its_steps_leave_room() -> None:
     late = {0: replace(REPORT, backlog_ns=NS_PER_S)}
     for streams, is_deflected in ((2, True), (44, False)):  # steps of 7 and of 49 ms, of 50 ms that they may take
-        router = router_of("prefill", "decode", reports=late, deflection="objective")
+        router = router_of("prefill", "decode", reports=late, local_prefill="objective")
         stream(router, 1, streams)
         assert (route(router, ask("late", 4000)).prefill == 1) is is_deflected
 
@@ -517,7 +517,7 @@ def test_of_several_peers_the_one_with_the_longest_run_is_named() -> None:
 def test_more_from_below_than_was_counted_on_is_no_error_of_the_index() -> None:
     router = router_of("both", "both")
     for number, (found, below, error) in enumerate(((800, 800, 0), (800, 0, 0.8), (0, 0, 0))):
-        router.watch = HitWatch()
+        router.watch = HitRateMonitor()
         at = route(router, ask(str(number))).decode
         router.on_admitted(str(number), at, found, below)
         assert router.hit_error == error
@@ -896,7 +896,7 @@ def test_one_worker_alone_need_not_say_what_it_holds() -> None:
 
 
 def test_the_alarm_has_hysteresis() -> None:
-    watch = HitWatch()
+    watch = HitRateMonitor()
     for _ in range(WINDOW):
         watch.observe(150, 0, 1000)
     assert not watch.alarm

@@ -28,7 +28,6 @@ from diptych.serving.front.engine_pages import EnginePages, page_of_rank
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions, engines_of, in_order
 from diptych.serving.front.external_worker import ExternalWorker
 from diptych.serving.front.kv_events import KVEventReader, UnreadableBatchError, read_batch, read_event
-from diptych.serving.front.pass_metrics import UnreadablePassError, decode_pass
 from diptych.serving.front.relay_request import read_request
 from diptych.serving.front.reply_chunks import (
     ChunkChoice,
@@ -39,6 +38,7 @@ from diptych.serving.front.reply_chunks import (
     error_message,
     read_chunk,
 )
+from diptych.serving.front.sglang_step_metrics import UnreadablePassError, decode_pass
 from diptych.serving.front.step_feed import ClockOffset, StepFeed
 from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 
@@ -581,7 +581,7 @@ def test_the_first_tokens_of_an_answer_are_told_once_each(num_tokens: int, is_ta
     exchange._owner = SimpleNamespace(
         number=1,
         report=lambda events, tokens: told.append((len(events), tokens.token_ids)),
-        report_takeover=lambda events, attempt_id, token_id: told.append((len(events), [token_id])),
+        report_completed_handoff=lambda events, attempt_id, token_id: told.append((len(events), [token_id])),
     )
     exchange.attempt_id, exchange.is_handoff, exchange.begun_ns = "a", is_taken_over, 0
     exchange._feeder = 0

@@ -12,7 +12,7 @@ from front_harness import fronted
 
 from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.router.costs import UNBOUNDED, WorkerView
-from diptych.serving.api.manners import Manners
+from diptych.serving.api.http_policy import HttpPolicy
 from diptych.serving.front.engine_load import SATURATED_NS, EngineGauges, EngineLoad, ReplySums, ReplyTimes
 from diptych.serving.front.relay_request import read_request
 from diptych.serving.front.reply_chunks import EventSplitter, UnreadableReplyError, without_token_ids
@@ -25,7 +25,7 @@ S = 1_000_000_000
 @pytest.mark.asyncio
 async def test_the_queue_is_bounded_and_classes_and_deadlines_count_in_it() -> None:
     engine = FakeEngine(prefill_s=0.3)
-    cluster = cluster_config(max_untouched_per_worker=1, max_queued=4)
+    cluster = cluster_config(max_prefills_in_flight_per_worker=1, max_queued=4)
     async with fronted(engine, cluster=cluster) as client:
         ask = client.complete
         first = asyncio.create_task(ask("first", 2))
@@ -51,7 +51,7 @@ async def test_the_queue_is_bounded_and_classes_and_deadlines_count_in_it() -> N
 async def test_a_key_that_floods_the_front_does_not_keep_another_waiting(has_keys: bool) -> None:
     """And without keys, whose requests cannot be told apart, the same flood does."""
     engine = FakeEngine(prefill_s=0.02)
-    cluster = cluster_config(max_untouched_per_worker=1)
+    cluster = cluster_config(max_prefills_in_flight_per_worker=1)
     app = {"api_keys": ["flood", "single"]} if has_keys else {}
 
     async def ask(key: str, number: int) -> None:
@@ -88,7 +88,7 @@ async def test_what_a_front_decided_is_recorded_and_replays_to_the_same(tmp_path
 @pytest.mark.asyncio
 async def test_the_access_log_of_a_front_is_a_trace_of_the_traffic_of_its_engines(tmp_path: Path) -> None:
     path = tmp_path / "access.jsonl"
-    async with fronted(FakeEngine(), app={"manners": Manners(access_log=str(path))}) as client:
+    async with fronted(FakeEngine(), app={"http_policy": HttpPolicy(access_log=str(path))}) as client:
         await client.complete("abc", 3)
         await client.complete("abcdef", 5, stream=False)
         await client.http.get("/health")

@@ -267,7 +267,7 @@ async def test_each_limit_refuses_the_next_and_says_what_is_left(tmp_path: Path)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_waits_until_it_is_sent_to_an_engine(tmp_path: Path, stream: bool) -> None:
     engine = FakeEngine()
-    cluster = cluster_config(max_untouched_per_worker=1)
+    cluster = cluster_config(max_prefills_in_flight_per_worker=1)
     async with served(tmp_path, table("web", max_queued=1), engine=engine, cluster=cluster) as client:
         engine.prefill_s = 30.0
         asks = [asyncio.ensure_future(client.ask(stream=stream))]

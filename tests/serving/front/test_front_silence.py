@@ -13,7 +13,7 @@ from front_harness import Answer, FrontClient, fronted
 
 from diptych.control.cluster.cluster_config import cluster_config
 from diptych.serving.api import responses
-from diptych.serving.api.dialect import COMMENT
+from diptych.serving.api.api_flavour import COMMENT
 
 pytestmark = pytest.mark.asyncio
 impatient = pytest.mark.usefixtures("impatience")
@@ -104,7 +104,7 @@ async def one_waits(client: FrontClient) -> AsyncIterator[asyncio.Task[tuple[Ans
 
 @impatient
 async def test_a_stream_waits_for_an_engine_with_its_head_sent() -> None:
-    cluster = cluster_config(max_untouched_per_worker=1)
+    cluster = cluster_config(max_prefills_in_flight_per_worker=1)
     async with fronted(FakeEngine(prefill_s=0.3), cluster=cluster) as client, one_waits(client) as second:
         answer, said = await second
         assert answer.text == answer_to("the prompt", 6)
@@ -114,7 +114,7 @@ async def test_a_stream_waits_for_an_engine_with_its_head_sent() -> None:
 @impatient
 async def test_what_an_engine_refuses_after_that_is_said_in_the_stream_in_its_words() -> None:
     engine = FakeEngine(prefill_s=0.3, faults=deque([HARMLESS, Fault("status", status=400)]))
-    cluster = cluster_config(max_untouched_per_worker=1)
+    cluster = cluster_config(max_prefills_in_flight_per_worker=1)
     async with fronted(engine, cluster=cluster) as client, one_waits(client) as second:
         answer, said = await second
         assert (answer.status, answer.error) == (200, {"message": "as told", "code": 400})

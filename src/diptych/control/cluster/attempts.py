@@ -13,7 +13,7 @@
 Reserve first: no KV travels and no token is given before there is a place for them, so that no stream waits for one. In
 DELIVERED the prefill worker is not needed any more.
 
-A decode worker recalls a reservation when a stream there has no blocks (HandoffRecalled): the attempt closes, unless
+A decode worker recalls a reservation when a stream there has no blocks (HandoffRevoked): the attempt closes, unless
 its prompt is computed, and the request begins another.
 
 Two ways to hand over. *Copied* (* in the picture): the prefill worker has blocks of its own and sends their content. It

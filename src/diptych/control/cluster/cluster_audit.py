@@ -19,7 +19,7 @@ LEAST_EVENTS = 64
 
 class ClusterAudit:
     """Looks at the requests, the parked ones among them, the queue and the attempts of one ClusterCore.
-    num_untouched: see there."""
+    num_awaiting_first_token: see there."""
 
     def __init__(
         self,
@@ -27,13 +27,13 @@ class ClusterAudit:
         parked: Mapping[str, int],
         admission: AdmissionQueue,
         attempts: AttemptTable,
-        num_untouched: list[int],
+        num_awaiting_first_token: list[int],
     ) -> None:
         self._requests = requests
         self._parked = parked
         self._admission = admission
         self._attempts = attempts
-        self._num_untouched = num_untouched
+        self._num_awaiting_first_token = num_awaiting_first_token
         self._num_left = LEAST_EVENTS  # events until the next look
 
     def after_event(self) -> None:
@@ -47,17 +47,22 @@ class ClusterAudit:
 
     def check_idle(self) -> None:
         """No request is open: none waits, none is counted, and no lease is renewed. O(1)."""
-        if self._parked or self._num_untouched[0] or self._num_untouched[1] or self._admission.num_held:
+        if (
+            self._parked
+            or self._num_awaiting_first_token[0]
+            or self._num_awaiting_first_token[1]
+            or self._admission.num_held
+        ):
             raise BrokenInvariantError(
                 f"no request is open, but {len(self._parked)} wait for a worker, {self._admission.num_held} in the "
-                f"queue, and {self._num_untouched} are counted as without a token"
+                f"queue, and {self._num_awaiting_first_token} are counted as without a token"
             )
         if self._attempts.num_leased:
             raise BrokenInvariantError(f"no request is open, but {self._attempts.num_leased} leases are renewed")
 
     def check(self) -> None:
         """Every request is in one place and every attempt that goes on has one request."""
-        num_queued, num_parked, num_untouched = 0, 0, [0, 0]
+        num_queued, num_parked, num_awaiting_first_token = 0, 0, [0, 0]
         for request_id, entry in self._requests.items():
             is_queued, is_parked = self._admission.holds(request_id), request_id in self._parked
             num_queued += is_queued
@@ -66,13 +71,15 @@ class ClusterAudit:
                 raise BrokenInvariantError(
                     f"request {request_id} is {_words(is_queued, is_parked, entry.attempt is not None)}"
                 )
-            if entry.is_untouched:
-                num_untouched[entry.submission.options.gives_way] += 1
+            if entry.awaits_first_token:
+                num_awaiting_first_token[entry.submission.options.is_best_effort] += 1
         if num_queued != self._admission.num_held or num_parked != len(self._parked):
             num_waiting = self._admission.num_held + len(self._parked)
             raise BrokenInvariantError(f"{num_waiting} wait, of which {num_queued + num_parked} are open requests")
-        if num_untouched != self._num_untouched:
-            raise BrokenInvariantError(f"{num_untouched} requests have no token, {self._num_untouched} are counted")
+        if num_awaiting_first_token != self._num_awaiting_first_token:
+            raise BrokenInvariantError(
+                f"{num_awaiting_first_token} requests have no token, {self._num_awaiting_first_token} are counted"
+            )
         self._check_attempts()
 
     def _check_attempts(self) -> None:

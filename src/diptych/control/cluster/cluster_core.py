@@ -27,12 +27,12 @@ from diptych.control.cluster.cluster_events import (
     ClusterEvent,
     DrainEnded,
     DrainStarted,
+    EvacuationReady,
     PartitionChanged,
     Reported,
     RoleChanged,
     SchedulerChanged,
     Tick,
-    WayGiven,
     WorkerDown,
     WorkerUp,
 )
@@ -42,16 +42,16 @@ from diptych.control.cluster.membership import Membership
 from diptych.control.cluster.open_request import OpenRequest
 from diptych.control.cluster.partition import Partition
 from diptych.control.cluster.paths import Paths
-from diptych.control.commands import AskKVSnapshot, Command, Drained, End, ForgetPeer, GiveWay, attempt_id_of
+from diptych.control.commands import AskKVSnapshot, Command, Drained, End, Evacuate, ForgetPeer, attempt_id_of
 from diptych.control.engine.reports import LoadReport
 from diptych.control.errors import ConfigError, DiptychError, UnavailableError
 from diptych.control.events import (
     FirstToken,
     HandoffDelivered,
     HandoffExpired,
-    HandoffRecalled,
     HandoffReleased,
     HandoffReserved,
+    HandoffRevoked,
     KVEvents,
     KVSnapshot,
     PeerForgotten,
@@ -61,7 +61,7 @@ from diptych.control.events import (
     Resized,
     TransferFailed,
 )
-from diptych.control.length_predictor import LengthPredictor, LengthWatch
+from diptych.control.length_predictor import LengthErrorStats, LengthPredictor
 from diptych.control.request import FinishReason
 from diptych.control.router.routers import make_router
 from diptych.control.router.routing import Route, RoutingRequest
@@ -78,17 +78,19 @@ class ClusterCore:
         self.admission = AdmissionQueue(self.config.admission)
         self.members = Membership()
         self.lengths = LengthPredictor()
-        self.length_watch = LengthWatch()
+        self.length_errors = LengthErrorStats()
         self.counts: Counter[str] = Counter()
         self.requests: dict[str, OpenRequest] = {}  # that have not ended
         self.attempts = AttemptTable(self.config.lease_ns)
         self._parked: dict[str, int] = {}  # request id -> until when it waits for a worker
-        self.loads = LoadBook(self.members, self.admission if self.config.max_untouched_per_worker else None)
-        self._num_untouched = [0, 0]  # of requests that do not give way, and of those that do
+        self.loads = LoadBook(self.members, self.admission if self.config.max_prefills_in_flight_per_worker else None)
+        self._num_awaiting_first_token = [0, 0]  # of requests that do not give way, and of those that do
         self.paths = Paths(self.counts)
         self._blocks = ExpectedBlocks(self.members, self.loads, self.lengths, self.attempts, self._current)
         self._partition = Partition(self.members)
-        self._audit = ClusterAudit(self.requests, self._parked, self.admission, self.attempts, self._num_untouched)
+        self._audit = ClusterAudit(
+            self.requests, self._parked, self.admission, self.attempts, self._num_awaiting_first_token
+        )
         blocks = BlockReports(self.members, self.router, self.counts)
         self._handlers: dict[type, Callable[[Any, int], list[Command]]] = {
             Arrived: self._on_arrived,
@@ -100,7 +102,7 @@ class ClusterCore:
             DrainEnded: self._on_drain_ended,
             SchedulerChanged: self.members.on_scheduler_changed,
             PartitionChanged: self._partition.on_changed,
-            WayGiven: self._on_way_given,
+            EvacuationReady: self._on_evacuation_ready,
             Reported: self._on_reported,
             Tick: self._on_tick,
         }
@@ -108,7 +110,7 @@ class ClusterCore:
             RequestQueued: self._take_queued,
             RequestAdmitted: self._take_admitted,
             HandoffReserved: self._take_reserved,
-            HandoffRecalled: self._take_recalled,
+            HandoffRevoked: self._take_revoked,
             FirstToken: self._take_first_token,
             HandoffDelivered: self._take_delivered,
             HandoffReleased: self._take_released,
@@ -204,11 +206,11 @@ class ClusterCore:
 
     def _headroom(self) -> tuple[int, int]:
         """How many more requests the workers should be given: of any class, and of class batch."""
-        most = self.config.max_untouched_per_worker
+        most = self.config.max_prefills_in_flight_per_worker
         if not most:
             return UNLIMITED, UNLIMITED
-        headroom = most * self.members.num_usable - self._num_untouched[False]
-        return headroom, headroom - self._num_untouched[True]
+        headroom = most * self.members.num_usable - self._num_awaiting_first_token[False]
+        return headroom, headroom - self._num_awaiting_first_token[True]
 
     def _place(self, entry: OpenRequest, now: int) -> list[Command]:
         """Begin the next attempt, or wait for a worker; what an older attempt still gives does not count any more."""
@@ -225,7 +227,9 @@ class ClusterCore:
             return entry.restarted()
         commands = self._begin(entry, route, now)
         return (
-            [*commands, GiveWay(route.decode, request_id)] if self._blocks.needs_way(entry, route.decode) else commands
+            [*commands, Evacuate(route.decode, request_id)]
+            if self._blocks.needs_evacuation(entry, route.decode)
+            else commands
         )
 
     def _begin(self, entry: OpenRequest, route: Route, now: int) -> list[Command]:
@@ -248,8 +252,8 @@ class ClusterCore:
             route.prefill_peer,
             route.decode_peer,
         )
-        entry.attempt, entry.is_untouched, entry.is_computing = attempt, True, False
-        self._num_untouched[entry.submission.options.gives_way] += 1
+        entry.attempt, entry.awaits_first_token, entry.is_computing = attempt, True, False
+        self._num_awaiting_first_token[entry.submission.options.is_best_effort] += 1
         return restarted + self.attempts.begin(attempt, now)
 
     def _end(
@@ -269,7 +273,7 @@ class ClusterCore:
         submission = entry.submission
         self.lengths.observe(entry.length_group, num_tokens, is_cut=reason is not FinishReason.STOP)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.length_watch.observe(entry.num_expected, submission.max_tokens, num_tokens)
+            self.length_errors.observe(entry.num_expected, submission.max_tokens, num_tokens)
         self._touch(entry)
         self.router.on_ended(submission.request_id)
         self._parked.pop(submission.request_id, None)
@@ -279,9 +283,9 @@ class ClusterCore:
 
     def _touch(self, entry: OpenRequest) -> None:
         """The request got a token of this attempt, or ends."""
-        if entry.is_untouched:
-            entry.is_untouched = False
-            self._num_untouched[entry.submission.options.gives_way] -= 1
+        if entry.awaits_first_token:
+            entry.awaits_first_token = False
+            self._num_awaiting_first_token[entry.submission.options.is_best_effort] -= 1
 
     # -- attempts -----------------------------------------------------------------------------------------------------
 
@@ -429,7 +433,7 @@ class ClusterCore:
             draining[worker] = True
         return [Drained(worker) for worker in done]
 
-    def _on_way_given(self, event: WayGiven, now: int) -> list[Command]:
+    def _on_evacuation_ready(self, event: EvacuationReady, now: int) -> list[Command]:
         """The longest streams go first, so that few have to."""
         worker = event.worker
         entry = self.requests.get(event.request_id)
@@ -464,7 +468,7 @@ class ClusterCore:
             return []
         if num_tokens and not submission.is_resumable:
             return []
-        source = attempt.decode if attempt.is_decoding and not entry.is_untouched else None
+        source = attempt.decode if attempt.is_decoding and not entry.awaits_first_token else None
         num_expected = self.lengths.mean(entry.length_group, num_tokens, submission.max_tokens)
         must_stay_whole = entry.must_stay_whole or is_whole
         asked = RoutingRequest(submission, num_tokens, num_expected, must_stay_whole=must_stay_whole, leaves=source)
@@ -521,14 +525,14 @@ class ClusterCore:
         self.router.on_admitted(attempt.request_id, worker, event.num_cached_tokens, event.num_tier_tokens)
         return attempt.on_reserved(event.num_cached_tokens, event.block_tables)
 
-    def _take_recalled(self, worker: int, event: HandoffRecalled, now: int) -> list[Command]:
+    def _take_revoked(self, worker: int, event: HandoffRevoked, now: int) -> list[Command]:
         """The decode worker has no blocks for a stream: the prompt gives up its own, and waits again. One that is
         computed is a stream itself, and its KV is on its way."""
         attempt = self.attempts.get(event.request_id)
         entry = self._current(attempt)
         if attempt is None or entry is None or not attempt.awaits_prefill:
             return []
-        self.counts["recalled"] += 1
+        self.counts["revoked"] += 1
         commands = self.attempts.close(attempt)
         entry.withdraw_attempt()
         self._touch(entry)
@@ -556,7 +560,7 @@ class ClusterCore:
     def _got_token(self, entry: OpenRequest, now: int) -> list[Command]:
         """The first token of this attempt: there is room for another request."""
         entry.on_first_token(now)
-        if not entry.is_untouched:
+        if not entry.awaits_first_token:
             return []
         self._touch(entry)
         self.router.on_first_token(entry.submission.request_id)

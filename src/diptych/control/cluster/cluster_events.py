@@ -75,9 +75,9 @@ class DrainEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class WayGiven:
-    """The answer to GiveWay: streams of this worker that others can take go on there, as far as the request needs their
-    memory. progress: as of WorkerDown."""
+class EvacuationReady:
+    """The answer to Evacuate: streams of this worker that others can take go on there, as far as the request needs
+    their memory. progress: as of WorkerDown."""
 
     worker: int
     request_id: str
@@ -124,7 +124,7 @@ ClusterEvent = (
     | DrainEnded
     | SchedulerChanged
     | PartitionChanged
-    | WayGiven
+    | EvacuationReady
     | Reported
     | Tick
 )

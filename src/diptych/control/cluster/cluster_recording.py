@@ -23,6 +23,7 @@ Row = tuple[Any, ...]
 
 CLUSTER_FORMAT, CLUSTER_VERSION = "diptych cluster recording", 2  # before, a reservation had one block table
 DIGEST_BYTES = 12
+_OLD_WORDS = {"Evacuate": "GiveWay"}  # of commands that were renamed: digests were made of them
 _NO_PEER = ", peer_run=None)"  # the end of a command for which nothing is read from another worker
 
 
@@ -68,7 +69,8 @@ def canonical_command(command: Command) -> str:
     before there were peers, and one with a single block table as it did before there were groups."""
     if isinstance(command, End) and command.error is not None:
         return f"{replace(command, error=None)!r} {ErrorRecord.of(command.error)!r}"
-    text = repr(command)
+    name = type(command).__name__
+    text = _OLD_WORDS.get(name, name) + repr(command)[len(name) :]
     if isinstance(command, Prefill) and len(command.block_tables) <= 1:
         block_ids = command.block_tables[0] if command.block_tables else ()
         before, _, behind = text.rpartition("block_tables=")

@@ -32,7 +32,7 @@ class ExpectedBlocks:
         self._attempts = attempts
         self._current = current
 
-    def needs_way(self, entry: OpenRequest, worker: int) -> bool:
+    def needs_evacuation(self, entry: OpenRequest, worker: int) -> bool:
         """Whether streams are to leave this worker for a request that small workers cannot hold, and that begins
         there."""
         members, submission = self._members, entry.submission
@@ -45,7 +45,7 @@ class ExpectedBlocks:
         found = []
         for attempt in self._attempts.of_worker(worker):
             stream = self._current(attempt)
-            if stream is None or stream.is_stopping or stream.is_untouched or attempt.decode != worker:
+            if stream is None or stream.is_stopping or stream.awaits_first_token or attempt.decode != worker:
                 continue
             num_tokens = progress.get(attempt.request_id, stream.num_tokens)
             if attempt.is_decoding:

@@ -38,7 +38,7 @@ class OpenRequest:
     num_deaths: int = 0
     last_crash: str = ""
     must_stay_whole: bool = False
-    is_untouched: bool = False  # sent to a worker, no token of this attempt yet
+    awaits_first_token: bool = False  # sent to a worker, no token of this attempt yet
     is_computing: bool = False  # its prompt is being computed
     is_stopping: bool = False  # the client has a complete answer; only the worker's RequestFinished is missing
     avoid: frozenset[int] = frozenset()
@@ -60,7 +60,7 @@ class OpenRequest:
 
     def on_admitted(self, num_cached_tokens: int, now: int) -> None:
         """Take in that the prompt begins to be computed."""
-        self.is_computing = self.is_untouched
+        self.is_computing = self.awaits_first_token
         if self.first_step_ns is None:
             self.first_step_ns = now
         self.on_reserved(num_cached_tokens)
@@ -91,7 +91,7 @@ class OpenRequest:
         had = self.num_tokens
         if num_tokens is not None:
             self.num_tokens = max(had, num_tokens)
-        elif not self.is_untouched:
+        elif not self.awaits_first_token:
             self.num_tokens += 1
         self.num_fruitless = 1 if self.num_tokens > had else self.num_fruitless + 1
         self.attempt, self.is_computing = None, False

@@ -15,10 +15,16 @@ STEPS_BETWEEN = 64  # from one check to the next: one costs a tenth of a step of
 
 def num_placed(scheduler: Scheduler) -> int:
     """Requests in all places where one can be: those that wait, and those that hold blocks or have lent them."""
-    holders = scheduler.holders
-    incoming = holders.incoming
+    block_owners = scheduler.block_owners
+    incoming = block_owners.incoming
     waiting = scheduler.num_waiting + len(incoming.waiting)
-    return waiting + holders.num_running + len(holders.swapped) + len(holders.outgoing) + len(holders.giving_way)
+    return (
+        waiting
+        + block_owners.num_running
+        + len(block_owners.swapped)
+        + len(block_owners.outgoing)
+        + len(block_owners.best_effort)
+    )
 
 
 def check_step(requests: Sized, leases: Sized, scheduler: Scheduler, kv: KVCacheManager) -> None:
@@ -42,7 +48,7 @@ def check_idle(leases: Sized, scheduler: Scheduler, kv: KVCacheManager) -> None:
     kv.pool.check_counts()
     if kv.pool.num_used or not kv.is_unused:
         raise BrokenInvariantError(f"{kv.pool.num_used} blocks are held, or reserved, and no request is open")
-    if num_placed(scheduler) or scheduler.interrupted or scheduler.giving_way.requests:
+    if num_placed(scheduler) or scheduler.interrupted or scheduler.best_effort.requests:
         raise BrokenInvariantError(f"{num_placed(scheduler)} requests have a place, and none is open")
     if len(leases):
         raise BrokenInvariantError(f"{len(leases)} leases, and no request is open")

@@ -38,7 +38,7 @@ from diptych.control.events import (
     RequestQueued,
     StepFinished,
 )
-from diptych.control.request import FinishReason, Request, RequestOptions, Standing
+from diptych.control.request import FinishReason, Request, RequestOptions, WaitClass
 from diptych.control.slo import Slo, breakdown_from_times, objectives
 from diptych.control.step import SchedulerOutput, StepFeatures, StepResult
 
@@ -143,7 +143,7 @@ class EngineCore:
         """The worker that will decode a prompt which is computed here ahead has blocks for it: its first token may be
         given, if it is known."""
         request = self.requests[request_id]
-        request.is_ahead = False
+        request.is_early_prefill = False
         self.scheduler.place_found(request)
         if not request.is_handed_off:
             return []
@@ -232,7 +232,7 @@ class EngineCore:
 
         num_steps: how many times in a row the plan was taken (at most its max_repeats), the last time from
         ``last_start_ns`` on; ``result`` is that of the last. 0: it was broken off, after the end of all its requests or
-        because they give way (``gives_way_to``): then it computed nothing, and will be planned again.
+        because they give way (``is_preemptible_by``): then it computed nothing, and will be planned again.
         """
         output, self._plan = self._plan, None
         if output is None:
@@ -256,7 +256,9 @@ class EngineCore:
         if output.num_decodes:
             reached_limit += self.scheduler.batch.advance_completed()
             reached_limit += self._take_extra(result)
-        self.scheduler.speculation.note(offer for offer in result.offers if offer.request_id in self.requests)
+        self.scheduler.speculation.note(
+            proposal for proposal in result.proposals if proposal.request_id in self.requests
+        )
         for request_id, block_hash in result.full_blocks:
             self._remember_output_block(request_id, block_hash)
         for request_id, message in result.failed:
@@ -278,15 +280,15 @@ class EngineCore:
 
     def _take_back(self, output: SchedulerOutput, result: StepResult, now: int) -> list[Event]:
         prefills = tuple([chunk for chunk in output.prefills if chunk.request_id not in self.requests])
-        self.scheduler.holders.take_back(output)
+        self.scheduler.block_owners.take_back(output)
         output = SchedulerOutput(output.step_id, prefills, features=output.features, predicted_ns=output.predicted_ns)
         return [self._measure(output, now, result, 0, None), *self._kv_events(now)]
 
-    def gives_way_to(self, options: RequestOptions) -> bool:
+    def is_preemptible_by(self, options: RequestOptions) -> bool:
         """Whether the step that was begun may be broken off for a request of these options that comes now: all that it
         computes gives way to it, and nothing of it is on its way to other workers."""
         output = self._plan
-        if output is None or options.gives_way or not self.scheduler.giving_way.are_all(output):
+        if output is None or options.is_best_effort or not self.scheduler.best_effort.are_all(output):
             return False
         return output.is_compute and not any(self.requests[chunk.request_id].hands_off for chunk in output.prefills)
 
@@ -351,7 +353,7 @@ class EngineCore:
             request = self.requests.get(chunk.request_id)
             if request is None:  # aborted while the step ran
                 continue
-            if chunk.is_last and request.first_token_ns is None and not request.is_ahead:
+            if chunk.is_last and request.first_token_ns is None and not request.is_early_prefill:
                 request.first_token_ns = now
                 events.append(FirstToken(now, request.request_id))
             request.num_computed_tokens = chunk.start + chunk.num_tokens
@@ -398,7 +400,7 @@ class EngineCore:
         self, output: SchedulerOutput, now: int, result: StepResult, num_steps: int, last_start_ns: int | None
     ) -> StepFinished:
         features = output.features
-        is_rare = bool(output.extra_rows)  # and says what a row costs
+        is_rare = bool(output.verify_rows)  # and says what a row costs
         if num_steps and (is_rare or self.model.wants(features, self.scheduler.batch.ticks_completed)):
             if num_steps > 1:
                 context = features.decode_context + (num_steps - 1) * features.decode_seqs
@@ -440,14 +442,14 @@ class EngineCore:
         self, request: Request, reason: FinishReason, now: int, error: ErrorRecord | None = None
     ) -> RequestFinished:
         self.leases.end(request.request_id)
-        if request.is_ahead and request.is_handed_off:  # its first token was its last
+        if request.is_early_prefill and request.is_handed_off:  # its first token was its last
             request.first_token_ns = now
         num_outputs = self.scheduler.remove(request)
         self.kv.tiers.want(request, self.model.prefill_work_ns)
         self.kv.release(request)
         del self.requests[request.request_id]
         self._finished_ids.append(request.request_id)
-        if request.length_group is not None and request.standing_at_arrival is not Standing.STREAM:
+        if request.length_group is not None and request.wait_class_at_arrival is not WaitClass.STREAM:
             is_cut = reason is not FinishReason.STOP
             self.scheduler.lengths.observe(request.length_group, num_outputs, is_cut=is_cut)
         return self._finished_event(request, reason, now, num_outputs, error)
@@ -495,11 +497,11 @@ def refusal(request: Request, config: EngineConfig, capacity_tokens: int, num_wa
     if request.max_tokens < 1:
         return InvalidRequestError(f"max_tokens is {request.max_tokens}; it must be at least 1", param="max_tokens")
     needed = prompt if request.hands_off else prompt + min(request.max_tokens, length - prompt)
-    if needed > capacity_tokens and not request.borrowed_tables:
+    if needed > capacity_tokens and not request.remote_block_tables:
         return ContextLengthError(
             f"prompt and max_tokens make {needed} tokens; the KV cache holds {capacity_tokens}", param="max_tokens"
         )
     limit = config.scheduler.max_waiting
-    if num_waiting >= limit and request.standing_at_arrival is not Standing.STREAM:
+    if num_waiting >= limit and request.wait_class_at_arrival is not WaitClass.STREAM:
         return OverloadedError(f"{limit} requests are waiting already (max_waiting)")
     return None

@@ -21,7 +21,7 @@ release                     now, id: another worker has taken it over
     begin                       now, the plan (None: nothing to do)
     end                         now, step id, stopped, full blocks, failed, (number of steps, start of the last one)
                                 where end_step was told them, else (); then, if there are any, what came of extra rows
-                                and offers, as (id, tokens, accepted, forced) and (id, chances)
+                                and proposals, as (id, tokens, accepted, forced) and (id, chances)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,12 +35,13 @@ from diptych.control.engine.kvcache.tier_records import TierEvent
 from diptych.control.errors import ErrorRecord
 from diptych.control.events import Event
 from diptych.control.request import BlockTables, FinishReason, Request
-from diptych.control.step import Extra, Offer, SchedulerOutput, StepFeatures, StepResult, chunk_attention
+from diptych.control.step import DraftProposal, SchedulerOutput, StepFeatures, StepResult, VerifyResult, chunk_attention
 
 Row = tuple[Any, ...]
 
 FORMAT = "diptych recording"
-VERSION = 10  # of a file of rows; before, a request had one block table, and a grammar that was too much was no failure
+VERSION = 11  # of a file of rows; 10 had other names (simulation/old_names.py)
+# 10: before, a request had one block table, and a grammar that was too much was no failure
 # 8 read no peer, 7 did not let class batch give way, 6 had no lent blocks, 5 no tiers, 4 no standing,
 # 3 a request's options one by one
 DIGEST_BYTES = 12
@@ -62,7 +63,7 @@ class RecordingEngineCore(EngineCore):
         self._write_light = write_light or write
 
     def add_request(self, request: Request, now: int) -> list[Event]:
-        if request.is_ahead:
+        if request.is_early_prefill:
             self._write(("ahead", request.request_id))
         self._write(("add", now, request_row(request)))
         return super().add_request(request, now)
@@ -133,7 +134,7 @@ class RecordingEngineCore(EngineCore):
             output.new_blocks
             or output.prefills
             or output.finished
-            or output.extra_rows
+            or output.verify_rows
             or output.resumed
             or output.paused
             or output.swap_out
@@ -150,12 +151,14 @@ class RecordingEngineCore(EngineCore):
         if (
             num_steps == 1
             and last_start_ns is None
-            and not (result.full_blocks or result.stopped or result.failed or result.extra or result.offers)
+            and not (result.full_blocks or result.stopped or result.failed or result.extra or result.proposals)
         ):
             self._write_light(("end", now, result.step_id, (), (), (), ()))
             return EngineCore.end_step(self, result, now)
         repeats = () if num_steps == 1 and last_start_ns is None else (num_steps, last_start_ns)
-        more: Row = (extra_rows(result.extra), offer_rows(result.offers)) if result.extra or result.offers else ()
+        more: Row = (
+            (verify_rows(result.extra), proposal_rows(result.proposals)) if result.extra or result.proposals else ()
+        )
         failed = failed_rows(result)
         self._write(("end", now, result.step_id, result.stopped, result.full_blocks, failed, repeats, *more))
         return super().end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
@@ -179,8 +182,8 @@ class RecordingEngineCore(EngineCore):
 
 def request_row(request: Request) -> Row:
     """What an engine is told of a request: (id, prompt tokens, max_tokens, block hashes, options, reads_prefix_cache,
-    hands_off, lease_ns, borrowed block tables, borrowed tokens, standing, is_lent, peer run as (peer, first block,
-    blocks) or ()). Neither tenant nor salt is written down."""
+    hands_off, lease_ns, borrowed block tables, borrowed tokens, standing, is_remote_prefill, peer run as (peer, first
+    block, blocks) or ()). Neither tenant nor salt is written down."""
     run = request.peer_run
     return (
         request.request_id,
@@ -191,10 +194,10 @@ def request_row(request: Request) -> Row:
         request.reads_prefix_cache,
         request.hands_off,
         request.lease_ns,
-        request.borrowed_tables,
-        request.num_borrowed_tokens,
-        int(request.standing_at_arrival),
-        request.is_lent,
+        request.remote_block_tables,
+        request.num_remote_tokens,
+        int(request.wait_class_at_arrival),
+        request.is_remote_prefill,
         () if run is None else (run.peer, run.first_block, run.num_blocks),
     )
 
@@ -219,14 +222,14 @@ def failed_rows(result: StepResult) -> Row:
     return tuple((name, message, True) if name in beyond else (name, message) for name, message in result.failed)
 
 
-def extra_rows(extra: Iterable[Extra]) -> Row:
+def verify_rows(extra: Iterable[VerifyResult]) -> Row:
     """What came of extra rows, as a row."""
     return tuple((entry.request_id, entry.num_tokens, entry.num_accepted, entry.num_forced) for entry in extra)
 
 
-def offer_rows(offers: Iterable[Offer]) -> Row:
+def proposal_rows(proposals: Iterable[DraftProposal]) -> Row:
     """Offers, as a row."""
-    return tuple((offer.request_id, offer.chances) for offer in offers)
+    return tuple((proposal.request_id, proposal.chances) for proposal in proposals)
 
 
 class DecisionChain:
@@ -271,7 +274,7 @@ def canonical_plan(output: SchedulerOutput) -> bytes:
         output.predicted_ns,
         output.max_repeats,
         *((output.block_copies,) if output.block_copies else ()),
-        *(([(rows.request_id, rows.num_tokens) for rows in output.extra_rows],) if output.extra_rows else ()),
+        *(([(rows.request_id, rows.num_tokens) for rows in output.verify_rows],) if output.verify_rows else ()),
     )
     return ascii(fields).encode()
 

@@ -107,7 +107,7 @@ def engine_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel)
         num_prefilling=len(scheduler.prefilling),
         num_decoding=len(scheduler.batch) + len(scheduler.joining),
         num_swapped=len(scheduler.swapped),
-        num_resting=len(scheduler.giving_way),
+        num_resting=len(scheduler.best_effort),
         kv_usage=kv.usage,
         prefix_queried_tokens=kv.queried_tokens,
         prefix_hit_tokens=kv.hit_tokens,
@@ -176,10 +176,10 @@ def _backlog_ns(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel) 
     work = model.prefill_work_ns
     waiting = sum(
         work(request.cached_tokens_at_arrival, request.num_tokens - request.cached_tokens_at_arrival)
-        for request in (*scheduler.waiting, *scheduler.ahead.parked, *kv.tiers.loads.requests())
-        if not request.is_lent
+        for request in (*scheduler.waiting, *scheduler.early_prefills.parked, *kv.tiers.loads.requests())
+        if not request.is_remote_prefill
     )
-    admitted = (*scheduler.prefilling.values(), *scheduler.giving_way.prompts.values())
+    admitted = (*scheduler.prefilling.values(), *scheduler.best_effort.prompts.values())
     return waiting + sum(
         work(request.num_scheduled_tokens, request.num_tokens - request.num_scheduled_tokens) for request in admitted
     )

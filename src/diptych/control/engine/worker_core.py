@@ -176,22 +176,22 @@ class WorkerCore:
 
     def reserve(self, command: Reserve, request: Request, now: int) -> None:
         """Hold blocks for an attempt that another worker prefills."""
-        self._borrowed[command.attempt_id] = request.is_lent = command.borrowed
+        self._borrowed[command.attempt_id] = request.is_remote_prefill = command.borrowed
         self._note(self.engine.reserve(request, now, command.lease_ns))
 
     def prefill(self, command: Prefill, request: Request, now: int) -> None:
         """Prefill an attempt for another worker."""
         attempt_id = command.attempt_id
-        request.hands_off, request.is_ahead = True, command.is_ahead
+        request.hands_off, request.is_early_prefill = True, command.is_early_prefill
         request.lease_ns = command.lease_ns
         if command.borrowed:
-            request.borrowed_tables = command.block_tables
-            request.num_borrowed_tokens = command.num_cached_tokens
+            request.remote_block_tables = command.block_tables
+            request.num_remote_tokens = command.num_cached_tokens
         self._note(self.engine.add_request(request, now))
         # Else it was refused, or a Drop came first.
         if attempt_id in self.engine.requests:
             self._targets[attempt_id] = command
-            if not command.is_ahead:
+            if not command.is_early_prefill:
                 start = request.num_prompt_tokens if command.borrowed else command.num_cached_tokens
                 self._open(command, request, start)
             elif send := self._early.pop(attempt_id, None):
@@ -235,10 +235,10 @@ class WorkerCore:
             self.engine.rescale(ratio)
         self._note([Resized(now, share, message)])
 
-    def is_withheld(self, attempt_id: str) -> bool:
+    def is_held_back(self, attempt_id: str) -> bool:
         """Whether no token of the attempt may be given yet."""
         request = self.engine.requests.get(attempt_id)
-        return request is not None and request.is_ahead
+        return request is not None and request.is_early_prefill
 
     def note(self, events: Sequence[Event]) -> None:
         """Events that the driver found itself: those of a call that it made to the engine (a request that the executor
@@ -388,7 +388,7 @@ class WorkerCore:
             if len(self._early) > NUM_DROPPED:
                 del self._early[next(iter(self._early))]
             return
-        if not request.is_ahead:
+        if not request.is_early_prefill:
             return
         events = self.engine.place_found(attempt_id, now)
         self._open(prefill, request, command.num_cached_tokens)

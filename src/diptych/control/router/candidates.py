@@ -202,7 +202,7 @@ class CandidateSearch:
         has_choice = has_pair or (demand.is_prefill_only and bool(sources or both))
         if has_choice and not has_pair and self._config.disaggregate == "always":
             targets = []
-        limit = self._config.max_local_tokens if has_choice and self._config.deflection == "short" else 0
+        limit = self._config.max_local_tokens if has_choice and self._config.local_prefill == "short" else 0
         single = (0.0, -1) if has_pair and self._config.disaggregate == "always" else whole  # (nothing beats 0)
         single, prefills = self._sources(demand, sources, single)
         single, more_decodes = self._targets(demand, targets, single, has_pair, limit)

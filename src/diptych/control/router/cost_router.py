@@ -12,7 +12,7 @@ from diptych.control.engine.kvcache.tier_records import Tier
 from diptych.control.engine.reports import LoadReport
 from diptych.control.router.candidates import Candidate, CandidateSearch
 from diptych.control.router.costs import OBJECTIVE_POWER, UNBOUNDED, WorkerView
-from diptych.control.router.hit_watch import HitWatch
+from diptych.control.router.hit_rate_monitor import HitRateMonitor
 from diptych.control.router.idle_trials import IdleTrials
 from diptych.control.router.prefix_index import PrefixIndex
 from diptych.control.router.routing import Route, RoutingConfig, RoutingRequest
@@ -37,13 +37,13 @@ class CostRouter:
 
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
-        self._loss_power = OBJECTIVE_POWER if config.deflection == "objective" else 1
+        self._loss_power = OBJECTIVE_POWER if config.local_prefill == "objective" else 1
         self._workers: list[WorkerInfo] = []
         self._views: list[WorkerView] = []
         self._position: dict[int, int] = {}  # number -> index of both lists
         self.index = PrefixIndex()
         self.host, self.disk = TierIndex(), TierIndex()  # of the tiers below
-        self.watch = HitWatch()
+        self.watch = HitRateMonitor()
         self._sent: dict[str, _Routed] = {}
         self._search = CandidateSearch(self._workers, self._views, self.index, (self.host, self.disk), config)
         self._trials = IdleTrials(self._workers, self._views)

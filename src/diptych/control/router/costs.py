@@ -31,7 +31,8 @@ LEAST_BUSY, LEAST_STREAMS = 0.75, 0.125
 # go to the worker with less load. By simulation: 1/4 to 1/10 are equally good for both latencies, 1 scatters shared
 # prompts.
 LASTING = 0.25
-# Where objectives say what streams may lose (deflection "objective"), a stream's loss counts as this power of the share
+# Where objectives say what streams may lose (local_prefill "objective"), a stream's loss counts as this power of the
+# share
 # of its objective that its steps take: 6 % where they take half of it, all where they take it whole.
 OBJECTIVE_POWER = 4
 ACKNOWLEDGED = 0  # the time of a dispatch that the worker has acknowledged: any later report covers it

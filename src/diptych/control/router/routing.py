@@ -15,7 +15,7 @@ from diptych.control.slo import NS_PER_MS
 RoutingName = Literal["kv_aware", "round_robin"]
 ROUTINGS: tuple[RoutingName, ...] = get_args(RoutingName)
 Disaggregate = Literal["auto", "always", "never"]
-Deflection = Literal["short", "objective"]
+LocalPrefill = Literal["short", "objective"]
 RouteReason = Literal[
     "remote",  # prefill here, decode there
     "both",  # one worker whose role is both
@@ -40,7 +40,7 @@ class RoutingConfig:
     prefill from decode when that is cheaper ("auto"), whenever it is possible ("always": workers of one role do their
     own job only), or never. kv_price_ns: what a worker costs more when its KV memory would be half full.
     max_local_tokens: more uncached tokens than that are never computed on a decode worker where streams run (0: the
-    costs decide). deflection: the prompts that such a worker computes; "short": those of at most max_local_tokens,
+    costs decide). local_prefill: the prompts that such a worker computes; "short": those of at most max_local_tokens,
     where that costs less; "objective": any, and its streams lose little by it as long as their objective leaves room
     (after arXiv 2607.02043, where the chunks must keep it).
     """
@@ -49,11 +49,11 @@ class RoutingConfig:
     disaggregate: Disaggregate = "auto"
     kv_price_ns: int = 50 * NS_PER_MS
     max_local_tokens: int = 256
-    deflection: Deflection = "short"
+    local_prefill: LocalPrefill = "short"
     links: LinkCosts = field(default_factory=LinkCosts)
 
     def __post_init__(self) -> None:
-        for name, known in (("routing", RoutingName), ("disaggregate", Disaggregate), ("deflection", Deflection)):
+        for name, known in (("routing", RoutingName), ("disaggregate", Disaggregate), ("local_prefill", LocalPrefill)):
             if getattr(self, name) not in get_args(known):
                 text = f"{name} is {getattr(self, name)!r}; one of {', '.join(get_args(known))}"
                 raise ConfigError(text, param=name)

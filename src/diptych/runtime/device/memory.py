@@ -13,7 +13,7 @@ import weakref
 import torch
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.device.thread_limits import give_way
+from diptych.runtime.device.thread_limits import lower_priority
 from diptych.runtime.kv_cache.kv_geometry import HUGE_PAGE_BYTES
 
 PROT_NONE, PROT_READ_WRITE = 0, 3
@@ -87,7 +87,7 @@ def populate_beside(region: torch.Tensor) -> threading.Thread | None:
         return None
 
     def run() -> None:
-        give_way(POPULATE_NICENESS)
+        lower_priority(POPULATE_NICENESS)
         for start in range(0, len(region), POPULATE_BYTES):
             populate(region, start, min(start + POPULATE_BYTES, len(region)))
 

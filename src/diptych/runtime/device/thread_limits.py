@@ -36,7 +36,7 @@ def allowed_threads(
     return chosen, count
 
 
-def give_way(niceness: int) -> None:
+def lower_priority(niceness: int) -> None:
     """This thread runs when the others leave time for it (Linux has a niceness for each thread): so much more than they
     have."""
     if hasattr(os, "setpriority"):

@@ -12,7 +12,7 @@ import llguidance
 
 from diptych.control.errors import ConstraintError, GrammarLimitError
 from diptych.control.request import SamplingParams
-from diptych.runtime.device.thread_limits import give_way
+from diptych.runtime.device.thread_limits import lower_priority
 
 MAX_COMPILED = 128
 LONG = 1 << 14  # bytes of a grammar from which on it may take more than some milliseconds to compile
@@ -34,8 +34,8 @@ class Grammars:
             tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
-        self._pool = ThreadPoolExecutor(1, "grammars", give_way, (NICENESS,))
-        self._pool_of_long = ThreadPoolExecutor(1, "long-grammars", give_way, (LONG_NICENESS,))
+        self._pool = ThreadPoolExecutor(1, "grammars", lower_priority, (NICENESS,))
+        self._pool_of_long = ThreadPoolExecutor(1, "long-grammars", lower_priority, (LONG_NICENESS,))
 
     def prepare(self, text: str) -> bool:
         """Begin to compile a grammar. Returns whether it is ready, or has failed."""

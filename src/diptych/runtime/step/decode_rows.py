@@ -106,7 +106,7 @@ class DecodeRows:
         blocks, offsets = np.divmod(positions, self.block_size)
         return self.block_tables[slots, blocks].astype(np.int64) * self.block_size + offsets
 
-    def write_ahead(self, request_id: str, token_ids: Sequence[int]) -> int:
+    def write_drafts(self, request_id: str, token_ids: Sequence[int]) -> int:
         """Put tokens that may come next behind the input of a member. Returns its slot."""
         slot = self._slot_of[request_id]
         first = self.positions[slot] + 1

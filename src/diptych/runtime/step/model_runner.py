@@ -28,14 +28,14 @@ from diptych.control.constraint import TokenConstraint
 from diptych.control.errors import ConfigError
 from diptych.control.request import FinishReason, SamplingParams, only_table
 from diptych.control.step import (
-    Extra,
-    Offer,
+    DraftProposal,
     PromptLogprobs,
     SchedulerOutput,
     StepBrokenOff,
     StepResult,
     StepTokens,
     TokenLogprobs,
+    VerifyResult,
 )
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
@@ -53,7 +53,7 @@ from diptych.runtime.sampling.sampler import row_as_float32, token_logprobs
 from diptych.runtime.sampling.step_sampling import Sampled, StepSampling
 from diptych.runtime.step.cuda_graphs import GraphedModel
 from diptych.runtime.step.decode_rows import DecodeRows
-from diptych.runtime.step.offered_tokens import OfferedTokens
+from diptych.runtime.step.draft_tokens import DraftTokens
 from diptych.runtime.step.pooling import add_rows, pool
 from diptych.runtime.step.request_state import RequestState, check_tokens
 from diptych.runtime.step.step_layout import StepLayout, lay_out_decodes, lay_out_step
@@ -110,7 +110,7 @@ class LoadedModel:
 
 
 class ModelRunner:
-    """One model and its KV memory. offered: what is guessed of tokens that come next (None: nothing)."""
+    """One model and its KV memory. drafted: what is guessed of tokens that come next (None: nothing)."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class ModelRunner:
         kv: KVTensors,
         max_num_seqs: int,
         max_model_len: int,
-        offered: OfferedTokens | None = None,
+        drafted: DraftTokens | None = None,
     ) -> None:
         self.loaded = loaded
         self.model = model = loaded.model
@@ -142,7 +142,7 @@ class ModelRunner:
         eos = [token for token in self.model_config.eos_token_ids if token < self.model_config.vocab_size]
         self._ends_sequence[eos] = True
         self._sampling = StepSampling(self._batch, self._ends_sequence)
-        self._offered = offered or OfferedTokens(drafts=False)
+        self._draft_tokens = drafted or DraftTokens(drafts=False)
 
     def add_request(
         self,
@@ -229,7 +229,7 @@ class ModelRunner:
         full_blocks = self._hash_full_blocks(layout)
         payload, stopped = self._conclude(layout, sampled, prompt_logprobs)
         payload.embeddings = pooled.vectors
-        offers = self._offers(layout, sampled, {request_id for request_id, _ in stopped})
+        proposals = self._proposals(layout, sampled, {request_id for request_id, _ in stopped})
         return StepResult(
             output.step_id,
             stopped,
@@ -237,7 +237,7 @@ class ModelRunner:
             tuple(sampled.failed),
             payload,
             extra=extra,
-            offers=offers,
+            proposals=proposals,
             beyond_grammar=frozenset(sampled.beyond_grammar),
         )
 
@@ -265,10 +265,10 @@ class ModelRunner:
         batch = self._batch
         assert output.num_decodes in (0, len(batch)), f"{output.num_decodes} decodes planned, {len(batch)} are here"
         extra = {}
-        for rows in output.extra_rows:
-            offered = self._requests[rows.request_id].offered[: rows.num_tokens]
-            assert len(offered) == rows.num_tokens, f"{rows.num_tokens} extra rows planned, {len(offered)} are offered"
-            extra[batch.write_ahead(rows.request_id, offered)] = rows.num_tokens
+        for rows in output.verify_rows:
+            drafted = self._requests[rows.request_id].drafted[: rows.num_tokens]
+            assert len(drafted) == rows.num_tokens, f"{rows.num_tokens} extra rows planned, {len(drafted)} are drafted"
+            extra[batch.write_drafts(rows.request_id, drafted)] = rows.num_tokens
         if not output.prefills:
             return lay_out_decodes(batch, extra, self.attention.device)
         states = [self._requests[chunk.request_id] for chunk in output.prefills]
@@ -310,8 +310,8 @@ class ModelRunner:
             tokens.token_ids += of_slot
         return tokens, stopped
 
-    def _extra(self, layout: StepLayout, sampled: Sampled) -> tuple[Extra, ...]:
-        """What came of the offered tokens that were computed; the batch gets those that were right."""
+    def _extra(self, layout: StepLayout, sampled: Sampled) -> tuple[VerifyResult, ...]:
+        """What came of the drafted tokens that were computed; the batch gets those that were right."""
         extra = []
         for slot, num_tokens in layout.extra.items():
             state, place = self._batch.states[slot], slot - layout.first_slot
@@ -320,12 +320,12 @@ class ModelRunner:
             num_accepted = len(sampled.before.get(place, ()))
             self._batch.accept(slot, num_accepted)
             num_forced = min(num_tokens, state.num_forced)
-            extra.append(Extra(state.request_id, num_tokens, num_accepted, num_forced))
+            extra.append(VerifyResult(state.request_id, num_tokens, num_accepted, num_forced))
         return tuple(extra)
 
-    def _offers(self, layout: StepLayout, sampled: Sampled, stopped: Collection[str]) -> tuple[Offer, ...]:
+    def _proposals(self, layout: StepLayout, sampled: Sampled, stopped: Collection[str]) -> tuple[DraftProposal, ...]:
         """What may come after the tokens of this step."""
-        batch, offers, drafts = self._batch, [], self._offered.drafts
+        batch, proposals, drafts = self._batch, [], self._draft_tokens.drafts
         num_members = layout.num_members  # those behind them may never decode here
         newest = batch.positions[layout.first_slot : layout.last_slot].tolist()
         for slot, position in enumerate(newest, start=layout.first_slot):
@@ -337,13 +337,13 @@ class ModelRunner:
             tokens = batch.tokens_of(slot)
             most = min(state.num_prompt_tokens + state.params.max_tokens, self.max_model_len)
             try:
-                offer = self._offered.after(state, tokens, most - len(tokens) - 1, len(newest))
+                proposal = self._draft_tokens.after(state, tokens, most - len(tokens) - 1, len(newest))
             except ValueError as error:
                 sampled.fail(state.request_id, error)
                 continue
-            if offer is not None:
-                offers.append(offer)
-        return tuple(offers)
+            if proposal is not None:
+                proposals.append(proposal)
+        return tuple(proposals)
 
     def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor) -> dict[str, tuple[int, list[TokenLogprobs]]]:
         """Log probabilities of prompt tokens, from the rows behind the sampled ones. Rows of which the mean is wanted
@@ -409,8 +409,8 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     loaded = LoadedModel(
         model, formats, instruction_set, "; ".join(filter(None, (note, why_private, *model_config.notes)))
     )
-    offered = OfferedTokens(drafts=speculates(config.speculation, instruction_set))
-    return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, offered)
+    drafted = DraftTokens(drafts=speculates(config.speculation, instruction_set))
+    return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, drafted)
 
 
 def speculates(speculation: str, instruction_set: str) -> bool:

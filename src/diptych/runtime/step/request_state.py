@@ -11,7 +11,7 @@ from diptych.control.constraint import TokenConstraint
 from diptych.control.engine.kvcache.prefix_cache import hash_block, hash_blocks, root_hash
 from diptych.control.errors import InvalidRequestError
 from diptych.control.request import SamplingParams
-from diptych.runtime.step.suffix_lookup import SuffixLookup
+from diptych.runtime.step.ngram_proposer import NgramProposer
 
 
 class RequestState:
@@ -23,6 +23,7 @@ class RequestState:
     __slots__ = (
         "block_size",
         "constraint",
+        "drafted",
         "has_stop_ids",
         "hash_parent",
         "is_plain",
@@ -32,7 +33,6 @@ class RequestState:
         "num_hashed_blocks",
         "num_prompt_tokens",
         "num_scored_tokens",
-        "offered",
         "params",
         "pooled",
         "request_id",
@@ -58,9 +58,9 @@ class RequestState:
         self.has_stop_ids = bool(params.stop_token_ids)
         self.is_plain = _is_plain(params) and constraint is None
         self.constraint = constraint
-        self.offered: tuple[int, ...] = ()  # tokens that may follow the newest one
+        self.drafted: tuple[int, ...] = ()  # tokens that may follow the newest one
         self.num_forced = 0  # of these, at the front
-        self.lookup: SuffixLookup | None = None  # where drafts come from, once its answer has begun
+        self.lookup: NgramProposer | None = None  # where drafts come from, once its answer has begun
         self.next_look = 0  # how many tokens it has when they are looked up again; until then nothing is guessed
         self.num_scored_tokens = 0  # prompt tokens whose rows were used for prompt_logprobs or for the mean
         self.pooled: torch.Tensor | None = None  # the sum of these rows, for the mean

@@ -34,7 +34,7 @@ from diptych.control.engine.kvcache.tier_records import (
     TierEvent,
 )
 from diptych.control.errors import WorkerError
-from diptych.runtime.device.thread_limits import give_way
+from diptych.runtime.device.thread_limits import lower_priority
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import Buffer
 
@@ -216,7 +216,7 @@ class TierMover:
             self._write_all()
 
     def _write_all(self) -> None:
-        give_way(WRITER_NICENESS)
+        lower_priority(WRITER_NICENESS)
         while True:
             self._refresh()
             try:

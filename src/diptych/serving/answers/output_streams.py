@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Takeover:
+class CompletedHandoff:
     """Another worker feeds a stream now. sender: the worker that fed it before. exposed_s: how long the stream stood
     still. stopped: see OutputStreams.on_tokens."""
 
@@ -43,7 +43,7 @@ class OutputStreams:
         self.on_news: Callable[[Iterable[Generation]], None] | None = None  # called before anything of them is sent
         self.idle = asyncio.Event()
         self.idle.set()
-        self.num_untouched = 0  # submitted, no token yet
+        self.num_awaiting_first_token = 0  # submitted, no token yet
         self._log = LimitedLog(logger)
         self._metrics = metrics
         self._streams: dict[str, AnswerStream] = {}
@@ -66,7 +66,7 @@ class OutputStreams:
         for stream in streams:
             stream.submitted_s = now
             self._streams[stream.request_id] = stream
-            self.num_untouched += 1
+            self.num_awaiting_first_token += 1
         self.idle.clear()
 
     def get(self, request_id: str) -> AnswerStream | None:
@@ -155,7 +155,7 @@ class OutputStreams:
                 gaps[gap_s] = gaps.get(gap_s, 0) + 1
             else:
                 stream.first_token_s = now
-                self.num_untouched -= 1
+                self.num_awaiting_first_token -= 1
                 self._metrics.time_to_first_token.observe(now - stream.submitted_s)
             stream.last_token_s = now
             try:
@@ -172,7 +172,7 @@ class OutputStreams:
 
     def on_delivered(
         self, worker: int, attempt_id: str, first_token: int, logprobs: TokenLogprobs | None
-    ) -> Takeover | None:
+    ) -> CompletedHandoff | None:
         """The decode worker has taken an attempt over. Its first token is new here when the prefill worker has not
         reported it. None: the attempt feeds no stream any more."""
         stream = self._fed.get(attempt_id)
@@ -186,7 +186,7 @@ class OutputStreams:
         else:
             exposed_s = time.monotonic() - stream.last_token_s
         self._metrics.fleet.handoff_seconds.observe(exposed_s)
-        return Takeover(sender, exposed_s, stopped)
+        return CompletedHandoff(sender, exposed_s, stopped)
 
     def on_end(
         self, request_id: str, finished: RequestFinished | None, error: DiptychError | None
@@ -256,7 +256,7 @@ class OutputStreams:
         self._fed.pop(stream.attempt_id, None)
         self.on_gone(stream)
         if not stream.last_token_s:
-            self.num_untouched -= 1
+            self.num_awaiting_first_token -= 1
         if not self._streams:
             self.idle.set()
 

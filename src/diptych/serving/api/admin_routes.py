@@ -29,11 +29,11 @@ from diptych.control.router.topology import Role
 from diptych.serving.api import error_responses as errors
 from diptych.serving.api.bodies import read_checked
 from diptych.serving.api.cross_origin import ADMIN_PREFIX, unknown_host
-from diptych.serving.api.manners import is_loopback, is_own_name
+from diptych.serving.api.http_policy import is_loopback, is_own_name
 from diptych.serving.api.middleware import given_key
 from diptych.serving.api.other_scopes import HTTP, is_refused
 from diptych.serving.fleet.worker_changes import WorkerChanges
-from diptych.serving.fleet.worker_port import WorkerState
+from diptych.serving.fleet.worker_handle import WorkerState
 from diptych.serving.keys.keyring import Keyring
 from diptych.serving.served_fleet import ServedFleet
 

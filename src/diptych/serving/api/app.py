@@ -43,8 +43,8 @@ from diptych.serving.api.conversation import chat_prompt, chat_size, start_chat
 from diptych.serving.api.cross_origin import CrossOrigin
 from diptych.serving.api.embeddings import EmbeddingsBody, add_embeddings_routes
 from diptych.serving.api.head_requests import HeadRequests
+from diptych.serving.api.http_policy import HttpPolicy
 from diptych.serving.api.key_routes import key_metrics, serve_keys
-from diptych.serving.api.manners import Manners
 from diptych.serving.api.messages_routes import MESSAGES_BODIES, add_messages_routes
 from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
 from diptych.serving.api.miss_routes import add_miss_routes
@@ -270,7 +270,7 @@ def build_app(
     api_keys: Sequence[str] = (),
     admin_key: str | None = None,
     max_body_bytes: int = edge_limits.BODY_BYTES,
-    manners: Manners | None = None,
+    http_policy: HttpPolicy | None = None,
     store: ResponseStore | None = None,
     batches: BatchService | None = None,
     keys: Keyring | None = None,
@@ -283,7 +283,7 @@ def build_app(
     names = tuple(dict.fromkeys((model_name, *also_served_as)))
     keys = keys or (Keyring(api_keys) if api_keys else None)
     service = Service(llm, names)
-    manners = manners or Manners()
+    http_policy = http_policy or HttpPolicy()
     errors.install(app)
     _add_generation_routes(app, service)
     add_messages_routes(app, llm, names, ERRORS)
@@ -298,14 +298,14 @@ def build_app(
     add_miss_routes(app, llm.fleet, ERRORS, has_tenants=keys is not None and keys.has_tenants)
     app.add_middleware(NativePanics)
     serve_keys(app, keys, LINE_ENDPOINTS, lambda: names[0], ERRORS)
-    serve_lines(app, batches, llm, lambda: names, LINE_ENDPOINTS, workers_give_way=True)
+    serve_lines(app, batches, llm, lambda: names, LINE_ENDPOINTS, workers_have_best_effort=True)
     app.add_middleware(
         BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches), on_end=llm.long_work.freed.note
     )
     if keys is not None:
         app.add_middleware(ApiKey, keys=keys)
-    app.add_middleware(AdminAccess, key=admin_key, hosts=manners.allowed_hosts, keys=keys)
-    add_manners(app, manners)
+    app.add_middleware(AdminAccess, key=admin_key, hosts=http_policy.allowed_hosts, keys=keys)
+    add_http_policy(app, http_policy)
     describe(app, BODIES)
     return app
 
@@ -315,14 +315,14 @@ def describe(app: FastAPI, bodies: Sequence[type[BaseModel]] = ()) -> None:
     app.openapi = lambda: _openapi(app, bodies)  # type: ignore[method-assign]
 
 
-def add_manners(app: FastAPI, manners: Manners) -> None:
+def add_http_policy(app: FastAPI, http_policy: HttpPolicy) -> None:
     """The layers around everything that ``app`` has so far. Raises ConfigError for a log that cannot be opened."""
-    app.state.is_strict, app.state.allowed_hosts = manners.is_strict, manners.allowed_hosts
+    app.state.is_strict, app.state.allowed_hosts = http_policy.is_strict, http_policy.allowed_hosts
     app.add_middleware(HeadRequests)
-    app.add_middleware(CrossOrigin, origins=manners.cors_origins, hosts=manners.hosts)
+    app.add_middleware(CrossOrigin, origins=http_policy.cors_origins, hosts=http_policy.hosts)
     app.add_middleware(ReplyHeaders)
-    if manners.access_log is not None:
-        app.add_middleware(AccessLog, file=open_log(manners.access_log))
+    if http_policy.access_log is not None:
+        app.add_middleware(AccessLog, file=open_log(http_policy.access_log))
 
 
 def _add_generation_routes(app: FastAPI, service: Service) -> None:

@@ -12,7 +12,7 @@ from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.answers.response.call_readers import AnswerPart, PartKind
 from diptych.serving.answers.response.response_parser import ReadAnswer
 from diptych.serving.api.answer_reader import AnswerReader
-from diptych.serving.api.dialect import COMMENT, chat_failure
+from diptych.serving.api.api_flavour import COMMENT, chat_failure
 from diptych.serving.api.protocol import ChatBody
 from diptych.serving.api.reply import ReplyContext, chat_logprobs, encode_json, gather, prompt_logprobs
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from diptych.control.errors import DiptychError
 from diptych.serving.answers.answer_stream import Delta
-from diptych.serving.api.dialect import COMMENT, chat_failure
+from diptych.serving.api.api_flavour import COMMENT, chat_failure
 from diptych.serving.api.protocol import CompletionBody
 from diptych.serving.api.reply import ReplyContext, completion_logprobs, encode_json, gather, prompt_logprobs
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych.control.errors import PermissionDeniedError
 from diptych.serving.api.error_responses import error_response
-from diptych.serving.api.manners import ANY_ORIGIN, host_name, is_own_name
+from diptych.serving.api.http_policy import ANY_ORIGIN, host_name, is_own_name
 from diptych.serving.api.other_scopes import HTTP, is_refused
 
 ADMIN_PREFIX = "/admin/"

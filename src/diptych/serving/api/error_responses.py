@@ -13,16 +13,16 @@ from starlette.requests import ClientDisconnect
 
 from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.errors import DiptychError, InvalidRequestError, NotFoundError, RequestError
-from diptych.serving.api.dialect import CHAT, Dialect, dialect_of
+from diptych.serving.api.api_flavour import CHAT, ApiFlavour, flavour_of
 from diptych.serving.api.error_format import error_headers, http_error
 from diptych.serving.freed_memory import forget_frames
 
 logger = logging.getLogger(__name__)
 
 
-def error_response(error: DiptychError, dialect: Dialect = CHAT) -> Response:
+def error_response(error: DiptychError, flavour: ApiFlavour = CHAT) -> Response:
     """A whole reply."""
-    return Response(dialect.error_body(dialect.named(error)), error.status, error_headers(error), "application/json")
+    return Response(flavour.error_body(flavour.named(error)), error.status, error_headers(error), "application/json")
 
 
 def invalid_body(error: ValidationError) -> InvalidRequestError:
@@ -54,16 +54,16 @@ def install(app: FastAPI) -> None:
         if error.status >= 500 and not isinstance(error, RequestError):
             log.error(kind_of(error), "%s: %s", type(error).__name__, error.message)
         forget_frames(error)
-        return error_response(error, dialect_of(request.scope["path"]))
+        return error_response(error, flavour_of(request.scope["path"]))
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         forget_frames(error)
-        dialect = dialect_of(request.scope["path"])
+        flavour = flavour_of(request.scope["path"])
         if error.status_code == 404:
             missing = NotFoundError(f"there is no path {request.scope['path']}", code="unknown_path")
-            return error_response(missing, dialect)
-        response = error_response(http_error(error.status_code, str(error.detail), "http_error"), dialect)
+            return error_response(missing, flavour)
+        response = error_response(http_error(error.status_code, str(error.detail), "http_error"), flavour)
         response.headers.update(error.headers or {})
         return response
 
@@ -74,7 +74,7 @@ def install(app: FastAPI) -> None:
     async def on_bug(request: Request, error: Exception) -> Response:
         log.error(kind_of(error), "unexpected failure at %s", request.scope["path"][:200], error=error)
         failure = DiptychError("internal error; the server's log has the details")
-        return error_response(failure, dialect_of(request.scope["path"]))
+        return error_response(failure, flavour_of(request.scope["path"]))
 
     app.add_exception_handler(DiptychError, on_diptych_error)
     app.add_exception_handler(HTTPException, on_http_error)

@@ -17,10 +17,10 @@ from diptych.serving import edge_limits
 from diptych.serving.api import error_responses as errors
 from diptych.serving.api import protocol
 from diptych.serving.api.admin_routes import AdminAccess, add_admin_routes, asks_admin_key
-from diptych.serving.api.app import ERRORS, add_manners, describe
+from diptych.serving.api.app import ERRORS, add_http_policy, describe
 from diptych.serving.api.bodies import check_key, in_turn, tenant_in, usable, while_client_waits
+from diptych.serving.api.http_policy import HttpPolicy
 from diptych.serving.api.key_routes import key_metrics, serve_keys
-from diptych.serving.api.manners import Manners
 from diptych.serving.api.middleware import ApiKey, BodyLimit, NativePanics
 from diptych.serving.api.model_list import model_list
 from diptych.serving.api.reply import encode_json
@@ -122,7 +122,7 @@ def build_front_app(
     api_keys: Sequence[str] = (),
     admin_key: str | None = None,
     max_body_bytes: int = edge_limits.BODY_BYTES,
-    manners: Manners | None = None,
+    http_policy: HttpPolicy | None = None,
     batches: BatchService | None = None,
     keys: Keyring | None = None,
 ) -> FastAPI:
@@ -134,7 +134,7 @@ def build_front_app(
     app.state.long_work = front.long_work
     service = FrontService(front, names)
     front.metrics.model_name = model_name or OWN_NAME
-    manners = manners or Manners()
+    http_policy = http_policy or HttpPolicy()
     errors.install(app)
     for path in get_args(RelayPath):
         _add_relay(app, service, path)
@@ -146,14 +146,14 @@ def build_front_app(
     add_admin_routes(app, front, ERRORS)
     app.add_middleware(NativePanics)
     serve_keys(app, keys, get_args(RelayPath), lambda: service.model_name, ERRORS)
-    serve_lines(app, batches, front, service.names, LINE_ENDPOINTS, workers_give_way=False)
+    serve_lines(app, batches, front, service.names, LINE_ENDPOINTS, workers_have_best_effort=False)
     app.add_middleware(
         BodyLimit, max_bytes=max_body_bytes, larger=upload_limits(batches), on_end=front.long_work.freed.note
     )
     if keys is not None:
         app.add_middleware(ApiKey, keys=keys)
-    app.add_middleware(AdminAccess, key=admin_key, hosts=manners.allowed_hosts, keys=keys)
-    add_manners(app, manners)
+    app.add_middleware(AdminAccess, key=admin_key, hosts=http_policy.allowed_hosts, keys=keys)
+    add_http_policy(app, http_policy)
     describe(app)
     return app
 

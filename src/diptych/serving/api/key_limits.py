@@ -16,7 +16,7 @@ from diptych.control.admission.quota import Allowance, QuotaRefusal
 from diptych.control.errors import OverloadedError, RequestError, UnavailableError
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.serving import edge_limits
-from diptych.serving.api.dialect import MESSAGES, dialect_of
+from diptych.serving.api.api_flavour import MESSAGES, flavour_of
 from diptych.serving.api.error_responses import error_response
 from diptych.serving.keys.key_record import KeyRecord
 from diptych.serving.keys.keyring import Keyring
@@ -47,11 +47,11 @@ class KeyLimits:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
-        state, dialect = scope.setdefault("state", {}), dialect_of(scope["path"])
+        state, flavour = scope.setdefault("state", {}), flavour_of(scope["path"])
         try:
             record = self._owner(state)
         except RequestError as error:
-            await error_response(error, dialect)(scope, receive, send)
+            await error_response(error, flavour)(scope, receive, send)
             return
         if record is None:
             await self._app(scope, receive, send)
@@ -59,13 +59,13 @@ class KeyLimits:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = self._headers(record, is_anthropic=dialect is MESSAGES)
+                headers = self._headers(record, is_anthropic=flavour is MESSAGES)
                 message = {**message, "headers": [*message.get("headers", ()), *headers]}
             await send(message)
 
         meter = self._keys.admit(record, _expected_tokens(scope), counts_open="batch_key" not in state)
         if isinstance(meter, QuotaRefusal):
-            response = error_response(limit_error(record.name, meter), dialect)
+            response = error_response(limit_error(record.name, meter), flavour)
             if meter.retry_ns > MOST_RETRY_S * NS_PER_S:
                 response.headers["x-should-retry"] = "false"  # the libraries of OpenAI and Anthropic heed it
             await response(scope, receive, with_headers)

@@ -7,10 +7,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from diptych.control.errors import InvalidRequestError
+from diptych.serving.api.api_flavour import MESSAGES
 from diptych.serving.api.bodies import in_turn, note_ignored, num_bytes, read_body, takes, tenant_in, while_client_waits
 from diptych.serving.api.context_edits import Cleared, Edit, EditedContext, Turn, edited_context
 from diptych.serving.api.conversation import chat_length, chat_size, start_chat
-from diptych.serving.api.dialect import MESSAGES
 from diptych.serving.api.messages_request import (
     Body,
     MessagesBody,
@@ -50,7 +50,7 @@ def add_messages_routes(
         started = await start_chat(llm, chat, model_names[0], tenant_in(request), "msg_", size, clamps=True)
         applied = None if body.context_management is None else context.applied
         writer = MessagesWriter(started.context, started.reader, applied)
-        return GenerationResponse(llm, started.generation, writer, stream=bool(body.stream), dialect=MESSAGES)
+        return GenerationResponse(llm, started.generation, writer, stream=bool(body.stream), flavour=MESSAGES)
 
     @app.post("/v1/messages/count_tokens", responses=errors, openapi_extra=takes(TokenCountBody))
     @while_client_waits

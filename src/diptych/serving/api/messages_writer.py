@@ -13,7 +13,7 @@ from diptych.control.errors import DiptychError
 from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.answers.response.call_readers import AnswerPart, PartKind
 from diptych.serving.api.answer_reader import AnswerReader
-from diptych.serving.api.dialect import PING, messages_failure
+from diptych.serving.api.api_flavour import PING, messages_failure
 from diptych.serving.api.reply import ReplyContext, arguments_object, encode_json, gather
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}

@@ -15,7 +15,7 @@ from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.errors import AuthenticationError, BodyTooLargeError, InvalidRequestError, UnavailableError
 from diptych.serving import edge_limits
 from diptych.serving.answers.native_panic import is_panic
-from diptych.serving.api.dialect import dialect_of
+from diptych.serving.api.api_flavour import flavour_of
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_format import http_error
 from diptych.serving.api.error_responses import error_response
@@ -106,16 +106,16 @@ class BodyLimit:
             return
         max_bytes = self._larger.get(scope["path"], self._max_bytes)
         error = BodyTooLargeError(f"the body is larger than {size_words(max_bytes)}, the limit")
-        dialect, headers = dialect_of(scope["path"]), Headers(scope=scope)
+        flavour, headers = flavour_of(scope["path"]), Headers(scope=scope)
         encoding, length = headers.get("content-encoding", "").strip(), headers.get("content-length", "")
         if encoding.lower() not in ("", "identity"):
             message = f"Content-Encoding is {encoding[:40]!r}; bodies are taken as they are (identity)"
-            response = error_response(http_error(415, message, "unsupported_encoding"), dialect)
+            response = error_response(http_error(415, message, "unsupported_encoding"), flavour)
             response.headers["accept-encoding"] = "identity"
             await response(scope, receive, send)
             return
         if length.isdecimal() and int(length) > max_bytes:
-            await error_response(error, dialect)(scope, receive, send)
+            await error_response(error, flavour)(scope, receive, send)
             return
         num_bytes = 0
         body = HalfReadBody(_wake_receive(scope))
@@ -172,7 +172,7 @@ class NativePanics:
             if has_started:
                 raise RuntimeError("a native library panicked in the middle of a reply") from error
             refusal = InvalidRequestError(f"a native library failed on this request: {error}", code="native_panic")
-            await error_response(refusal, dialect_of(scope["path"]))(scope, receive, send)
+            await error_response(refusal, flavour_of(scope["path"]))(scope, receive, send)
 
 
 class ApiKey:
@@ -199,7 +199,7 @@ class ApiKey:
                 else:
                     self._keys.usage.of(record.name).refused["expired"] += 1
                     message = f"the API key of {record.name!r} has expired"
-                await error_response(AuthenticationError(message), dialect_of(scope["path"]))(scope, receive, send)
+                await error_response(AuthenticationError(message), flavour_of(scope["path"]))(scope, receive, send)
                 return
             state = scope.setdefault("state", {})
             state["key"], state["tenant"] = record, record.tenant

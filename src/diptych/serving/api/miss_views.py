@@ -14,7 +14,7 @@ from diptych.control.misses.miss_summary import MissPlace, MissSummary
 from diptych.control.misses.prefix_miss import NEW, REPEATED, ROUNDING, MissReason, PrefixMiss
 from diptych.control.slo import NS_PER_S
 from diptych.serving.misses.difference import TextDifference
-from diptych.serving.misses.miss_watch import ExplainedMiss, MissWatch
+from diptych.serving.misses.miss_recorder import ExplainedMiss, MissRecorder
 
 MAX_SHOWN_PLACES = 10
 _OWN_ONLY = "The latest misses of this API key; those of all keys are at /admin/cache/misses."
@@ -136,7 +136,7 @@ def _is_of_own_key(miss: PrefixMiss) -> bool:
     return miss.nearest_tenant == miss.tenant or not miss.nearest
 
 
-def tenants_reply(watch: MissWatch, limit: int, tenant: str) -> MissesReply:
+def tenants_reply(watch: MissRecorder, limit: int, tenant: str) -> MissesReply:
     """What the holder of one of several API keys may know: the latest misses of its own requests, each as in their
     usage. Sums over all requests would tell of each request by their difference: they are left out."""
     whole = misses_reply(watch, limit=0, with_text=False)
@@ -150,7 +150,7 @@ def tenants_reply(watch: MissWatch, limit: int, tenant: str) -> MissesReply:
     )
 
 
-def misses_reply(watch: MissWatch, limit: int, *, with_text: bool) -> MissesReply:
+def misses_reply(watch: MissRecorder, limit: int, *, with_text: bool) -> MissesReply:
     """What the operator may know; texts only where ``with_text``. limit: of the latest misses."""
     explainer = watch.explainer
     summary, now_ns = explainer.summary, watch.now_ns

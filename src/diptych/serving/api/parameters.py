@@ -83,7 +83,7 @@ def options_of(body: OptionsBody, tenant: str = "") -> RequestOptions:
         deadline_ns=_nanoseconds(body.deadline_ms),
         cache_salt=body.cache_salt,
         metadata=body.metadata or {},
-        gives_way_ns=None if body.gives_way_ms is None else int(body.gives_way_ms * NS_PER_MS),
+        best_effort_ns=None if body.gives_way_ms is None else int(body.gives_way_ms * NS_PER_MS),
     )
 
 

@@ -19,7 +19,7 @@ from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.control.errors import DiptychError
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 from diptych.serving.answers.native_panic import is_failure
-from diptych.serving.api.dialect import CHAT, Dialect
+from diptych.serving.api.api_flavour import CHAT, ApiFlavour
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_responses import error_response
 from diptych.serving.long_work import LONG
@@ -78,7 +78,7 @@ class Writer(Protocol):
         ...
 
     def last_events(self) -> bytes:
-        """What comes after the last delta, without the end that every stream of the dialect has."""
+        """What comes after the last delta, without the end that every stream of the flavour has."""
         ...
 
     def failure(self, error: DiptychError) -> bytes:
@@ -94,10 +94,10 @@ class WholeResponse(Response, ABC):
     """Sends what a generation gave as one JSON reply."""
 
     def __init__(
-        self, llm: ServedFleet, generation: Generation, dialect: Dialect = CHAT, more_headers: MoreHeaders = tuple
+        self, llm: ServedFleet, generation: Generation, flavour: ApiFlavour = CHAT, more_headers: MoreHeaders = tuple
     ) -> None:
         super().__init__()
-        self._dialect = dialect
+        self._flavour = flavour
         self._llm = llm
         self._generation = generation
         self._more_headers = more_headers  # asked when the reply begins
@@ -150,7 +150,7 @@ class WholeResponse(Response, ABC):
             response = Response(await self.content(deltas), 200, media_type="application/json")
             response.raw_headers.extend(self._more_headers())
         except DiptychError as error:
-            response = error_response(error, self._dialect)
+            response = error_response(error, self._flavour)
         await response(scope, receive, send)
 
 
@@ -164,10 +164,10 @@ class GenerationResponse(WholeResponse):
         writer: Writer,
         *,
         stream: bool,
-        dialect: Dialect = CHAT,
+        flavour: ApiFlavour = CHAT,
         more_headers: MoreHeaders = tuple,
     ) -> None:
-        super().__init__(llm, generation, dialect, more_headers)
+        super().__init__(llm, generation, flavour, more_headers)
         self._writer = writer
         self._stream = stream
         self._due_s = 0.0
@@ -190,7 +190,7 @@ class GenerationResponse(WholeResponse):
         try:
             await generation.begin(OPEN_AFTER_S)
         except DiptychError as error:
-            await error_response(error, self._dialect)(scope, receive, send)
+            await error_response(error, self._flavour)(scope, receive, send)
             return
         headers = [*_STREAM_HEADERS, *self._more_headers()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -206,7 +206,7 @@ class GenerationResponse(WholeResponse):
                 raise
             failures.error(kind_of(error), "a stream failed", error=error)
             tail = writer.failure(DiptychError("internal error; the server's log has the details"))
-        await send({"type": "http.response.body", "body": tail + self._dialect.done, "more_body": False})
+        await send({"type": "http.response.body", "body": tail + self._flavour.done, "more_body": False})
 
     async def _send_events(self, send: Send, on_new: Callable[[], bool] | None) -> bytes:
         """Send everything but the last events, which are returned. Raises the request's error."""

@@ -14,8 +14,8 @@ from diptych.serving import sliced_json
 from diptych.serving.answers.answer_stream import Delta
 from diptych.serving.answers.response.call_readers import AnswerPart, PartKind
 from diptych.serving.api.answer_reader import AnswerReader
+from diptych.serving.api.api_flavour import COMMENT, response_error
 from diptych.serving.api.chat import new_call_id
-from diptych.serving.api.dialect import COMMENT, response_error
 from diptych.serving.api.reply import ReplyContext, arguments_object, encode_json
 from diptych.serving.api.responses_items import sealed_reasoning
 from diptych.serving.api.responses_request import ResponsesBody, wants_sealed_reasoning, wants_summary

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from diptych.control.errors import DiptychError, InvalidRequestError, NotFoundError, UnavailableError
 from diptych.serving.answers.answer_stream import Delta, Generation
 from diptych.serving.answers.stream_journal import StreamHead, StreamJournal, StreamRecord
+from diptych.serving.api.api_flavour import COMMENT
 from diptych.serving.api.bodies import checked, in_turn, read_body, tenant_in
-from diptych.serving.api.dialect import COMMENT
 from diptych.serving.api.protocol import CompletionBody, GenerationBody
 from diptych.serving.api.responses import Writer
 from diptych.serving.async_llm import AsyncLLM

@@ -23,8 +23,8 @@ from diptych.control.errors import DiptychError
 from diptych.runtime.device.garbage import leave_alone_what_is_loaded, without_collections
 from diptych.runtime.device.thread_limits import switch_often
 from diptych.serving import edge_limits
+from diptych.serving.api.http_policy import HttpPolicy
 from diptych.serving.api.listener import Listener, bind
-from diptych.serving.api.manners import Manners
 from diptych.serving.batches.batch_service import BatchOptions, BatchService
 from diptych.serving.descriptors import raise_descriptor_limit
 from diptych.serving.failures.loop_defects import LoopDefects
@@ -47,9 +47,9 @@ class ServerOptions:
     """The HTTP side. also_served_as: more names of the model; replies have the first. api_keys: the accepted keys; each
     is a tenant of its own (none given: no key is asked for). keys: instead of them. admin_key: asked for at /admin
     (None: only this machine's loopback address is answered there). drain_timeout_s: how long running requests may take
-    after a stop signal. manners: towards clients. responses: the SQLite file of responses that can be continued (None:
-    memory). max_responses_bytes: that they may take (None: as edge_limits says). batches: files and batches (None: not
-    served)."""
+    after a stop signal. http_policy: towards clients. responses: the SQLite file of responses that can be continued
+    (None: memory). max_responses_bytes: that they may take (None: as edge_limits says). batches: files and batches
+    (None: not served)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -60,7 +60,7 @@ class ServerOptions:
     max_body_bytes: int = edge_limits.BODY_BYTES
     drain_timeout_s: float = 30.0
     log_level: str = "warning"
-    manners: Manners = field(default_factory=Manners)
+    http_policy: HttpPolicy = field(default_factory=HttpPolicy)
     responses: Path | None = None
     max_responses_bytes: int | None = None
     batches: BatchOptions | None = None
@@ -208,7 +208,7 @@ def _app_maker(llm: ServedFleet, options: ServerOptions, stack: ExitStack) -> "C
             api_keys=options.api_keys,
             admin_key=options.admin_key,
             max_body_bytes=options.max_body_bytes,
-            manners=options.manners,
+            http_policy=options.http_policy,
             store=store,
             batches=batches,
             keys=options.keys,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych.serving.answers.answer_stream import Delta, Generation
-from diptych.serving.api.dialect import RESPONSES
+from diptych.serving.api.api_flavour import RESPONSES
 from diptych.serving.api.reply import encode_json
 from diptych.serving.api.response_store import ResponseStore
 from diptych.serving.api.responses import GenerationResponse
@@ -43,7 +43,7 @@ class StoredResponse(GenerationResponse):
         *,
         stream: bool,
     ) -> None:
-        super().__init__(llm, generation, writer, stream=stream, dialect=RESPONSES)
+        super().__init__(llm, generation, writer, stream=stream, flavour=RESPONSES)
         self._whole = writer
         self._keeping = keeping
 

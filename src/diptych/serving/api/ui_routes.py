@@ -211,7 +211,7 @@ def add_ui_routes(
     app.router.routes += [page_route("/ui", "ui/index.html"), without_slash("/ui"), *static_routes()]
     app.router.routes.append(Route("/", _to_live_page, methods=["GET"], include_in_schema=False))
     app.router.routes.append(page_route("/docs", "reference/index.html"))
-    panels = app.state.panels = PanelHost(gives_way=True)
+    panels = app.state.panels = PanelHost(is_background=True)
     app.router.routes += guide_routes(panels, live=True)
     if watched is None:
         add_diagnosis_routes(app, llm, model_name, panels, errors)

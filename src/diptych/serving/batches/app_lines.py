@@ -91,11 +91,11 @@ def serve_lines(
     models: Callable[[], Collection[str]],
     endpoints: tuple[str, ...],
     *,
-    workers_give_way: bool,
+    workers_have_best_effort: bool,
 ) -> None:
     """Run lines by the routes of ``app``. Call it before the layers that guard the door are added: lines pass only
-    those that are there by then. Sets ``app.state.batches``, which the server starts and stops. workers_give_way: they
-    set lines aside for other requests, so that lines can be sent to them at any time."""
+    those that are there by then. Sets ``app.state.batches``, which the server starts and stops.
+    workers_have_best_effort: they set lines aside for other requests, so that lines can be sent to them at any time."""
     app.state.batches = service
     if service is None:
         return
@@ -103,7 +103,7 @@ def serve_lines(
     def others() -> int | None:
         if not llm.is_routable or llm.ready is None:
             return None
-        return 0 if workers_give_way else llm.fleet.streams.num_besides("batch")
+        return 0 if workers_have_best_effort else llm.fleet.streams.num_besides("batch")
 
     service.connect(LineHost(AppLines(app, app.build_middleware_stack()), others, models, endpoints))
     runner = service.runner

@@ -317,7 +317,7 @@ class BatchRunner:
                 line = self.schedule.take(running, now)
                 if line is None:
                     break
-                line.gives_way_s = slack_s if self.schedule.num_beside >= self._limits.beside else 0.0
+                line.best_effort_s = slack_s if self.schedule.num_beside >= self._limits.beside else 0.0
                 key = (batch.number, line.place.number)
                 name = f"line {line.place.number} of {batch.id}"
                 task = self._tasks[key] = start_watched(self._try_line(batch, line), name, self._on_defect)
@@ -352,7 +352,7 @@ class BatchRunner:
     async def _try_line(self, batch: Batch, line: WaitingLine) -> None:
         endpoint = batch.terms.endpoint
         try:
-            body = request_body(line.text, endpoint, line.gives_way_s)
+            body = request_body(line.text, endpoint, line.best_effort_s)
             reply = await self._execute(endpoint, body, batch.tenant, batch.terms.key)
         except Exception as error:
             self._log.error(kind_of(error), "line %d of %s failed", line.place.number, batch.id, error=error)

@@ -53,14 +53,14 @@ def check_line(text: bytes, number: int, endpoint: str, models: Collection[str])
     return custom_id
 
 
-def request_body(text: bytes, endpoint: str, gives_way_s: float) -> bytes:
+def request_body(text: bytes, endpoint: str, best_effort_s: float) -> bytes:
     """The body of a line that was checked, as a request that gives way to all others for so long, and waits without a
     deadline of its own: the batch has one. Answers of /v1/responses are stored only where the line says so: a file of
     them would push out those of conversations."""
     body = _fields.decode(_fields.decode(text)["body"])
     body.pop("deadline_ms", None)
     body["service_class"] = msgspec.Raw(b'"batch"')
-    body["gives_way_ms"] = msgspec.Raw(b"%d" % int(1000 * gives_way_s))
+    body["gives_way_ms"] = msgspec.Raw(b"%d" % int(1000 * best_effort_s))
     if endpoint == "/v1/responses":
         body.setdefault("store", msgspec.Raw(b"false"))
     return _encode(body)

@@ -71,13 +71,13 @@ BUFFERED_BYTES = 4 * 2**20
 
 @dataclass(slots=True)
 class WaitingLine:
-    """A line with its text, and how often it was tried. gives_way_s: for how long others go before it, while it is
+    """A line with its text, and how often it was tried. best_effort_s: for how long others go before it, while it is
     run."""
 
     place: LinePlace
     text: bytes
     num_attempts: int = 0
-    gives_way_s: float = 1.0
+    best_effort_s: float = 1.0
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class LineSchedule:
     @property
     def num_beside(self) -> int:
         """Lines that run beside other requests."""
-        return sum(not line.gives_way_s for running in self.batches.values() for line in running.held.values())
+        return sum(not line.best_effort_s for running in self.batches.values() for line in running.held.values())
 
     def add(self, batch: Batch) -> None:
         """A batch is in progress."""

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from diptych.control.planner.cluster_watch import ClusterWatch
 from diptych.control.planner.planner_core import PlannerCore
+from diptych.control.planner.planner_observer import PlannerObserver
 from diptych.control.recent_rows import RecentRows
 from diptych.serving.failures.failure_board import FailureBoard
 from diptych.serving.failures.failure_recording import error_words
@@ -26,7 +26,7 @@ class PlannerParts:
     """A core, what tells it of the cluster, and its newest inputs (None: they are not kept)."""
 
     planner: PlannerCore
-    watch: ClusterWatch
+    watch: PlannerObserver
     recent: RecentRows | None = None
 
 

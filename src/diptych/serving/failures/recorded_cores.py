@@ -53,7 +53,7 @@ def weigh_engine_row(row: Row) -> int:
         output = row[2]
         if output is None:
             return 0
-        weight = len(output.new_blocks) + len(output.finished) + len(output.paused) + len(output.extra_rows)
+        weight = len(output.new_blocks) + len(output.finished) + len(output.paused) + len(output.verify_rows)
         if output.prefills:
             weight += sum(ROW_WEIGHT + _num_blocks(chunk.block_tables) for chunk in output.prefills)
             weight += len(output.block_copies)

@@ -18,14 +18,14 @@ from diptych.control.cluster.cluster_events import (
     Arrived,
     Cancelled,
     ClusterEvent,
+    EvacuationReady,
     Reported,
     Tick,
-    WayGiven,
     WorkerDown,
     WorkerUp,
 )
 from diptych.control.cluster.membership import Membership
-from diptych.control.commands import Command, Drained, End, GiveWay, Prefill, Reserve, Restarted, Serve, WorkerCommand
+from diptych.control.commands import Command, Drained, End, Evacuate, Prefill, Reserve, Restarted, Serve, WorkerCommand
 from diptych.control.config import SchedulerConfig
 from diptych.control.errors import ConfigError, ConflictError, DiptychError, RequestError, WorkerError
 from diptych.control.events import Event, HandoffDelivered, Resized, TransferFailed
@@ -44,14 +44,14 @@ from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan, plan_fleet, worker_options
 from diptych.serving.fleet.fleet_planner import FleetPlanner, plan_with
-from diptych.serving.fleet.hang_watch import watch_pulses
+from diptych.serving.fleet.heartbeat_monitor import watch_pulses
 from diptych.serving.fleet.host_cores import HostCores
+from diptych.serving.fleet.join_listener import JoinListener, expected_of
 from diptych.serving.fleet.joined_worker import JoinedWorker
 from diptych.serving.fleet.joint_ready import joint_ready
 from diptych.serving.fleet.supervisor import LocalLauncher
 from diptych.serving.fleet.worker_changes import WorkerChanges
-from diptych.serving.fleet.worker_door import WorkerDoor, expected_of
-from diptych.serving.fleet.worker_port import Launcher, WorkerPort, WorkerSite, WorkerState
+from diptych.serving.fleet.worker_handle import Launcher, WorkerHandle, WorkerSite, WorkerState
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.messages import (
     Loading,
@@ -66,7 +66,7 @@ from diptych.serving.link.messages import (
 from diptych.serving.link.recorder import Recorder
 from diptych.serving.metrics.fleet_metrics import FleetView
 from diptych.serving.metrics.serving_metrics import ServingMetrics
-from diptych.serving.misses.miss_watch import MissWatch
+from diptych.serving.misses.miss_recorder import MissRecorder
 from diptych.timeline.ring import RUNNING_STATES, Timeline, Transfer
 
 logger = logging.getLogger(__name__)
@@ -96,19 +96,19 @@ class Fleet:
         self.failures = FailureBoard()
         self._guard = ClusterGuard(self.failures, folder_of(options.failures))
         self.streams = OutputStreams(self.metrics)
-        self.misses: MissWatch | None = None
+        self.misses: MissRecorder | None = None
         if (explain := self.fleet.explain_misses) != "off":
-            self.misses = MissWatch(
+            self.misses = MissRecorder(
                 options.memory.block_size, keeps_text=explain == "text", stream_of=self.streams.get, clock=clock
             )
             self.streams.on_gone = self.misses.on_gone
             self.metrics.misses = self.misses.explainer
-        self.workers: list[WorkerPort] = []
+        self.workers: list[WorkerHandle] = []
         self.ready: asyncio.Future[Ready] | None = None  # of all first starts
         self.joint_ready: Ready | None = None  # the fleet as one worker, once all were ready
         self.loading = Loading("starting")
         self.timeline = Timeline(max_subscribers=edge_limits.TIMELINE_READERS)
-        self._takeovers = Takeovers(self.streams, self.metrics, self.timeline)
+        self._completed_handoffs = CompletedHandoffs(self.streams, self.metrics, self.timeline)
         self.core = ClusterCore()
         self._launcher = launcher or LocalLauncher()
         self._clock = clock
@@ -124,7 +124,7 @@ class Fleet:
         started = [own.scheduler for own in worker_options(options, self.fleet)]
         self.changes = self.make_changes(started, cores)
         self.planner: FleetPlanner | None = None
-        self.door: WorkerDoor | None = None
+        self.door: JoinListener | None = None
         self._enough = asyncio.Event()  # workers are ready to do both phases
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -146,7 +146,7 @@ class Fleet:
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         if (join := self.fleet.join) is not None:
             numbers, silence_s = range(len(self.fleet.roles), len(self.fleet.slots)), self.fleet.heartbeat_timeout_s
-            self.door = WorkerDoor(self, join, expected_of(self.options.model), numbers, silence_s)
+            self.door = JoinListener(self, join, expected_of(self.options.model), numbers, silence_s)
             await self.door.open()
         try:
             await self._launcher.open(self.door.port if self.door is not None else 0)
@@ -194,7 +194,7 @@ class Fleet:
             self._plan.close()
             self._plan = None
 
-    def _launch(self, number: int) -> WorkerPort:
+    def _launch(self, number: int) -> WorkerHandle:
         """Begin the life of a worker: of a new one, or of one that was stopped."""
         assert self._plan is not None
         if number == len(self.workers) or type(self.workers[number]) is JoinedWorker:
@@ -342,7 +342,7 @@ class Fleet:
                 logger.info("worker %d: the KV of %s cannot be moved: %s", worker, event.request_id, event.message)
         streams.on_events(worker, events)
         if report.first_tokens:
-            stopped += self._takeovers.take(worker, events, report.first_tokens)
+            stopped += self._completed_handoffs.take(worker, events, report.first_tokens)
         if report.tokens is not None:
             stopped += streams.on_tokens(worker, report.tokens, stopped_by_token(events))
         self.timeline.on_events(worker, events)
@@ -457,8 +457,8 @@ class Fleet:
                 self._begin_attempt(command)
             case Restarted():
                 self.streams.on_restarted(command.request_id, command.attempt_id)
-            case GiveWay():
-                self.tell(WayGiven(command.worker, command.request_id, self.streams.progress()))
+            case Evacuate():
+                self.tell(EvacuationReady(command.worker, command.request_id, self.streams.progress()))
             case Drained():
                 self.changes.on_drained(command.worker)
             case End():
@@ -512,7 +512,7 @@ def view_of(fleet: "Fleet", now: int) -> FleetView:
         core.counts,
         len(core.admission),
         core.router.alarm,
-        core.length_watch.errors,
+        core.length_errors.errors,
         fleet.planner.num_decisions if fleet.planner is not None else {},
         core.paths.broken_at(now),
         fleet.door.refused if fleet.door is not None else {},
@@ -524,7 +524,7 @@ def view_of(fleet: "Fleet", now: int) -> FleetView:
 FirstTokens = Mapping[str, tuple[int, TokenLogprobs | None]]  # of attempts that a worker has taken over
 
 
-class Takeovers:
+class CompletedHandoffs:
     """The migrations of one fleet's streams from worker to worker."""
 
     def __init__(self, streams: OutputStreams, metrics: ServingMetrics, timeline: Timeline) -> None:
@@ -539,13 +539,13 @@ class Takeovers:
             if not isinstance(event, HandoffDelivered):
                 continue
             self._metrics.on_transfer(event.num_bytes, event.transfer_ns)
-            takeover = self._streams.on_delivered(worker, event.request_id, *first_tokens[event.request_id])
-            if takeover is not None:
-                stopped += takeover.stopped
-                start_ns, exposed_ns = event.time_ns - event.transfer_ns, int(takeover.exposed_s * NS_PER_S)
+            completed = self._streams.on_delivered(worker, event.request_id, *first_tokens[event.request_id])
+            if completed is not None:
+                stopped += completed.stopped
+                start_ns, exposed_ns = event.time_ns - event.transfer_ns, int(completed.exposed_s * NS_PER_S)
                 self._timeline.on_transfer(
                     Transfer(
-                        event.request_id, takeover.sender, worker, event.num_bytes, start_ns, event.time_ns, exposed_ns
+                        event.request_id, completed.sender, worker, event.num_bytes, start_ns, event.time_ns, exposed_ns
                     )
                 )
         return stopped

@@ -32,7 +32,7 @@ from diptych.serving.fleet.shared_memory import (
     keeps_order,
 )
 from diptych.serving.fleet.worker_groups import copies_of
-from diptych.serving.fleet.worker_port import WorkerSite
+from diptych.serving.fleet.worker_handle import WorkerSite
 from diptych.serving.link.engine_options import EngineOptions, PoolShare, WorkerPlace, parse_cores
 from diptych.serving.link.messages import Ready
 

@@ -17,7 +17,6 @@ from diptych.control.cluster.cluster_events import ClusterEvent
 from diptych.control.commands import Command
 from diptych.control.config import CacheConfig, EngineConfig, PresetName
 from diptych.control.errors import ConflictError, DiptychError
-from diptych.control.planner.cluster_watch import ClusterWatch, PoolMember
 from diptych.control.planner.planner_config import PlannedPool, PlannerConfig
 from diptych.control.planner.planner_core import PlannerCore
 from diptych.control.planner.planner_events import (
@@ -39,6 +38,7 @@ from diptych.control.planner.planner_events import (
     TwinQuestion,
     TwinSettings,
 )
+from diptych.control.planner.planner_observer import PlannerObserver, PoolMember
 from diptych.control.planner.planner_recording import RecordingPlannerCore
 from diptych.control.slo import NS_PER_S, Slo
 from diptych.serving.failures.failure_board import FailureBoard
@@ -271,7 +271,7 @@ def plan_with(
     def make() -> PlannerParts:
         recent = recent_of_planner()
         planner = RecordingPlannerCore(config, written_to(recent, recorders.pop() if recorders else None)[0])
-        return PlannerParts(planner, ClusterWatch(core, options.scheduler, members), recent)
+        return PlannerParts(planner, PlannerObserver(core, options.scheduler, members), recent)
 
     guard = PlannerGuard(make, failures, folder_of(options.failures))
     return FleetPlanner(guard, changes, TwinLink(fleet.twin_command, settings), clock, recorder)

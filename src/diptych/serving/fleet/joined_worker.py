@@ -1,4 +1,4 @@
-"""A worker on another host, as the fleet sees it: a WorkerPort over the connection of its agent.
+"""A worker on another host, as the fleet sees it: a WorkerHandle over the connection of its agent.
 
 A connection is a life of the worker: when it ends, the worker is lost, whatever became of its process, and what the old
 process still says or sends is refused with the connection. Its agent dials again, and that is its restart.
@@ -16,7 +16,7 @@ from diptych.control.errors import CoreFailedError, DiptychError, WorkerError
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_S
 from diptych.serving.fleet.exit_status import Loss
-from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState, hand_over
+from diptych.serving.fleet.worker_handle import WorkerListener, WorkerSite, WorkerState, hand_over
 from diptych.serving.join.framed_link import FramedLink
 from diptych.serving.join.join_messages import (
     Beat,
@@ -39,7 +39,7 @@ CLOCK_SAMPLES = 64  # of the distance between two clocks; clocks drift apart, so
 
 
 class JoinedWorker:
-    """A WorkerPort to a worker of another host. ``attach`` each connection that its agent makes. The times of events
+    """A WorkerHandle to a worker of another host. ``attach`` each connection that its agent makes. The times of events
     are put on this host's clock, as well as that can be known (for people and statistics; nothing is decided by them):
     the quickest recent heartbeat is taken to have travelled for no time at all."""
 

@@ -19,7 +19,7 @@ from diptych.control.router.topology import Role
 from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.fleet.join_options import JoinOptions
 from diptych.serving.fleet.joined_worker import JoinedWorker
-from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState
+from diptych.serving.fleet.worker_handle import WorkerListener, WorkerSite, WorkerState
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.ray.ray_options import RayOptions
 
@@ -59,7 +59,7 @@ class Jobs(Protocol):
 
 
 class LaunchedWorker(JoinedWorker):
-    """A WorkerPort: one job after the other, and the connections that its agent makes. arguments: of the job whose
+    """A WorkerHandle: one job after the other, and the connections that its agent makes. arguments: of the job whose
     agent has this identity."""
 
     def __init__(self, number: int, role: Role, jobs: Jobs, arguments: Callable[[bytes], Sequence[str]]) -> None:
@@ -127,10 +127,10 @@ class JobLauncher:
         self._program = tuple(program)
         self._front_end = ""
 
-    async def open(self, door_port: int) -> None:
+    async def open(self, join_port: int) -> None:
         own = await self._jobs.open()
         host = own if self._join.is_everywhere else self._join.host
-        self._front_end = f"[{host}]:{door_port}" if ":" in host else f"{host}:{door_port}"
+        self._front_end = f"[{host}]:{join_port}" if ":" in host else f"{host}:{join_port}"
 
     async def close(self) -> None:
         await self._jobs.close()

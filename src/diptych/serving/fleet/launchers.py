@@ -3,7 +3,7 @@
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.launched_worker import JobLauncher
 from diptych.serving.fleet.supervisor import LocalLauncher
-from diptych.serving.fleet.worker_port import Launcher
+from diptych.serving.fleet.worker_handle import Launcher
 from diptych.serving.ray.ray_jobs import RayJobs
 
 

@@ -17,7 +17,7 @@ from diptych.control.errors import CoreFailedError, DiptychError, WorkerError
 from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.fleet.descriptor_reserve import DescriptorReserve
 from diptych.serving.fleet.exit_status import Loss, count_oom_kills, in_words, is_crash
-from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState, hand_over
+from diptych.serving.fleet.worker_handle import WorkerListener, WorkerSite, WorkerState, hand_over
 from diptych.serving.fleet.worker_process import RESERVED_DESCRIPTORS, WorkerProcess
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.heartbeat import Pulse
@@ -34,7 +34,7 @@ class LocalLauncher:
 
     command: tuple[str, ...] = (sys.executable, "-m", "diptych.serving.worker")
 
-    async def open(self, door_port: int) -> None:
+    async def open(self, join_port: int) -> None:
         """Do nothing: this host is there."""
 
     async def close(self) -> None:
@@ -45,7 +45,8 @@ class LocalLauncher:
 
 
 class Supervisor:
-    """A WorkerPort: worker ``number`` as a child process, one after the other. command, pass_fds: see WorkerProcess."""
+    """A WorkerHandle: worker ``number`` as a child process, one after the other. command, pass_fds: see
+    WorkerProcess."""
 
     def __init__(
         self,

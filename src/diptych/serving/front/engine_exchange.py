@@ -23,8 +23,8 @@ from diptych.control.step import StepTokens
 from diptych.serving import edge_limits
 from diptych.serving.api.error_format import error_body
 from diptych.serving.front.engine_connection import ConnectionPool, EngineCall
-from diptych.serving.front.engine_question import EngineQuestion, id_header
-from diptych.serving.front.plain_chunks import ChunkForms
+from diptych.serving.front.engine_request import EngineRequest, id_header
+from diptych.serving.front.fast_path_chunks import ChunkForms
 from diptych.serving.front.relay_request import WHOLE_PATHS
 from diptych.serving.front.relay_stream import NO_TOKEN, EngineRefusal, RelayStream, retry_after_of
 from diptych.serving.front.reply_chunks import (
@@ -63,7 +63,7 @@ class ExchangeOwner(Protocol):
         """Later tokens came, and are passed on. gaps: seconds since those before -> how often."""
         ...
 
-    def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
+    def report_completed_handoff(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
         """Tell the fleet that this engine goes on with what another has computed; its first token."""
         ...
 
@@ -110,7 +110,7 @@ class EngineExchange:
         owner: ExchangeOwner,
         attempt_id: str,
         stream: RelayStream,
-        question: EngineQuestion,
+        question: EngineRequest,
         feeder: int | None = None,
     ) -> None:
         self.attempt_id = attempt_id
@@ -378,7 +378,7 @@ class EngineExchange:
         if self.is_handoff and self._feeder != self._owner.number:
             self._feeder = self._owner.number
             events.append(HandoffDelivered(now, self.attempt_id, 0, now - self.begun_ns))
-            self._owner.report_takeover(events, self.attempt_id, token_ids[0])
+            self._owner.report_completed_handoff(events, self.attempt_id, token_ids[0])
             events, token_ids = [], token_ids[1:]
         if events or token_ids:
             self._owner.report(events, StepTokens([self.attempt_id] * len(token_ids), token_ids))

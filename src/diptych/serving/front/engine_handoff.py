@@ -23,7 +23,7 @@ from diptych.serving import edge_limits
 from diptych.serving.front.capabilities import HandoffKind
 from diptych.serving.front.engine_connection import ConnectionPool, EngineCall
 from diptych.serving.front.engine_exchange import ELSEWHERE, ExchangeOwner
-from diptych.serving.front.engine_question import EngineQuestion, RequestFields, id_header
+from diptych.serving.front.engine_request import EngineRequest, RequestFields, id_header
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_stream import HandoffSlot, RelayStream
 from diptych.serving.front.reply_chunks import EngineUsage, UnreadableReplyError, read_chunk
@@ -86,7 +86,7 @@ class PrefillLeg:
         self._status = 0
         self._body = bytearray()
 
-    def begin(self, pool: ConnectionPool, question: EngineQuestion) -> None:
+    def begin(self, pool: ConnectionPool, question: EngineRequest) -> None:
         """Send the request."""
         self._call = pool.send("POST", question.path, question.body, self, headers=id_header(self.attempt_id))
 

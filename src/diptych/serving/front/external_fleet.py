@@ -25,7 +25,7 @@ from diptych.serving.fleet.fleet_plan import FleetPlan
 from diptych.serving.fleet.host_cores import HostCores
 from diptych.serving.fleet.joint_ready import joint_ready
 from diptych.serving.fleet.worker_changes import DRAIN_LIMIT_S, WorkerChanges
-from diptych.serving.fleet.worker_port import WorkerPort
+from diptych.serving.fleet.worker_handle import WorkerHandle
 from diptych.serving.front.engine_load import LearnedPrices
 from diptych.serving.front.engine_spec import FrontOptions, in_order
 from diptych.serving.front.external_worker import ExternalWorker
@@ -71,13 +71,13 @@ class ExternalLauncher:
         self._clock = clock
         self._prices = LearnedPrices()
 
-    async def open(self, door_port: int) -> None:
+    async def open(self, join_port: int) -> None:
         """Do nothing: the engines run already."""
 
     async def close(self) -> None:
         """Do nothing: the engines go on."""
 
-    def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> WorkerPort:
+    def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> WorkerHandle:
         assert self.fleet is not None
         fleet = self.fleet
 

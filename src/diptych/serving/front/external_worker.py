@@ -1,4 +1,4 @@
-"""A WorkerPort for an external engine. It never starts the engine; it polls until the engine answers.
+"""A WorkerHandle for an external engine. It never starts the engine; it polls until the engine answers.
 
 STARTING: asked for a real token, again and again ---> READY ---> LOST: it does not answer ---> asked again ...
 
@@ -24,7 +24,7 @@ from diptych.serving.failures.failure_recording import error_words
 from diptych.serving.failures.restart_pause import RestartPause
 from diptych.serving.failures.watched_tasks import start_watched
 from diptych.serving.fleet.exit_status import Loss
-from diptych.serving.fleet.worker_port import WorkerListener, WorkerSite, WorkerState, hand_over
+from diptych.serving.fleet.worker_handle import WorkerListener, WorkerSite, WorkerState, hand_over
 from diptych.serving.front.adapters import ADAPTERS
 from diptych.serving.front.capabilities import UNKNOWN_BLOCKS, EngineFacts, EngineNotReadyError, HandoffKind, described
 from diptych.serving.front.engine_cache import EngineCache
@@ -33,14 +33,14 @@ from diptych.serving.front.engine_exchange import EngineExchange
 from diptych.serving.front.engine_handoff import PrefillLeg
 from diptych.serving.front.engine_load import EngineLoad, LearnedPrices
 from diptych.serving.front.engine_pages import DIAGNOSED_KINDS, EnginePages, EngineProcess, page_of_rank
-from diptych.serving.front.engine_question import RequestFields, fields_of, token_fields_of
+from diptych.serving.front.engine_request import RequestFields, fields_of, token_fields_of
 from diptych.serving.front.engine_spec import EngineSpec, FrontOptions
-from diptych.serving.front.handoff_port import HandoffPort
+from diptych.serving.front.engine_step_feeds import EngineStepFeeds
+from diptych.serving.front.handoff_attempts import HandoffAttempts
 from diptych.serving.front.relay_request import RelayRequest
 from diptych.serving.front.relay_stream import RelayStream
 from diptych.serving.front.reply_chunks import EngineUsage
-from diptych.serving.front.step_watch import StepWatch
-from diptych.serving.front.text_boundary import TextBoundaries
+from diptych.serving.front.resume_point import TextBoundaries
 from diptych.serving.front.tokenized_prompt import TokenizedPrompt
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import (
@@ -63,7 +63,7 @@ STALE_PROBES = 4
 
 
 class ExternalWorker:
-    """A WorkerPort for an external engine. relay_of: the open stream of a request. on_gaps: called for lost KV events
+    """A WorkerHandle for an external engine. relay_of: the open stream of a request. on_gaps: called for lost KV events
     (see ServingMetrics). num_up: how many engines there are to try. prices: those of all engines. leave: writes down
     what is known of a failure, and returns where."""
 
@@ -108,8 +108,8 @@ class ExternalWorker:
         self.load = EngineLoad(UNKNOWN_BLOCKS, options.block_size, 0, clock(), prices)
         self.cache = EngineCache(options, spec, clock)
         self.cache.on_defect = self._on_task_failed
-        self.steps = StepWatch(spec, self._on_step, clock)
-        self.handoffs = HandoffPort(self)
+        self.steps = EngineStepFeeds(spec, self._on_step, clock)
+        self.handoffs = HandoffAttempts(self)
         self._boundaries = TextBoundaries(self)
         self._pages = EnginePages()
         self._process = EngineProcess()
@@ -118,7 +118,7 @@ class ExternalWorker:
     def bytes_per_token(self) -> float:
         return self._options.bytes_per_token
 
-    # -- WorkerPort ---------------------------------------------------------------------------------------------------
+    # -- WorkerHandle --------------------------------------------------------------------------------------------------
 
     def start(self, listener: WorkerListener) -> None:
         assert self._life is None, "started twice"
@@ -364,7 +364,7 @@ class ExternalWorker:
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def obey(self, command: WorkerCommand) -> None:
-        """Carry it out, now or when it is known where the text of its answer ends (see BoundaryOwner)."""
+        """Carry it out, now or when it is known where the text of its answer ends (see ResumePointOwner)."""
         if self._boundaries.awaits(command, self._relay_of):
             return
         match command:
@@ -446,7 +446,7 @@ class ExternalWorker:
         self.load.on_gaps(attempt_id, gaps, num_tokens)
         self._on_gaps(gaps, num_tokens)
 
-    def report_takeover(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
+    def report_completed_handoff(self, events: Sequence[Event], attempt_id: str, token_id: int) -> None:
         if self._listener is not None and self.state is WorkerState.READY:
             report = StepReport(pack_events(events), first_tokens={attempt_id: (token_id, None)})
             hand_over(self._listener, self.number, report)

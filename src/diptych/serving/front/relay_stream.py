@@ -17,7 +17,7 @@ from diptych.control.request import RequestOptions, SamplingParams
 from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 from diptych.serving.api import responses
-from diptych.serving.api.dialect import CHAT, COMMENT, Dialect, chat_failure
+from diptych.serving.api.api_flavour import CHAT, COMMENT, ApiFlavour, chat_failure
 from diptych.serving.api.direct_body import DIRECT_BODY, DirectBody
 from diptych.serving.api.error_format import error_body
 from diptych.serving.api.responses import GenerationResponse, MoreHeaders
@@ -413,7 +413,7 @@ def _refusal_body(error: DiptychError) -> bytes:
     return error.body if isinstance(error, EngineRefusal) else error_body(error)
 
 
-RELAY = Dialect(_refusal_body, CHAT.done)
+RELAY = ApiFlavour(_refusal_body, CHAT.done)
 
 
 class RelayResponse(GenerationResponse):
@@ -422,7 +422,7 @@ class RelayResponse(GenerationResponse):
     def __init__(
         self, front: ServedFleet, generation: RelayGeneration, *, stream: bool, more_headers: MoreHeaders
     ) -> None:
-        super().__init__(front, generation, RelayWriter(), stream=stream, dialect=RELAY, more_headers=more_headers)
+        super().__init__(front, generation, RelayWriter(), stream=stream, flavour=RELAY, more_headers=more_headers)
         self._relay = generation
 
     async def content(self, deltas: Sequence[Delta]) -> bytes:

@@ -1,7 +1,7 @@
 """One connection between a front end and an agent: frames both ways, inside TLS.
 
 Owns the limits: of a frame, of what may wait to be sent, and how long the other end may be silent. What frames say is
-the business of worker_door.py and worker_agent.py.
+the business of join_listener.py and worker_agent.py.
 """
 
 import asyncio

@@ -80,11 +80,11 @@ _NOTHING = EngineStats()
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The fleet at one moment. counts: ClusterCore's. num_queued: requests in the admission queue. alarm: what is
-    wrong with the router's index of the caches. length_errors: of the answers' expected lengths, by expectation, see
-    LengthWatch. decisions: the planner's, by verdict. broken_paths: prefill and decode worker of each path that is left
-    alone. refused_joins: workers of other hosts that were refused, by reason. ready: what all hold together, once they
-    were ready. failures: of cores and their drivers by a defect, by core."""
+    """The fleet at one moment. counts: ClusterCore's. num_queued: requests in the admission queue. alarm: what is wrong
+    with the router's index of the caches. length_errors: of the answers' expected lengths, by expectation, see
+    LengthErrorStats. decisions: the planner's, by verdict. broken_paths: prefill and decode worker of each path that is
+    left alone. refused_joins: workers of other hosts that were refused, by reason. ready: what all hold together, once
+    they were ready. failures: of cores and their drivers by a defect, by core."""
 
     roles: Sequence[str] = ()
     is_up: Sequence[bool] = ()
@@ -174,9 +174,9 @@ class FleetMetrics:
                 view.counts.get("leases_expired", 0),
             ),
             (
-                "diptych:handoffs_recalled",
+                "diptych:handoffs_revoked",
                 "Prompts that gave up reserved blocks to a stream",
-                view.counts.get("recalled", 0),
+                view.counts.get("revoked", 0),
             ),
             (
                 "diptych:kv_paths_broken",

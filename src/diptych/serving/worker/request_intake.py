@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from diptych.control.commands import Prefill, Reserve, Serve, standing_of
+from diptych.control.commands import Prefill, Reserve, Serve, wait_class_of
 from diptych.control.constraint import TokenConstraint
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.engine.worker_core import TransferCommitted, WorkerCore
@@ -76,7 +76,7 @@ class RequestIntake:
         tokens = self._unpack(wire)
         attempt_id = command.attempt_id
         request = self._request(attempt_id, tokens)
-        request.standing_at_arrival, request.peer_run = standing_of(command), command.peer_run
+        request.wait_class_at_arrival, request.peer_run = wait_class_of(command), command.peer_run
         if isinstance(command, Serve):
             self._core.serve(request, now)
         elif isinstance(command, Prefill):

@@ -5,7 +5,7 @@ waits only when there is no work. Steps run on this thread, and nothing else tou
 taken, no step is running, so what the worker reports (an attempt has ended, a peer is forgotten) is true of its memory,
 too.
 
-A prompt may be computed before its decode worker has blocks for it. Its first token is withheld until then: no client
+A prompt may be computed before its decode worker has blocks for it. Its first token is held_back until then: no client
 gets one before the stream has a place to go on.
 """
 
@@ -86,7 +86,7 @@ def cpu_wait_ns(tasks: Path = TASKS) -> int:
     return longest
 
 
-class WithheldTokens:
+class HeldBackTokens:
     """Tokens of one worker that are computed and not given yet."""
 
     def __init__(self, core: WorkerCore) -> None:
@@ -95,7 +95,7 @@ class WithheldTokens:
 
     def hold_back(self, tokens: StepTokens | None) -> StepTokens | None:
         """The tokens of a step that may be given now; the others stay here."""
-        held = {name for name in tokens.request_ids if self._core.is_withheld(name)} if tokens else set()
+        held = {name for name in tokens.request_ids if self._core.is_held_back(name)} if tokens else set()
         if tokens is None or not held:
             return tokens
         given = StepTokens([], [], prompt_logprobs=tokens.prompt_logprobs, embeddings=tokens.embeddings)
@@ -109,7 +109,7 @@ class WithheldTokens:
 
     def release(self) -> StepTokens | None:
         """The tokens that may be given since the last call; what became of dropped attempts is forgotten."""
-        free = [name for name in self._tokens if not self._core.is_withheld(name)]
+        free = [name for name in self._tokens if not self._core.is_held_back(name)]
         released = StepTokens([], [])
         for name in free:
             token_id, logprobs = self._tokens.pop(name)
@@ -178,8 +178,8 @@ class Worker:
             self._poller.register(tiers, select.POLLIN)
         self._step: SchedulerOutput | None = None  # the one that is executed
         self._chunks: list[SendChunk] = []  # what is sent of it
-        self._may_give_way = False  # it may be broken off for a newcomer
-        self._withheld = WithheldTokens(core)
+        self._is_preemptible = False  # it may be broken off for a newcomer
+        self._held_back = HeldBackTokens(core)
         self._has_stats = True  # that were not reported
         self._next_stats_ns = 0
         self._is_running = True
@@ -202,7 +202,7 @@ class Worker:
                 self._has_stats = True
             self._take_messages(now)
             core.end_turn(now)
-            self._flush(now, self._withheld.release())
+            self._flush(now, self._held_back.release())
             output, result = self._begin_step(now) if self._is_running else None, None
             self._flush(now)  # before the step, which may take long
             if output is not None:
@@ -230,7 +230,7 @@ class Worker:
         """The result; None when the step was broken off."""
         self._step = output
         self._chunks = self._core.chunks_of(output)
-        self._may_give_way = self._core.engine.gives_way_to(DEFAULT_OPTIONS)
+        self._is_preemptible = self._core.engine.is_preemptible_by(DEFAULT_OPTIONS)
         self.doing = "the step"
         result: StepResult | None = None
         with contextlib.suppress(StepBrokenOff):  # our own sign; the result is None
@@ -242,10 +242,10 @@ class Worker:
         """Raises StepBrokenOff when every prompt in the step is to be dropped and the step has no decodes, or when all
         of the step gives way to a request that has come: this need not wait for its end."""
         step = self._step
-        if step is None or (step.num_decodes and not self._may_give_way):
+        if step is None or (step.num_decodes and not self._is_preemptible):
             return
         self._inbox.extend(self._receive())
-        if self._may_give_way and any(_is_newcomer(message) for message in self._inbox):
+        if self._is_preemptible and any(_is_newcomer(message) for message in self._inbox):
             raise StepBrokenOff
         if step.num_decodes:
             return
@@ -266,7 +266,7 @@ class Worker:
             self._core.end_step(output, StepResult(output.step_id), now, num_steps=0)
             return
         self._core.end_step(output, result, now)
-        self._flush(now, self._withheld.hold_back(result.payload))
+        self._flush(now, self._held_back.hold_back(result.payload))
 
     def _flush(self, now: int, tokens: StepTokens | None = None) -> None:
         """Carry out the actions of the core and report the events, also those that the actions cause."""
@@ -381,7 +381,7 @@ def _is_newcomer(message: Order | StartOver | Shutdown) -> bool:
     """Whether this is a request that others give way to."""
     if not isinstance(message, Order) or message.tokens is None or message.command[0] == Reserve.__name__:
         return False
-    return not message.tokens.options.gives_way
+    return not message.tokens.options.is_best_effort
 
 
 def die_with_parent(directory: Path) -> None:

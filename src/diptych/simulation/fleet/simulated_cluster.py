@@ -17,12 +17,12 @@ from diptych.control.cluster.cluster_events import (
     ClusterEvent,
     DrainEnded,
     DrainStarted,
+    EvacuationReady,
     PartitionChanged,
     Reported,
     RoleChanged,
     SchedulerChanged,
     Tick,
-    WayGiven,
     WorkerDown,
     WorkerUp,
 )
@@ -30,14 +30,14 @@ from diptych.control.commands import (
     Command,
     Drained,
     End,
-    GiveWay,
+    Evacuate,
     Prefill,
     Reserve,
     Resize,
     Restarted,
     Serve,
     WorkerCommand,
-    standing_of,
+    wait_class_of,
 )
 from diptych.control.compute_share import ComputeShare
 from diptych.control.engine.reports import LoadReport
@@ -103,7 +103,11 @@ class SimulatedCluster:
         self._hashes_matter = has_costs and len(members) > 1 and scenario.engine.cache.enable_prefix_cache
         # Where nothing but the ends of requests is of interest to the core, nothing but ends is reported.
         needs_all = (
-            has_costs or scenario.explain_misses or scenario.pools or scenario.faults or config.max_untouched_per_worker
+            has_costs
+            or scenario.explain_misses
+            or scenario.pools
+            or scenario.faults
+            or config.max_prefills_in_flight_per_worker
         )
         self._read = self.core.reads if needs_all else frozenset((RequestFinished,))
         self._channels = ControlChannels(self.environment, len(members), scenario.faults, scenario.seed)
@@ -284,14 +288,14 @@ class SimulatedCluster:
                         request.prefill = command.worker
                 spec = attempt_spec(request.spec, command.num_output_tokens)
                 self._order(command, partial(self._begin_attempt, command, spec, request.options))
-                if not (request.options.gives_way or isinstance(command, Reserve)):
+                if not (request.options.is_best_effort or isinstance(command, Reserve)):
                     self._newcomers.add(command.worker)
             case Restarted():
                 self._restart(command)
             case End():
                 self._end(command)
-            case GiveWay():
-                self._tell(WayGiven(command.worker, command.request_id, self._tokens_of(command.worker)))
+            case Evacuate():
+                self._tell(EvacuationReady(command.worker, command.request_id, self._tokens_of(command.worker)))
             case Drained():  # the simulated process goes on, with nothing to do
                 pass
             case Resize():
@@ -318,7 +322,7 @@ class SimulatedCluster:
         if not self._channels.is_news(command.worker, command.attempt_id):
             return
         request = make_request(command.attempt_id, spec, self._scenario.engine.cache.block_size, options)
-        request.standing_at_arrival, request.peer_run = standing_of(command), command.peer_run
+        request.wait_class_at_arrival, request.peer_run = wait_class_of(command), command.peer_run
         if spec.is_running:
             if isinstance(command, Prefill):
                 return

@@ -2,16 +2,16 @@
 
 Owns the true output lengths and the identities of output blocks, which the scheduler never sees. It follows plans as
 diptych.control.step documents them and can take a repeated decode step many times at once, unless tokens are guessed:
-then every step may bring other guesses.
+then every step may bring other drafts.
 """
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from diptych.control.request import FinishReason, Request, RequestOptions
-from diptych.control.step import Extra, ExtraRows, Offer, SchedulerOutput, StepResult
+from diptych.control.step import DraftProposal, SchedulerOutput, StepResult, VerifyResult, VerifyRows
 from diptych.simulation.costs.cost_model import CostModel
-from diptych.simulation.fleet.guesses import Guesses, number_of
+from diptych.simulation.fleet.simulated_drafts import SimulatedDrafts, number_of
 from diptych.workload.spec import RequestSpec
 
 NEVER = 2**62
@@ -51,16 +51,16 @@ class _Answer:
     kv_tokens: int = 0
     joined_tick: int = 0
     stay: int = 0  # 0: not in the batch
-    number: int = 0  # of the request, for guesses
+    number: int = 0  # of the request, for drafts
 
 
 class SimulatedExecutor:
     """An executor without a model. Only requests with something to report are tracked: those that stop before
     max_tokens or have output hashes, and all where tokens are guessed."""
 
-    def __init__(self, cost: CostModel, block_size: int, guesses: Guesses | None = None) -> None:
+    def __init__(self, cost: CostModel, block_size: int, drafts: SimulatedDrafts | None = None) -> None:
         self.cost = cost
-        self._guesses = guesses
+        self._drafts = drafts
         self._block_size = block_size
         self._answers: dict[str, _Answer] = {}
         self._calendar: list[tuple[int, int, str]] = []  # (tick, stay, request id): something happens to it then
@@ -76,10 +76,10 @@ class SimulatedExecutor:
         first = spec.prompt_tokens // self._block_size
         hashes = block_hashes(spec, num_tokens, self._block_size)[first:] if spec.hash_ids else []
         stops = spec.output_tokens < request.max_tokens  # else the scheduler ends it at its limit
-        if hashes or stops or self._guesses:
+        if hashes or stops or self._drafts:
             answer = _Answer(spec.output_tokens if stops else NEVER, hashes, first)
             self._answers[request.request_id] = answer
-            answer.number = number_of(request.request_id) if self._guesses else 0
+            answer.number = number_of(request.request_id) if self._drafts else 0
 
     def deliver(self, request_id: str) -> None:
         """The first token was sampled elsewhere."""
@@ -97,7 +97,7 @@ class SimulatedExecutor:
         self._stopped, self._full = [], []
         if self._answers:
             self._follow(output)
-        if self._guesses:
+        if self._drafts:
             return 1
         if output.max_repeats == 1 or not self._calendar:
             return output.max_repeats
@@ -110,10 +110,10 @@ class SimulatedExecutor:
         """The plan was taken ``num_steps`` times; the result is that of the last step."""
         output = self._output
         assert output is not None
-        extra: list[Extra] = []
+        extra: list[VerifyResult] = []
         if output.num_decodes:
             self._ticks += num_steps
-            extra = [self._verify(rows) for rows in output.extra_rows]
+            extra = [self._verify(rows) for rows in output.verify_rows]
             calendar = self._calendar
             while calendar and calendar[0][0] <= self._ticks:
                 entry = heappop(calendar)
@@ -122,19 +122,19 @@ class SimulatedExecutor:
         for chunk in output.prefills:
             if chunk.is_last and chunk.request_id in self._answers:
                 self._finish_prefill(chunk.request_id, chunk.start + chunk.num_tokens)
-        offers = self._offers(self._guesses) if self._guesses and output.num_decodes else ()
-        if not (self._stopped or self._full or extra or offers):
+        proposals = self._proposals(self._drafts) if self._drafts and output.num_decodes else ()
+        if not (self._stopped or self._full or extra or proposals):
             return StepResult(output.step_id)
         full = tuple(self._full)
-        return StepResult(output.step_id, tuple(self._stopped), full, extra=tuple(extra), offers=offers)
+        return StepResult(output.step_id, tuple(self._stopped), full, extra=tuple(extra), proposals=proposals)
 
-    def _verify(self, rows: ExtraRows) -> Extra:
+    def _verify(self, rows: VerifyRows) -> VerifyResult:
         """A member computed guessed tokens behind its newest one; its calendar begins again with those that were
         right."""
-        assert self._guesses is not None
+        assert self._drafts is not None
         answer = self._answers[rows.request_id]
         sampled = answer.sampled + self._ticks - answer.joined_tick  # with the one of this step
-        num_right = self._guesses.num_right(answer.number, sampled - 1, rows.num_tokens)
+        num_right = self._drafts.num_right(answer.number, sampled - 1, rows.num_tokens)
         num_accepted = min(num_right, answer.output_tokens - sampled)
         if num_accepted:
             answer.sampled += num_accepted
@@ -142,17 +142,17 @@ class SimulatedExecutor:
             self._num_stays += 1
             answer.stay = self._num_stays
             self._report(rows.request_id)
-        return Extra(rows.request_id, rows.num_tokens, num_accepted)
+        return VerifyResult(rows.request_id, rows.num_tokens, num_accepted)
 
-    def _offers(self, guesses: Guesses) -> tuple[Offer, ...]:
-        """The guesses that there are for members of the batch."""
+    def _proposals(self, drafts: SimulatedDrafts) -> tuple[DraftProposal, ...]:
+        """The drafts that there are for members of the batch."""
         stopped = {request_id for request_id, _ in self._stopped}
         return tuple(
-            Offer(request_id, guesses.chances)
+            DraftProposal(request_id, drafts.chances)
             for request_id, answer in self._answers.items()
             if answer.stay
             and request_id not in stopped
-            and guesses.exists(answer.number, answer.sampled + self._ticks - answer.joined_tick)
+            and drafts.exists(answer.number, answer.sampled + self._ticks - answer.joined_tick)
         )
 
     def _follow(self, output: SchedulerOutput) -> None:

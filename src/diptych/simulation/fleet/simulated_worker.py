@@ -26,9 +26,9 @@ from diptych.control.slo import LatencyBreakdown, breakdown_from_times
 from diptych.control.step import SchedulerOutput, StepResult
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.environment import MESSAGE, STEP_END, Environment
-from diptych.simulation.fleet.guesses import Guesses
 from diptych.simulation.fleet.pipeline import Pipeline
 from diptych.simulation.fleet.simulated_disk import DiskModel, SimulatedDisk
+from diptych.simulation.fleet.simulated_drafts import SimulatedDrafts
 from diptych.simulation.fleet.simulated_executor import SimulatedExecutor
 from diptych.simulation.fleet.simulated_hosts import SharedContents, SimulatedPeerReader
 from diptych.simulation.fleet.step_run import StepRun
@@ -71,7 +71,7 @@ class WorkerModel:
     share: ComputeShare = field(default_factory=ComputeShare)
     pipeline: Pipeline | None = None
     stall_ns: int = 0
-    guesses: Guesses | None = None
+    drafts: SimulatedDrafts | None = None
     disk: DiskModel | None = None
     shared: SharedContents | None = None
 
@@ -119,7 +119,7 @@ class SimulatedWorker:
         worker = self._worker
         engine = EngineCore(self.config, worker.model.copy())
         self.core = WorkerCore(engine, publishes_kv=worker.publishes_kv, reports_load=worker.reports_load)
-        self.executor = SimulatedExecutor(worker.cost, self.config.cache.block_size, worker.guesses)
+        self.executor = SimulatedExecutor(worker.cost, self.config.cache.block_size, worker.drafts)
         self._inbox.clear()
         self._transfers.clear()
         self._moved.clear()
@@ -147,8 +147,8 @@ class SimulatedWorker:
     def post(self, orders: Sequence[Order], *, has_newcomer: bool = False) -> None:
         """The front end sent a message: these orders. has_newcomer: one begins a request that others give way to."""
         self._inbox.extend(orders)
-        gives_way = has_newcomer and self.engine.scheduler.giving_way.requests
-        if gives_way and self._worker.pipeline is None and not (self.is_hung or self._in_turn):
+        is_best_effort = has_newcomer and self.engine.scheduler.best_effort.requests
+        if is_best_effort and self._worker.pipeline is None and not (self.is_hung or self._in_turn):
             self._break_off(self._environment.now)
         self._wake()
 
@@ -417,7 +417,7 @@ class SimulatedWorker:
         ended as any."""
         self._cut(now)
         run = self._run
-        if run is None or run.end_ns <= now or not self.engine.gives_way_to(DEFAULT_OPTIONS):
+        if run is None or run.end_ns <= now or not self.engine.is_preemptible_by(DEFAULT_OPTIONS):
             return
         begun_ns = run.last_start_ns if run.num_steps > 1 else run.start_ns
         if begun_ns == now:

@@ -77,7 +77,7 @@ class KVCacheManager:
         lies in the blocks of another worker that it is computed into."""
         if hit is None:
             hit = self.longest_hit(request)
-        return max(request.num_borrowed_tokens, hit.num_tokens)
+        return max(request.num_remote_tokens, hit.num_tokens)
 
     def blocks_below(self, request: Request, hit: Hit, work_ns: WorkNs) -> list[int]:
         """The host blocks that continue the ``hit`` of a prompt, where copying them up pays."""
@@ -102,7 +102,7 @@ class KVCacheManager:
         reach (then waiting is cheaper)."""
         if not self._in_progress or not self._finds_hits or not request.reads_prefix_cache:
             return False
-        if request.borrowed_tables:
+        if request.remote_block_tables:
             return False
         index = num_blocks
         full_blocks = (request.num_tokens - 1) // self.block_size
@@ -110,20 +110,20 @@ class KVCacheManager:
 
     def stop_progress(self, request: Request) -> None:
         """A prompt that is half computed is set aside: others that begin alike need not wait for it."""
-        for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.borrowed_tables else ():
+        for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.remote_block_tables else ():
             self._forget_in_progress(block_hash)
 
     def resume_progress(self, request: Request) -> None:
         """Set the request aside no longer."""
         if not self.is_dense:
             return
-        for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.borrowed_tables else ():
+        for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.remote_block_tables else ():
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
 
     def fits_now(self, request: Request, hit: Hit, *, alone: bool, given_up: int = 0) -> bool:
         """Whether there are blocks for the whole prompt if other requests release ``given_up`` blocks (``alone``:
         nothing else is admitted, all blocks may be used)."""
-        if request.borrowed_tables:
+        if request.remote_block_tables:
             return True
         new_blocks = self.num_blocks_for(request.num_tokens) - len(hit.blocks)
         spare = 0 if alone else self.config.watermark_blocks
@@ -146,7 +146,7 @@ class KVCacheManager:
         all expectations does not fit, so that admission costs nothing while memory is plentiful. growth_of_windows:
         what their windows will get until these are full.
         """
-        if request.borrowed_tables:
+        if request.remote_block_tables:
             return True
         # The sum of all expectations bounds their peak: where even that fits, the costly question is not asked.
         total = self._num_reserved - given_up[1] + self.num_blocks_for(request.num_tokens + expected_tokens)
@@ -166,10 +166,10 @@ class KVCacheManager:
         """Take the blocks of the whole prompt; the caller has asked ``fits_now``. A prompt that is computed into the
         blocks of another worker takes those, and nothing of it is kept here. Returns the (cached block, block) copies
         that it needs: what is cached here, and not there."""
-        if request.borrowed_tables:
-            self._hold(request, [list(block_ids) for block_ids in request.borrowed_tables])
+        if request.remote_block_tables:
+            self._hold(request, [list(block_ids) for block_ids in request.remote_block_tables])
             request.num_hashed_blocks = request.num_shared_blocks = request.num_blocks
-            first = request.num_borrowed_tokens // self.block_size
+            first = request.num_remote_tokens // self.block_size
             request.num_computed_tokens = request.num_scheduled_tokens = self.num_cached_tokens(request, hit)
             return list(zip(hit.blocks[first:], request.block_tables[0][first:], strict=False))
         self._reserve(request, request.num_tokens + expected_tokens)
@@ -284,7 +284,7 @@ class KVCacheManager:
 
     def release(self, request: Request) -> None:
         """Give up everything that the request holds, on the device and on the host."""
-        if request.borrowed_tables:
+        if request.remote_block_tables:
             self._hold(request, [])
         elif request.block_tables:
             # It computes these no more: prompts that begin alike need not wait for them.

@@ -25,7 +25,7 @@ from diptych.control.engine.kvcache.tier_records import (
     TierAction,
 )
 from diptych.control.errors import BrokenInvariantError
-from diptych.control.request import Request, Standing
+from diptych.control.request import Request, WaitClass
 
 MARGIN = 2  # computing must take at least this factor longer than a load
 
@@ -280,8 +280,8 @@ class TierLoads:
         ones."""
         self._host.share(blocks[len(request.host_block_ids) :])
         request.host_block_ids = list(blocks)
-        if request.standing_at_arrival is Standing.NEW:
-            request.standing_at_arrival = Standing.RETURNING
+        if request.wait_class_at_arrival is WaitClass.NEW:
+            request.wait_class_at_arrival = WaitClass.RETURNING
         del self._waits_for[request.request_id]
 
     def _cancel(self, load_id: int, actions: list[TierAction]) -> None:

@@ -41,7 +41,7 @@ class DecodeBatch:
         self.ticks_scheduled = 0
         self.ticks_completed = 0
         self.context = 0  # tokens that the members attend to in the next step
-        self.num_giving_way = 0  # members that do
+        self.num_best_effort = 0  # members that do
         self._outputs_before = 0  # sum over the members: sampled tokens less decode steps, when they joined
 
     def __len__(self) -> int:
@@ -72,14 +72,14 @@ class DecodeBatch:
         self._schedule_block(stay)
         tpot = (request.slo.tpot_ns if request.slo else None) or 0
         self._tpot_counts[tpot] = self._tpot_counts.get(tpot, 0) + 1
-        self.num_giving_way += request.gives_way
+        self.num_best_effort += request.is_best_effort
         self.context += num_tokens + 1
         self._outputs_before += num_outputs - stay.joined_tick
 
     def leave(self, request: Request) -> None:
         """Take a member out. Its counts become what they are when the step under way, if there is one, is done."""
         stay = self._stays.pop(request.request_id)
-        self.num_giving_way -= request.gives_way
+        self.num_best_effort -= request.is_best_effort
         ticks = self.ticks_scheduled - stay.joined_tick
         self.context -= stay.tokens_at_join + ticks + 1
         self._outputs_before -= stay.outputs_at_join - stay.joined_tick

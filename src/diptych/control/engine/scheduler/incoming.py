@@ -17,15 +17,15 @@ from diptych.control.request import Request
 
 
 class Incoming:
-    """Requests before they decode here, in order of arrival: ``waiting`` for blocks (by standing first), ``reserved``
-    until the KV has come, ``delivered`` until the next plan. ``recalled``: those of the reserved whose blocks a stream
+    """Requests before they decode here, in order of arrival: ``waiting`` for blocks (by wait_class first), ``reserved``
+    until the KV has come, ``delivered`` until the next plan. ``revoked``: those of the reserved whose blocks a stream
     needs. ``raising``: those of the reserved for which copies are to come, or are in the step at hand."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Request] = {}
         self.reserved: dict[str, Request] = {}
         self.delivered: dict[str, Request] = {}
-        self.recalled: dict[str, Request] = {}
+        self.revoked: dict[str, Request] = {}
         self.raising: dict[str, Request] = {}
 
     def __len__(self) -> int:
@@ -37,29 +37,29 @@ class Incoming:
         return [*self.reserved.values(), *self.delivered.values()]
 
     def add(self, request: Request) -> None:
-        """Let a request wait for blocks, before those whose standing is higher; all before those that give way."""
-        place = (request.gives_way, request.standing)
-        behind = [other for other in self.waiting.values() if (other.gives_way, other.standing) > place]
+        """Let a request wait for blocks, before those whose wait_class is higher; all before best-effort ones."""
+        place = (request.is_best_effort, request.wait_class)
+        behind = [other for other in self.waiting.values() if (other.is_best_effort, other.wait_class) > place]
         self.waiting[request.request_id] = request
         for other in behind:
             self.waiting[other.request_id] = self.waiting.pop(other.request_id)
 
-    def recall(self, stream: Request, num_blocks: int) -> list[Request]:
+    def revoke(self, stream: Request, num_blocks: int) -> list[Request]:
         """Ask for the blocks of reservations that rank behind this stream, the latest first, until these hold
         ``num_blocks``: at least one reservation. Asks for none while others are on their way back."""
-        if self.recalled:
+        if self.revoked:
             return []
         for request in reversed(self.reserved.values()):
-            if request.order_key > stream.order_key and (num_blocks > 0 or not self.recalled):
-                self.recalled[request.request_id] = request
+            if request.order_key > stream.order_key and (num_blocks > 0 or not self.revoked):
+                self.revoked[request.request_id] = request
                 num_blocks -= request.num_blocks - request.num_shared_blocks
-        return list(self.recalled.values())
+        return list(self.revoked.values())
 
     def seat(self, request: Request, hit: Hit, expected_tokens: int, kv: KVCacheManager, work_ns: WorkNs) -> None:
         """The first in the queue gets its blocks, those of the ``hit`` among them."""
         kv.admit(request, hit, expected_tokens)
         below: list[int] = []
-        if request.is_lent:
+        if request.is_remote_prefill:
             below = kv.blocks_below(request, hit, work_ns)
             kv.tiers.attach(request, below)
         request.num_cached_tokens = hit.num_tokens + len(below) * kv.block_size
@@ -87,8 +87,8 @@ class Incoming:
     def deliver(self, request: Request) -> None:
         """Take in that a request's KV is here, and its first token is known."""
         del self.reserved[request.request_id]
-        self.recalled.pop(request.request_id, None)
-        request.is_lent = False
+        self.revoked.pop(request.request_id, None)
+        request.is_remote_prefill = False
         request.num_computed_tokens = request.num_scheduled_tokens = request.num_prompt_tokens
         request.num_output_tokens = 1
         self.delivered[request.request_id] = request
@@ -101,7 +101,7 @@ class Incoming:
 
     def remove(self, request_id: str) -> None:
         """The request ends, wherever it is."""
-        for place in (self.waiting, self.reserved, self.delivered, self.recalled, self.raising):
+        for place in (self.waiting, self.reserved, self.delivered, self.revoked, self.raising):
             place.pop(request_id, None)
 
 

@@ -1,6 +1,6 @@
 """Which request goes first. An order gives each request a key; lower keys go first, so that queues can be heaps.
 
-Requests that give way (class batch) go after all others. Among each of the two, streams go before prompts, whatever
+Best-effort requests (class batch) go after all others. Among each of the two, streams go before prompts, whatever
 the order and their priority, and the older before the younger: their clients wait in the middle of an answer. Next are
 requests that have waited before. Only where a waiting request may displace a running one
 (PreemptionConfig.from_waiting) does priority count more.
@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 
 from diptych.control.config import OrderName, SchedulerConfig
 from diptych.control.engine.scheduler.step_time import StepTimeModel
-from diptych.control.request import Request, Standing
+from diptych.control.request import Request, WaitClass
 from diptych.control.slo import Slo
 
 OrderKey = tuple[int, ...]
@@ -36,12 +36,12 @@ class RequestOrder(ABC):
 
     def key(self, request: Request) -> OrderKey:
         """The key of a request; the arrival number breaks ties."""
-        place = int(request.gives_way)
-        standing = request.standing
-        rank = (request.priority, request.number) if standing is Standing.STREAM else self.rank(request)
+        place = int(request.is_best_effort)
+        wait_class = request.wait_class
+        rank = (request.priority, request.number) if wait_class is WaitClass.STREAM else self.rank(request)
         if self._config.preemption.from_waiting:
-            return (place, request.priority, standing, *rank)
-        return (place, standing, *rank)
+            return (place, request.priority, wait_class, *rank)
+        return (place, wait_class, *rank)
 
     @abstractmethod
     def rank(self, request: Request) -> OrderKey:

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from diptych.control.config import PreemptionConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.kvcache.prefix_cache import Hit
+from diptych.control.engine.scheduler.best_effort import BestEffortRequests
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
-from diptych.control.engine.scheduler.giving_way import GivingWay
 from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.events import RequestPreempted
 from diptych.control.request import Request
@@ -19,24 +19,24 @@ from diptych.control.request import Request
 def _rank(request: Request) -> tuple[bool, int, int]:
     """Sort key of streams under pressure: the highest loses its blocks first. Best-effort streams rank highest, then
     the least important, then the latest arrival."""
-    return (request.gives_way, request.priority, request.number)
+    return (request.is_best_effort, request.priority, request.number)
 
 
 class Preemption:
     """Chooses victims and moves them out of the decode batch, or from where they are set aside."""
 
-    def __init__(self, kv: KVCacheManager, batch: DecodeBatch, giving_way: GivingWay) -> None:
+    def __init__(self, kv: KVCacheManager, batch: DecodeBatch, best_effort: BestEffortRequests) -> None:
         self.config = PreemptionConfig()
         self._kv = kv
         self._batch = batch
-        self._giving_way = giving_way
+        self._best_effort = best_effort
         self.num_preemptions = 0
 
     def victim_for_growth(self, prefilling: Iterable[Request]) -> Request:
         """The request that makes room for a stream that needs a block (perhaps that stream itself); first of all, one
         that is set aside. A prompt that is computed for another worker keeps its blocks: what is sent of them may be on
         its way."""
-        if (aside := self._giving_way.victim()) is not None:
+        if (aside := self._best_effort.victim()) is not None:
             return aside
         stream = max(self._batch, key=_rank)
         prompts = [request for request in prefilling if not (request.is_stream or request.hands_off)]
@@ -81,7 +81,7 @@ class Preemption:
         to the start (False). The caller queues it."""
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        if not self._giving_way.leave_stream(victim):
+        if not self._best_effort.leave_stream(victim):
             self._leave_batch(plan, victim)
         copies = None
         if self.config.kind == "swap":

@@ -3,7 +3,7 @@
 Shapes differ in the policy objects that the loop asks (order, budget, caps, preemption), never in branches of it. The
 scheduler sees counts and block ids, never token ids, and never waits.
 
-What a *stream* (a request that has given a token, and is not of class batch: see giving_way.py) may rely on while its
+What a *stream* (a request that has given a token, and is not of class batch: see best_effort.py) may rely on while its
 worker lives:
 
 - With blocks it gets a token in every step. Where prompts run before decodes (budget "whole"), it rests for as many
@@ -28,22 +28,22 @@ from functools import partial
 from diptych.control.config import EngineConfig, SchedulerConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.kvcache.prefix_cache import Hit
-from diptych.control.engine.scheduler.ahead import Ahead
+from diptych.control.engine.scheduler.admission_backoff import AdmissionBackoff, steps_without_decision
+from diptych.control.engine.scheduler.best_effort import BestEffortRequests
+from diptych.control.engine.scheduler.block_owners import BlockOwners
 from diptych.control.engine.scheduler.budget import make_budget
 from diptych.control.engine.scheduler.caps import Caps
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
-from diptych.control.engine.scheduler.giving_way import GivingWay
-from diptych.control.engine.scheduler.holders import Holders
+from diptych.control.engine.scheduler.early_prefills import EarlyPrefills
 from diptych.control.engine.scheduler.incoming import reservation
 from diptych.control.engine.scheduler.order import ORDERS
 from diptych.control.engine.scheduler.preemption import Preemption
 from diptych.control.engine.scheduler.speculation import Speculation
 from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.engine.scheduler.step_time import StepTimeModel
-from diptych.control.engine.scheduler.stride import StandingRefusal, steps_that_stand
 from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
 from diptych.control.errors import BrokenInvariantError
-from diptych.control.events import Event, HandoffRecalled, RequestAdmitted, RequestResumed
+from diptych.control.events import Event, HandoffRevoked, RequestAdmitted, RequestResumed
 from diptych.control.request import Request
 from diptych.control.step import ResumedDecode, SchedulerOutput
 
@@ -66,20 +66,24 @@ class Scheduler:
         self._kv = kv
         self._model = model
         self.waiting = WaitingQueue()
-        self.ahead = Ahead(kv, kv.num_blocks_for(config.max_model_len))
+        self.early_prefills = EarlyPrefills(kv, kv.num_blocks_for(config.max_model_len))
         self.batch = DecodeBatch()
         self.speculation = Speculation(kv, self.batch, model)
-        self.giving_way = GivingWay(kv, self.batch, self.speculation)
-        self.holders = holders = Holders(kv, self.batch, self.giving_way)
-        self.prefilling, self.joining, self.swapped = holders.prefilling, holders.joining, holders.swapped
-        self.incoming, self.outgoing, self.lengths = holders.incoming, holders.outgoing, holders.lengths
+        self.best_effort = BestEffortRequests(kv, self.batch, self.speculation)
+        self.block_owners = block_owners = BlockOwners(kv, self.batch, self.best_effort)
+        self.prefilling, self.joining, self.swapped = (
+            block_owners.prefilling,
+            block_owners.joining,
+            block_owners.swapped,
+        )
+        self.incoming, self.outgoing, self.lengths = block_owners.incoming, block_owners.outgoing, block_owners.lengths
         self.interrupted: dict[str, Request] = {}  # streams in ``waiting``
-        self.preemption = Preemption(kv, self.batch, self.giving_way)
+        self.preemption = Preemption(kv, self.batch, self.best_effort)
         self._only_others = False  # are planned: requests that give way have no part in the step
         self._num_departures = 0
         self._num_ahead = 0  # prompt tokens computed while the batch rested, since it last gave tokens
-        self._refused = StandingRefusal()  # the first in ``waiting``
-        self._refused_incoming = StandingRefusal()
+        self._refused = AdmissionBackoff()  # the first in ``waiting``
+        self._refused_incoming = AdmissionBackoff()
         self.configure(config.scheduler)
 
     def configure(self, settings: SchedulerConfig) -> None:
@@ -89,29 +93,29 @@ class Scheduler:
         self._budget = make_budget(settings.budget, self._slo, self._model)
         self._caps = Caps(settings.caps)
         self.preemption.config = settings.preemption
-        waiting = [*self.waiting.requests(), *self.ahead.parked.requests()]
-        self.waiting, self.ahead.parked = WaitingQueue(), WaitingQueue()
+        waiting = [*self.waiting.requests(), *self.early_prefills.parked.requests()]
+        self.waiting, self.early_prefills.parked = WaitingQueue(), WaitingQueue()
         for request in waiting:
             self._queue(request)
         incoming = (*self.incoming.waiting.values(), *self.incoming.reserved.values())
-        for request in (*incoming, *self.swapped.values(), *self.giving_way):
+        for request in (*incoming, *self.swapped.values(), *self.best_effort):
             request.order_key = self._order.key(request)
 
     @property
     def num_waiting(self) -> int:
         """Requests without blocks that are computed here."""
-        return len(self.waiting) + len(self.ahead.parked) + self._kv.tiers.loads.num_waiting
+        return len(self.waiting) + len(self.early_prefills.parked) + self._kv.tiers.loads.num_waiting
 
     def add(self, request: Request, now: int) -> None:
         """A new request, or one that lost its blocks, waits for admission, or first for a load from disk."""
-        self.giving_way.add(request)
+        self.best_effort.add(request)
         if not request.num_output_tokens and self._kv.fetch(request, self._model.prefill_work_ns, now):
             return
         self.add_computed(request)
 
     def add_computed(self, request: Request) -> None:
         """Let a request wait for admission; what is only on disk is computed."""
-        if request.is_lent:
+        if request.is_remote_prefill:
             self._await_blocks(request)
             return
         request.cached_tokens_at_arrival = self._kv.num_ready_tokens(request)
@@ -126,8 +130,8 @@ class Scheduler:
 
     def reserve(self, request: Request, now: int) -> None:
         """A request that another worker prefills waits for its blocks here, or first for a load from disk into them."""
-        self.giving_way.add(request)
-        if not (request.is_lent and self._kv.fetch(request, self._model.prefill_work_ns, now)):
+        self.best_effort.add(request)
+        if not (request.is_remote_prefill and self._kv.fetch(request, self._model.prefill_work_ns, now)):
             self._await_blocks(request)
 
     def _await_blocks(self, request: Request) -> None:
@@ -136,28 +140,28 @@ class Scheduler:
 
     def place_found(self, request: Request) -> None:
         """The worker that will decode this one has blocks for it."""
-        self.ahead.forget(request.request_id)
-        if request.request_id in self.ahead.parked:
-            self.ahead.parked.remove(request)
+        self.early_prefills.forget(request.request_id)
+        if request.request_id in self.early_prefills.parked:
+            self.early_prefills.parked.remove(request)
             self.waiting.push(request, is_long=request.is_long)
 
     def remove(self, request: Request) -> int:
         """The request ends, wherever it is. Returns its confirmed output tokens."""
         request_id, outputs = request.request_id, request.num_output_tokens
         self._num_departures += 1
-        self.ahead.forget(request_id)
+        self.early_prefills.forget(request_id)
         self.speculation.forget(request_id)
-        self.giving_way.remove(request)
+        self.best_effort.remove(request)
         if request_id in self.batch:
             outputs = self.batch.num_outputs(request)
             self.batch.leave(request)
         elif request_id in self.waiting:
             self.waiting.remove(request)
             self.interrupted.pop(request_id, None)
-        elif request_id in self.ahead.parked:
-            self.ahead.parked.remove(request)
+        elif request_id in self.early_prefills.parked:
+            self.early_prefills.parked.remove(request)
         elif not self._kv.tiers.leave(request):
-            self.holders.remove(request_id)
+            self.block_owners.remove(request_id)
         return outputs
 
     def schedule(self, step_id: int, finished: tuple[str, ...], now: int) -> tuple[SchedulerOutput | None, list[Event]]:
@@ -165,7 +169,7 @@ class Scheduler:
         plan = StepPlan(now)
         # First: prompts that the last step completed decode in this one.
         self._settle(plan)
-        self._only_others = bool(self.giving_way.requests) and self._give_way(plan)
+        self._only_others = bool(self.best_effort.requests) and self._plan_best_effort(plan)
         self._seat_incoming(plan)
         self._plan_work(plan)
         if self._only_others and not plan.has_work:  # they have nothing to do in this step
@@ -199,36 +203,36 @@ class Scheduler:
             or self.joining
             or self.swapped
             or self.incoming.raising
-            or plan.extra_rows
+            or plan.verify_rows
             or self._kv.pool.has_changes
             or self._kv.tiers.has_moves
-            or self.giving_way.has_limits
+            or self.best_effort.has_limits
         )
         if not plan.num_decodes or others or not self._model.is_trusted:
             return 1
         queues = ((self.waiting, self._refused), (self.incoming.waiting, self._refused_incoming))
-        return steps_that_stand(self.batch, self._kv, [refusal for queue, refusal in queues if queue])
+        return steps_without_decision(self.batch, self._kv, [refusal for queue, refusal in queues if queue])
 
-    def _give_way(self, plan: StepPlan) -> bool:
+    def _plan_best_effort(self, plan: StepPlan) -> bool:
         """Whether this step is for others. Those that give way are set aside then, and come back otherwise."""
-        for request in self.giving_way.take_due(plan.now):
-            self._stop_giving_way(request)
+        for request in self.best_effort.take_due(plan.now):
+            self._end_best_effort(request)
         head = self.waiting.head()
-        if (head is None or head.gives_way) and not self.holders.others_are_here():
+        if (head is None or head.is_best_effort) and not self.block_owners.others_are_here():
             self._go_on(plan)
             return False
-        if self.giving_way.rest(plan, self.prefilling):
+        if self.best_effort.rest(plan, self.prefilling):
             self._num_departures += 1  # what was refused beside them may fit now
         self._go_on(plan, only_due=True)
         return True
 
     def _go_on(self, plan: StepPlan, *, only_due: bool = False) -> None:
-        num_seats = self._settings.max_num_seqs - self.holders.num_running
-        self.giving_way.go_on(plan, self.prefilling, num_seats, only_due=only_due)
+        num_seats = self._settings.max_num_seqs - self.block_owners.num_running
+        self.best_effort.go_on(plan, self.prefilling, num_seats, only_due=only_due)
 
-    def _stop_giving_way(self, request: Request) -> None:
+    def _end_best_effort(self, request: Request) -> None:
         """Let a request go before those that still give way."""
-        for queue in (self.waiting, self.ahead.parked):
+        for queue in (self.waiting, self.early_prefills.parked):
             if request.request_id in queue:
                 # Out and in again: an entry of the queue keeps the key with which it was pushed.
                 queue.remove(request)
@@ -288,7 +292,7 @@ class Scheduler:
             if not self._has_room(plan, request, hit, self._refused_incoming):
                 self._recall(plan, request)
                 return
-            incoming.seat(request, hit, self.holders.expected(request), self._kv, self._model.prefill_work_ns)
+            incoming.seat(request, hit, self.block_owners.expected(request), self._kv, self._model.prefill_work_ns)
             if request.request_id not in incoming.raising:
                 plan.events.append(reservation(request, self._kv.block_size, plan.now))
 
@@ -312,7 +316,7 @@ class Scheduler:
 
     def _prompts_wait(self) -> bool:
         head = self.waiting.head()
-        return bool(self.prefilling) or (head is not None and not (head.gives_way and self._only_others))
+        return bool(self.prefilling) or (head is not None and not (head.is_best_effort and self._only_others))
 
     def _resume_swapped(self, plan: StepPlan) -> None:
         if not self.swapped:
@@ -320,13 +324,13 @@ class Scheduler:
         first_to_compute = min((stream.order_key for stream in self.interrupted.values()), default=None)
         for request in sorted(self.swapped.values(), key=lambda swapped: swapped.order_key):
             is_behind = first_to_compute is not None and first_to_compute < request.order_key
-            if is_behind or (self._only_others and request.gives_way):
+            if is_behind or (self._only_others and request.is_best_effort):
                 break
-            has_seat = self.holders.num_running < self._settings.max_num_seqs
+            has_seat = self.block_owners.num_running < self._settings.max_num_seqs
             if not has_seat or plan.takes_away(request) or not self._fits_back(plan, request):
                 self._recall(plan, request)
                 break
-            plan.swap_in.extend(self._kv.swap_in(request, self.holders.expected(request)))
+            plan.swap_in.extend(self._kv.swap_in(request, self.block_owners.expected(request)))
             del self.swapped[request.request_id]
             num_tokens = request.num_scheduled_tokens
             self.batch.join(request, num_tokens, request.num_output_tokens)
@@ -340,7 +344,7 @@ class Scheduler:
     def _plan_prefills(self, plan: StepPlan) -> None:
         """Admitted and waiting prompts in one order, each as far as budget, caps and memory allow."""
         self._refused.clear()
-        for request in self.ahead.take_unparked():
+        for request in self.early_prefills.take_unparked():
             self.waiting.push(request, is_long=request.is_long)
         if not self.waiting and not self.prefilling and not self.incoming.raising:
             return
@@ -356,7 +360,7 @@ class Scheduler:
         open_to_new = True
         while True:
             head = self.waiting.head(skip_long=self._caps.long_is_full) if open_to_new else None
-            if head is not None and head.gives_way and self._only_others:
+            if head is not None and head.is_best_effort and self._only_others:
                 self._refused.stand_until_departure()
                 head, open_to_new = None, False
             if admitted and (head is None or admitted[-1].order_key <= head.order_key):
@@ -372,7 +376,7 @@ class Scheduler:
                     self.waiting.push(head, is_long=head.is_long)
                 elif verdict is _Verdict.PARK:
                     self.waiting.remove(head)
-                    self.ahead.parked.push(head, is_long=head.is_long)
+                    self.early_prefills.parked.push(head, is_long=head.is_long)
                 open_to_new = verdict is not _Verdict.STOP and len(skipped) < MAX_SKIPPED
             else:
                 break
@@ -407,7 +411,7 @@ class Scheduler:
             self.joining[request.request_id] = request
 
     def _try_admit(self, plan: StepPlan, request: Request) -> _Verdict:
-        if not self.ahead.has_room(request):
+        if not self.early_prefills.has_room(request):
             return _Verdict.PARK
         if self._order.defer(request, plan.now):
             return _Verdict.DEFER
@@ -433,7 +437,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.interrupted.pop(request.request_id, None)
         is_first = request.first_step_ns is None
-        plan.block_copies += self._kv.admit(request, hit, self.holders.expected(request))
+        plan.block_copies += self._kv.admit(request, hit, self.block_owners.expected(request))
         self._kv.tiers.attach(request, below)
         if is_first:
             request.first_step_ns = plan.now
@@ -442,7 +446,7 @@ class Scheduler:
         num_below = len(below) * self._kv.block_size
         plan.events.append(RequestAdmitted(plan.now, request.request_id, start, is_first, num_below))
         self.prefilling[request.request_id] = request
-        self.ahead.admitted(request)
+        self.early_prefills.admitted(request)
         if not is_stream:
             self._caps.started(is_long=request.is_long)
         self._continue(plan, request)
@@ -452,21 +456,21 @@ class Scheduler:
         """A stream found no room: prompts that other workers are to compute give up the blocks they hold for it."""
         if not request.is_stream or not self.incoming.reserved:
             return
-        num_tokens = request.num_tokens + self.holders.expected(request)
+        num_tokens = request.num_tokens + self.block_owners.expected(request)
         needed = self._kv.num_blocks_for(num_tokens) + self._kv.config.watermark_blocks - self._kv.pool.num_available
-        for reserved in self.incoming.recall(request, needed):
-            plan.events.append(HandoffRecalled(plan.now, reserved.request_id))
+        for reserved in self.incoming.revoke(request, needed):
+            plan.events.append(HandoffRevoked(plan.now, reserved.request_id))
 
     def _seat(self, plan: StepPlan, request: Request, hit: Hit) -> bool:
         """Whether there is a seat and memory, if need be after displacing less important requests."""
         if self._has_room(plan, request, hit, self._refused):
             return True
-        if self.holders.is_behind_swapped(request):
+        if self.block_owners.is_behind_swapped(request):
             return False
         blocks = self._kv.num_blocks_for(request.num_tokens) - len(hit.blocks) + self._kv.config.watermark_blocks
         blocks += self._kv.pool.num_idle(hit.blocks) - self._kv.pool.num_available
-        blocks -= self.giving_way.given_up_for(request, hit)[0]
-        seats = self.holders.num_running + 1 - self._settings.max_num_seqs
+        blocks -= self.best_effort.given_up_for(request, hit)[0]
+        seats = self.block_owners.num_running + 1 - self._settings.max_num_seqs
         victims = self.preemption.victims_for(request, blocks, seats, hit)
         for victim in victims:
             self._preempt(plan, victim, by_priority=True)
@@ -474,27 +478,27 @@ class Scheduler:
             plan.num_decodes = len(self.batch)
             plan.decode_context = self.batch.context
         # Enough of them for its prompt; when it grows, it may displace more.
-        return bool(victims) and self._clear_room(plan, partial(self.holders.fits_now, request, hit))
+        return bool(victims) and self._clear_room(plan, partial(self.block_owners.fits_now, request, hit))
 
-    def _has_room(self, plan: StepPlan, request: Request, hit: Hit, refusal: StandingRefusal) -> bool:
+    def _has_room(self, plan: StepPlan, request: Request, hit: Hit, refusal: AdmissionBackoff) -> bool:
         """Whether there is a seat and memory for the first of a queue, which those set aside have given up then; else
         ``refusal`` says for how long not."""
-        if self.holders.num_running >= self._settings.max_num_seqs:
+        if self.block_owners.num_running >= self._settings.max_num_seqs:
             refusal.stand_until_departure()
             return False
-        if not self.holders.has_room(request, hit, refusal, self._num_departures):
+        if not self.block_owners.has_room(request, hit, refusal, self._num_departures):
             return False
-        return not len(self.giving_way) or self._clear_room(plan, partial(self.holders.fits_now, request, hit))
+        return not len(self.best_effort) or self._clear_room(plan, partial(self.block_owners.fits_now, request, hit))
 
     def _fits_back(self, plan: StepPlan, request: Request) -> bool:
         """Whether there are blocks for one that was swapped out, which those set aside have given up then."""
-        fits = partial(self.holders.fits_back, request)
-        return fits() if request.gives_way else self._clear_room(plan, fits)
+        fits = partial(self.block_owners.fits_back, request)
+        return fits() if request.is_best_effort else self._clear_room(plan, fits)
 
     def _clear_room(self, plan: StepPlan, fits: Callable[[], bool]) -> bool:
         """Take the blocks of requests that are set aside, until it fits. Returns whether it does."""
         while not fits():
-            victim = self.giving_way.victim()
+            victim = self.best_effort.victim()
             if victim is None:
                 return False
             self._preempt(plan, victim)
@@ -504,8 +508,8 @@ class Scheduler:
         self._num_departures += 1
         self._refused.clear()  # both queues may have been asked before this, in the same plan
         self._refused_incoming.clear()
-        if self.prefilling.pop(victim.request_id, None) is not None or self.giving_way.leave_prompt(victim):
-            self.ahead.forget(victim.request_id)
+        if self.prefilling.pop(victim.request_id, None) is not None or self.best_effort.leave_prompt(victim):
+            self.early_prefills.forget(victim.request_id)
             self.preemption.displace(plan, victim)
             self.add(victim, plan.now)
             return

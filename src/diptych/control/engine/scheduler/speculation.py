@@ -1,4 +1,4 @@
-"""How many of the tokens that executors offer are computed in a step: as many as make more tokens per second.
+"""How many of the tokens that executors proposal are computed in a step: as many as make more tokens per second.
 
 A step of n streams gives n tokens in the time that the step-time model predicts. One more row costs what the model says
 of a decode sequence, and gives a token with the chance that the executor has measured. Rows are added while a row gives
@@ -20,7 +20,7 @@ from diptych.control.engine.scheduler.step_plan import StepPlan
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.errors import BrokenInvariantError
 from diptych.control.request import Request
-from diptych.control.step import Extra, ExtraRows, Offer
+from diptych.control.step import DraftProposal, VerifyResult, VerifyRows
 
 MIN_GAIN = 1.1  # a guess must be better than the step by this factor: predictions and chances err
 LEARNED = 0.05  # weight of a step in what a step with extra rows costs more
@@ -28,13 +28,13 @@ FORGOTTEN = 0.995  # of it, whenever it was too much: so that it is measured aga
 
 
 class Speculation:
-    """The offers that stand, and the counts of what came of those that were taken."""
+    """The proposals that stand, and the counts of what came of those that were taken."""
 
     def __init__(self, kv: KVCacheManager, batch: DecodeBatch, model: StepTimeModel) -> None:
         self._kv = kv
         self._batch = batch
         self._model = model
-        self._offers: dict[str, tuple[float, ...]] = {}
+        self._proposals: dict[str, tuple[float, ...]] = {}
         self._late_ns = [0.0, 0.0]  # decode steps took so much longer than predicted: without extra rows, and with them
         self.num_drafts = 0  # steps of a stream in which drafted tokens were computed
         self.num_draft_tokens = 0
@@ -44,18 +44,18 @@ class Speculation:
     @property
     def has_offers(self) -> bool:
         """Whether there is anything to choose from."""
-        return bool(self._offers)
+        return bool(self._proposals)
 
-    def note(self, offers: Iterable[Offer]) -> None:
+    def note(self, proposals: Iterable[DraftProposal]) -> None:
         """The executor knows what may come next."""
-        for offer in offers:
-            self._offers[offer.request_id] = offer.chances
+        for proposal in proposals:
+            self._proposals[proposal.request_id] = proposal.chances
 
     def forget(self, request_id: str) -> None:
         """The request ends, or leaves the decode batch."""
-        self._offers.pop(request_id, None)
+        self._proposals.pop(request_id, None)
 
-    def count(self, extra: Extra) -> None:
+    def count(self, extra: VerifyResult) -> None:
         """A step has computed extra rows."""
         num_drafted = extra.num_tokens - extra.num_forced
         self.num_forced_tokens += extra.num_forced
@@ -79,23 +79,23 @@ class Speculation:
         self._late_ns[kind] += LEARNED * (late_ns - self._late_ns[kind])
 
     def add_rows(self, plan: StepPlan, rows_left: int, ns_left: float) -> None:
-        """Choose for this step, in which the batch decodes; every offer is used up. rows_left, ns_left: what the step
-        may still hold."""
-        offers, self._offers = self._offers, {}
+        """Choose for this step, in which the batch decodes; every proposal is used up. rows_left, ns_left: what the
+        step may still hold."""
+        proposals, self._proposals = self._proposals, {}
         if not self._model.is_trusted:
             return
-        members = [self._batch.member(request_id) for request_id in offers if request_id in self._batch]
-        counts = self._choose(plan, members, offers, rows_left, ns_left)
+        members = [self._batch.member(request_id) for request_id in proposals if request_id in self._batch]
+        counts = self._choose(plan, members, proposals, rows_left, ns_left)
         for request, count in zip(members, counts, strict=True):
             fitting = min(count, self._room(plan, request, count)) if count else 0
             if fitting > 0:
-                plan.add_extra_rows(ExtraRows(request.request_id, fitting), self._batch.num_computed(request) + 1)
+                plan.add_verify_rows(VerifyRows(request.request_id, fitting), self._batch.num_computed(request) + 1)
 
     def _choose(
         self,
         plan: StepPlan,
         members: list[Request],
-        offers: dict[str, tuple[float, ...]],
+        proposals: dict[str, tuple[float, ...]],
         rows_left: int,
         ns_left: float,
     ) -> list[int]:
@@ -108,7 +108,7 @@ class Speculation:
         least = num_tokens / step_ns
         rows: list[tuple[float, int, int, float, float]] = []  # minus gain per ns, member, place, chance, ns
         for number, request in enumerate(members):
-            chances = offers[request.request_id]
+            chances = proposals[request.request_id]
             context = self._batch.num_computed(request) + 2
             limit = min(len(chances), request.max_tokens - self._batch.num_outputs(request) - 1)
             for place in range(limit):
@@ -135,7 +135,7 @@ class Speculation:
         return counts
 
     def _room(self, plan: StepPlan, request: Request, count: int) -> int:
-        """Extra rows that its blocks hold, after new ones where memory is plentiful."""
+        """Verify rows that its blocks hold, after new ones where memory is plentiful."""
         kv = self._kv
         taken = self._batch.num_computed(request) + 1
         while request.num_slots - taken < count:

@@ -4,11 +4,11 @@ from diptych.control.errors import BrokenInvariantError
 from diptych.control.events import Event
 from diptych.control.request import Request
 from diptych.control.step import (
-    ExtraRows,
     ResumedDecode,
     ScheduledPrefill,
     SchedulerOutput,
     StepFeatures,
+    VerifyRows,
     chunk_attention,
 )
 
@@ -21,7 +21,6 @@ class StepPlan:
         "decode_context",
         "events",
         "extra_context",
-        "extra_rows",
         "extra_tokens",
         "new_blocks",
         "now",
@@ -33,6 +32,7 @@ class StepPlan:
         "resumed",
         "swap_in",
         "swap_out",
+        "verify_rows",
     )
 
     def __init__(self, now: int) -> None:
@@ -49,7 +49,7 @@ class StepPlan:
         self.prefill_attention = 0
         self.num_decodes = 0
         self.decode_context = 0
-        self.extra_rows: list[ExtraRows] = []
+        self.verify_rows: list[VerifyRows] = []
         self.extra_tokens = 0
         self.extra_context = 0
 
@@ -67,19 +67,19 @@ class StepPlan:
         self.prefill_tokens += num_tokens
         self.prefill_attention += chunk_attention(start, num_tokens)
 
-    def add_extra_rows(self, rows: ExtraRows, context: int) -> None:
+    def add_verify_rows(self, rows: VerifyRows, context: int) -> None:
         """A member of the batch, whose own row attends to ``context`` tokens, computes more than one."""
-        self.extra_rows.append(rows)
+        self.verify_rows.append(rows)
         self.extra_tokens += rows.num_tokens
         self.extra_context += chunk_attention(context, rows.num_tokens)
 
     def drop_extra_rows(self, request_id: str, context: int) -> None:
         """The member leaves the batch before the step."""
-        for rows in self.extra_rows:
+        for rows in self.verify_rows:
             if rows.request_id == request_id:
                 self.extra_tokens -= rows.num_tokens
                 self.extra_context -= chunk_attention(context, rows.num_tokens)
-        self.extra_rows = [rows for rows in self.extra_rows if rows.request_id != request_id]
+        self.verify_rows = [rows for rows in self.verify_rows if rows.request_id != request_id]
 
     def forget_resumed(self, request_id: str) -> bool:
         """Take back that a request joins the decode batch, if this plan says so. Returns whether it did."""
@@ -128,7 +128,7 @@ class StepPlan:
             predicted_ns,
             max_repeats,
             tuple(self.block_copies),
-            tuple(self.extra_rows),
+            tuple(self.verify_rows),
         )
 
     @property

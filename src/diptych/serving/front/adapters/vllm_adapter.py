@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diptych.base.engine_load_metrics import VLLM_LOAD
-from diptych.serving.api.manners import is_loopback
+from diptych.serving.api.http_policy import is_loopback
 from diptych.serving.front.adapters.openai_parts import (
     LOOK_S,
     GaugePage,

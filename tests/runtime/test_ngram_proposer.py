@@ -6,13 +6,13 @@ import random
 import numpy as np
 
 from diptych.control.request import SamplingParams
-from diptych.runtime.step.offered_tokens import OfferedTokens
+from diptych.runtime.step.draft_tokens import DraftTokens
+from diptych.runtime.step.ngram_proposer import LENGTHS, MAX_PAUSE, MatchCounts, NgramProposer
 from diptych.runtime.step.request_state import RequestState
-from diptych.runtime.step.suffix_lookup import LENGTHS, MAX_PAUSE, MatchCounts, SuffixLookup
 
 
-def lookup(tokens: list[int]) -> SuffixLookup:
-    return SuffixLookup(tokens, MatchCounts())
+def lookup(tokens: list[int]) -> NgramProposer:
+    return NgramProposer(tokens, MatchCounts())
 
 
 def test_the_continuation_of_the_longest_match_is_guessed_and_of_equals_the_latest() -> None:
@@ -58,7 +58,7 @@ def test_random_text_is_hardly_guessed_after_a_while() -> None:
     rng = random.Random(1)
     shared = MatchCounts()
     for _ in range(3):
-        found = SuffixLookup([rng.randrange(12) for _ in range(300)], shared)
+        found = NgramProposer([rng.randrange(12) for _ in range(300)], shared)
         for _ in range(300):
             found.extend([rng.randrange(12)])
     assert shared.chance(2) < 0.15
@@ -97,28 +97,28 @@ def test_in_a_wide_batch_an_answer_that_is_never_guessed_is_looked_up_more_rarel
 
 
 def test_a_prediction_is_guessed_where_the_answer_begins_to_repeat_it() -> None:
-    offered = OfferedTokens(drafts=True)
+    drafted = DraftTokens(drafts=True)
     predicted = tuple(range(500, 540))
     state = RequestState("r", [1, 2, 3], 3, SamplingParams(max_tokens=100, predicted=predicted))
     tokens = np.array([1, 2, 3, 500, 501, 502, 600, 510, 511, 512], dtype=np.int32)
     guesses = []
     for length in range(4, len(tokens) + 1):
-        offer = offered.after(state, tokens[:length], 50)
-        guesses.append(state.offered[:2] if offer is not None else ())
+        offer = drafted.after(state, tokens[:length], 50)
+        guesses.append(state.drafted[:2] if offer is not None else ())
     assert guesses == [(), (502, 503), (503, 504), (), (), (512, 513), (513, 514)]
 
 
 def test_what_came_during_a_pause_is_known_at_the_next_look() -> None:
-    offered = OfferedTokens(drafts=True)
+    drafted = DraftTokens(drafts=True)
     tokens = np.array([*range(100, 140), *range(200, 300), *range(100, 140)], dtype=np.int32)
     state = RequestState("r", tokens[:40].tolist(), 40, SamplingParams(max_tokens=500))
     looks, found = [], 0
     for length in range(41, len(tokens) + 1):
         if length >= state.next_look:
             looks.append(length)
-        offer = offered.after(state, tokens[:length], 100, num_streams=64)
+        offer = drafted.after(state, tokens[:length], 100, num_streams=64)
         if offer is not None:
             found = found or length
-            assert state.offered[0] == (tokens[length] if length < len(tokens) else 200)
+            assert state.drafted[0] == (tokens[length] if length < len(tokens) else 200)
     assert len(looks) < 60 and max(b - a for a, b in itertools.pairwise(looks)) > 4
     assert 142 <= found <= 172  # the repetition begins at 140

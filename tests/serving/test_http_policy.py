@@ -11,8 +11,8 @@ from fake_llm import FakeLLM
 from diptych.control.admission.quota import Allowance
 from diptych.control.errors import ConfigError, WorkerError
 from diptych.serving.api.app import build_app
+from diptych.serving.api.http_policy import HttpPolicy, is_loopback
 from diptych.serving.api.key_limits import _anthropic, _openai
-from diptych.serving.api.manners import Manners, is_loopback
 from diptych.serving.api.parameters import template_arguments
 from diptych.serving.api.protocol import ChatBody
 from diptych.workload.traces import load_trace
@@ -23,19 +23,20 @@ COMPLETION = {"prompt": [5, 6], "max_tokens": 3}
 
 
 async def call(
-    method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, manners: Manners | None = None,
+    method: str, path: str, body: Any = None, headers: dict[str, str] | None = None,
+    http_policy: HttpPolicy | None = None,
     **options: Any,
 ) -> httpx.Response:  # fmt: skip
-    app = build_app(FakeLLM(), "fake", manners=manners, **options)  # type: ignore[arg-type]
+    app = build_app(FakeLLM(), "fake", http_policy=http_policy, **options)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
         return await client.request(method, path, json=body, headers=headers)
 
 
 async def complete(
-    headers: dict[str, str] | None = None, manners: Manners | None = None, **fields: Any
+    headers: dict[str, str] | None = None, http_policy: HttpPolicy | None = None, **fields: Any
 ) -> httpx.Response:
-    return await call("POST", "/v1/completions", {**COMPLETION, **fields}, headers, manners)
+    return await call("POST", "/v1/completions", {**COMPLETION, **fields}, headers, http_policy)
 
 
 async def test_every_reply_has_an_id_that_of_its_body_or_of_its_client() -> None:
@@ -59,35 +60,35 @@ async def test_fields_that_are_ignored_are_named_and_refused_when_asked() -> Non
     assert "x-ignored-fields" not in (await complete(user="me")).headers
     many = await complete(**{f"field{number}": 1 for number in range(50)}, **{"bad name\r\n": 1})
     assert many.headers["x-ignored-fields"].endswith("field19, and 30 more")
-    refused = await complete(manners=Manners(is_strict=True), max_token=5)
+    refused = await complete(http_policy=HttpPolicy(is_strict=True), max_token=5)
     assert (refused.status_code, refused.json()["error"]["param"], refused.json()["error"]["code"]) == (
         400, "max_token", "unknown_field",
     )  # fmt: skip
-    assert (await complete(manners=Manners(is_strict=True), user="me", metadata={"a": "b"})).status_code == 200
+    assert (await complete(http_policy=HttpPolicy(is_strict=True), user="me", metadata={"a": "b"})).status_code == 200
 
 
 async def test_pages_of_allowed_origins_may_use_the_api_and_read_replies() -> None:
-    manners = Manners(cors_origins=(PAGE,))
+    http_policy = HttpPolicy(cors_origins=(PAGE,))
     preflight = {
         "origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization",
         "access-control-request-private-network": "true",
     }  # fmt: skip
-    reply = await call("OPTIONS", "/v1/completions", None, preflight, manners, api_keys=("key",))
+    reply = await call("OPTIONS", "/v1/completions", None, preflight, http_policy, api_keys=("key",))
     assert reply.status_code == 204
     assert reply.headers["access-control-allow-origin"] == PAGE
     assert reply.headers["access-control-allow-headers"] == "authorization"
     assert reply.headers["access-control-allow-private-network"] == "true"
     for stream in (False, True):
-        reply = await complete({"origin": PAGE}, manners, stream=stream)
+        reply = await complete({"origin": PAGE}, http_policy, stream=stream)
         assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, PAGE)
         exposed = set(reply.headers["access-control-expose-headers"].split(", "))
         allowance = Allowance(2, 1, 10**9)
         limits = [_openai(of, allowance) + _anthropic(of, allowance) for of in ("requests", "tokens")]
         assert {"x-request-id", *(name.decode() for headers in limits for name, _ in headers)} <= exposed
-    assert "access-control-allow-origin" not in (await complete(manners=manners)).headers
-    anyone = await complete({"origin": "null"}, Manners(cors_origins=("*",)))
+    assert "access-control-allow-origin" not in (await complete(http_policy=http_policy)).headers
+    anyone = await complete({"origin": "null"}, HttpPolicy(cors_origins=("*",)))
     assert anyone.headers["access-control-allow-origin"] == "null"
-    admin = await call("GET", "/admin/workers", None, {"origin": PAGE}, manners)
+    admin = await call("GET", "/admin/workers", None, {"origin": PAGE}, http_policy)
     assert admin.status_code == 403 and "access-control-allow-origin" not in admin.headers
 
 
@@ -106,7 +107,7 @@ async def test_pages_of_other_origins_may_send_nothing_and_read_nothing() -> Non
 
 
 async def test_a_local_server_answers_only_to_its_own_names() -> None:
-    manners = Manners(only_local=True, allowed_hosts=("gpu.lan",))
+    http_policy = HttpPolicy(only_local=True, allowed_hosts=("gpu.lan",))
     for host in (
         "127.0.0.1:8000",
         "localhost",
@@ -116,20 +117,20 @@ async def test_a_local_server_answers_only_to_its_own_names() -> None:
         "gpu.lan:8000",
         "10.1.2.3",
     ):
-        assert (await complete({"host": host}, manners)).status_code == 200, host
+        assert (await complete({"host": host}, http_policy)).status_code == 200, host
     for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "gpu.lan.evil.example"):
-        reply = await complete({"host": host}, manners)
+        reply = await complete({"host": host}, http_policy)
         assert (reply.status_code, reply.json()["error"]["code"]) == (403, "unknown_host"), host
     assert (await complete({"host": "evil.example"})).status_code == 200  # on other addresses any name is right
 
 
 async def test_the_access_log_has_a_line_for_each_request_and_can_be_simulated(tmp_path: Path) -> None:
     path = tmp_path / "access.jsonl"
-    manners = Manners(access_log=str(path))
-    await complete({"x-request-id": "mine"}, manners)
-    await complete(None, manners, stream=True, n=2)
-    await complete(None, manners, temperature=1000)
-    await call("GET", "/health", manners=manners)
+    http_policy = HttpPolicy(access_log=str(path))
+    await complete({"x-request-id": "mine"}, http_policy)
+    await complete(None, http_policy, stream=True, n=2)
+    await complete(None, http_policy, temperature=1000)
+    await call("GET", "/health", http_policy=http_policy)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["path"], line["status"]) for line in lines] == [
         ("/v1/completions", 200), ("/v1/completions", 200), ("/v1/completions", 400), ("/health", 200),
@@ -152,7 +153,7 @@ async def test_the_access_log_names_what_failed_in_a_stream(tmp_path: Path) -> N
         (FakeLLM(error=WorkerError("lost"), fail_after=2), False),
         (FakeLLM(), True),
     ):
-        app = build_app(llm, "fake", manners=Manners(access_log=str(path)))  # type: ignore[arg-type]
+        app = build_app(llm, "fake", http_policy=HttpPolicy(access_log=str(path)))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client:
             await client.post("/v1/completions", json={**COMPLETION, "stream": stream})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -163,9 +164,9 @@ async def test_the_access_log_names_what_failed_in_a_stream(tmp_path: Path) -> N
 
 async def test_what_cannot_be_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"cors_origin is 'page\.example'; expected an origin such as"):
-        Manners(cors_origins=("page.example",))
+        HttpPolicy(cors_origins=("page.example",))
     with pytest.raises(ConfigError, match="access_log is '/nowhere/log': No such file or directory"):
-        await complete(manners=Manners(access_log="/nowhere/log"))
+        await complete(http_policy=HttpPolicy(access_log="/nowhere/log"))
     assert is_loopback("127.0.0.1") and is_loopback("localhost") and not is_loopback("0.0.0.0")
 
 

@@ -78,7 +78,7 @@ class MatchCounts:
         return chances
 
 
-class SuffixLookup:
+class NgramProposer:
     """The tokens of one sequence, and the place where its end was before."""
 
     def __init__(self, token_ids: Tokens, shared: MatchCounts) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from diptych.serving.fleet.hang_watch import watch_pulses
+from diptych.serving.fleet.heartbeat_monitor import watch_pulses
 from diptych.serving.fleet.supervisor import Supervisor
-from diptych.serving.fleet.worker_port import WorkerState
+from diptych.serving.fleet.worker_handle import WorkerState
 from diptych.serving.fleet.worker_process import WorkerProcess
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.link.heartbeat import FILE_NAME, Heartbeat

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from diptych.control.slo import NS_PER_S
-from diptych.serving.fleet.worker_port import WorkerPort, WorkerState
+from diptych.serving.fleet.worker_handle import WorkerHandle, WorkerState
 from diptych.serving.link.heartbeat import Pulse
 
 OVERDUE_FACTOR, OVERDUE_S = 10, 60.0
@@ -28,7 +28,7 @@ def verdict(pulse: Pulse, now: int, timeout_s: float) -> str:
     return ""
 
 
-async def watch_pulses(ports: Sequence[WorkerPort], timeout_s: float) -> None:
+async def watch_pulses(ports: Sequence[WorkerHandle], timeout_s: float) -> None:
     """Look at every worker a few times per timeout, for ever, and kill those that hang. After a pause of this process
     itself (it was stopped, too) the workers get one more round."""
     limits = {WorkerState.READY: timeout_s, WorkerState.STARTING: max(timeout_s, LOADING_S)}

@@ -8,13 +8,13 @@ have been guessed does not depend on how many tokens a step computes.
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-MAX_GUESS = 16  # as runtime/step/offered_tokens.py
+MAX_GUESS = 16  # as runtime/step/draft_tokens.py
 LEAST_CHANCE = 0.02
 MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
+class SimulatedDrafts:
     """coverage, acceptance: 0 to 1. chances: of the tokens of a guess."""
 
     coverage: float

@@ -17,9 +17,9 @@ from diptych.control.slo import Slo
 from diptych.control.step import StepFeatures, chunk_attention
 from diptych.diagnosis.request_parts import PartsReader
 from diptych.serving.front.engine_spec import EngineSpec
-from diptych.serving.front.pass_metrics import (
+from diptych.serving.front.sglang_step_metrics import (
     MOST_PROMPTS,
-    PassMetricsFeed,
+    SGLangStepFeed,
     UnreadablePassError,
     decode_pass,
     prompts_of,
@@ -87,7 +87,7 @@ class Received:
         self.steps: list[StepFinished] = []
         self.features: list[StepFeatures] = []
         self.durations: list[int] = []
-        self.feed = PassMetricsFeed(self._on_step, lambda: self.now)
+        self.feed = SGLangStepFeed(self._on_step, lambda: self.now)
 
     def take(self, now: int, number: int, metrics: Metrics) -> None:
         self.now = now

@@ -65,7 +65,7 @@ def hand_over(listener: WorkerListener, worker: int, message: WorkerMessage) -> 
         listener.on_defect(f"a message of worker {worker}", error)
 
 
-class WorkerPort(Protocol):
+class WorkerHandle(Protocol):
     """Worker ``number`` for the life of the front end: one engine after the other, wherever it runs."""
 
     number: int
@@ -101,14 +101,14 @@ class Launcher(Protocol):
     end. supervisor.py: processes of this host; launched_worker.py: those that a cluster manager places. Workers that
     join by themselves have ports and no launcher."""
 
-    async def open(self, door_port: int) -> None:
-        """Prepare the first launch. door_port: where workers of other hosts join (0: none may). Raises ConfigError."""
+    async def open(self, join_port: int) -> None:
+        """Prepare the first launch. join_port: where workers of other hosts join (0: none may). Raises ConfigError."""
         ...
 
     async def close(self) -> None:
         """Release everything, after the last port was stopped."""
         ...
 
-    def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> WorkerPort:
+    def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> WorkerHandle:
         """A worker that is not started yet. pass_fds: file descriptors that ``options`` names."""
         ...

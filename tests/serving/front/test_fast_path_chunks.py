@@ -13,8 +13,8 @@ from tests.laws import law
 from diptych.control.request import RequestOptions
 from diptych.serving.front.engine_connection import ConnectionPool, EngineCall, _Connection
 from diptych.serving.front.engine_exchange import EngineExchange
-from diptych.serving.front.engine_question import EngineQuestion
-from diptych.serving.front.plain_chunks import MIN_TRIES, ChunkForm, ChunkForms
+from diptych.serving.front.engine_request import EngineRequest
+from diptych.serving.front.fast_path_chunks import MIN_TRIES, ChunkForm, ChunkForms
 from diptych.serving.front.relay_request import RelayPath, read_request
 from diptych.serving.front.relay_stream import RelayGeneration, RelayStream
 from diptych.serving.front.reply_chunks import EventSplitter, read_chunk, without_token_ids
@@ -263,7 +263,7 @@ class Transport(asyncio.Transport):
 Seen = tuple[bytes, list[int], int, bool, int, int]
 
 
-def seen(pieces: list[bytes], question: EngineQuestion, path: RelayPath, *, decodes: bool) -> tuple[Seen, int]:
+def seen(pieces: list[bytes], question: EngineRequest, path: RelayPath, *, decodes: bool) -> tuple[Seen, int]:
     """What client and front have of a reply that comes in these pieces, and how many chunks were passed on as they are.
     decodes: each is decoded."""
     body = b'{"model":"m","prompt":"x","messages":[],"max_tokens":500,"stream":true}'
@@ -354,11 +354,11 @@ async def test_however_a_reply_is_cut_client_and_front_get_the_same(seed: int) -
     for style in STYLES:
         is_chat = style in STYLES[2:]
         path: RelayPath = "/v1/chat/completions" if is_chat else "/v1/completions"
-        questions = [EngineQuestion(path, b"", adds_ids=style is with_ids)]
+        questions = [EngineRequest(path, b"", adds_ids=style is with_ids)]
         if style is with_ids:  # which its client asked for itself
-            questions.append(EngineQuestion(path, b""))
+            questions.append(EngineRequest(path, b""))
         if not is_chat:
-            questions += [EngineQuestion(path, b"", resumes=True), EngineQuestion(path, b"", writes_as="m")]
+            questions += [EngineRequest(path, b"", resumes=True), EngineRequest(path, b"", writes_as="m")]
         head, chunks = replies(style, rng)
         for question in questions:
             whole, none = seen([head, *chunks], question, path, decodes=True)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from diptych.base.limited_log import LimitedLog, kind_of
 from diptych.serving.front.engine_spec import EngineSpec
-from diptych.serving.front.pass_metrics import PassMetricsFeed
+from diptych.serving.front.sglang_step_metrics import SGLangStepFeed
 from diptych.serving.front.step_feed import OnStep, StepFeed, read_frames
 
 logger = logging.getLogger(__name__)
@@ -33,12 +33,12 @@ class StepSource(Protocol):
         ...
 
 
-class StepWatch:
+class EngineStepFeeds:
     """Listens to one engine while it is up, as its step_events say ("": it reports no steps)."""
 
     def __init__(self, spec: EngineSpec, on_step: OnStep, clock: Callable[[], int]) -> None:
         self._address = spec.step_events
-        self._source = PassMetricsFeed if spec.kind == "sglang" else StepFeed
+        self._source = SGLangStepFeed if spec.kind == "sglang" else StepFeed
         self._on_step = on_step
         self._clock = clock
         self._reading: asyncio.Task[None] | None = None

@@ -13,7 +13,7 @@ from diptych.serving.front.tokenized_prompt import GENERATE_PATH, generate_field
 
 
 @dataclass(frozen=True, slots=True)
-class EngineQuestion:
+class EngineRequest:
     """What is sent. resumes: the answer goes on after tokens of another engine. adds_ids, adds_usage: the engine was
     asked for more than the client has asked for. writes_as: the engine gets and gives tokens and text, and the front
     writes the answer to a chat with this model's name ("": the engine writes it)."""
@@ -39,20 +39,20 @@ def id_header(attempt_id: str) -> bytes:
 @dataclass(frozen=True, slots=True)
 class RequestFields:
     """What is asked of an engine for a stream, from its beginning or after the tokens that its client has; fields: of
-    the body. writes_as: see EngineQuestion."""
+    the body. writes_as: see EngineRequest."""
 
     path: str
     fields: Mapping[str, Any]
     resumes: bool = False
     writes_as: str = ""
 
-    def question(self, stream: RelayStream, more: Mapping[str, Any] = {}) -> EngineQuestion:
+    def question(self, stream: RelayStream, more: Mapping[str, Any] = {}) -> EngineRequest:
         """The request as it is sent, with more fields."""
         body = encode_json({**self.fields, **more})
         if self.resumes or self.writes_as:
-            return EngineQuestion(self.path, body, resumes=self.resumes, writes_as=self.writes_as)
+            return EngineRequest(self.path, body, resumes=self.resumes, writes_as=self.writes_as)
         asked = stream.request
-        return EngineQuestion(
+        return EngineRequest(
             self.path,
             body,
             adds_ids="return_token_ids" in self.fields and "return_token_ids" not in asked.fields,

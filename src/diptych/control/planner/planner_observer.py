@@ -38,7 +38,7 @@ class PoolMember:
     started: SchedulerConfig
 
 
-class ClusterWatch:
+class PlannerObserver:
     """One cluster. started: the scheduler settings that its workers began with. members: the first workers, where these
     are of pools."""
 

@@ -13,7 +13,7 @@ from diptych.control.request import Request
 REFUSAL_STEPS = 8  # decode steps for which a refusal for lack of memory to come stands
 
 
-class StandingRefusal:
+class AdmissionBackoff:
     """Why the first request of a queue has no blocks, as far as decode steps can change it.
 
     until_tick: the tick of the decode batch before which it need not be asked again (0: ask in every step).
@@ -46,7 +46,7 @@ class StandingRefusal:
         self._stands_until = self.until_tick = tick + REFUSAL_STEPS
 
 
-def steps_that_stand(batch: DecodeBatch, kv: KVCacheManager, refusals: list[StandingRefusal]) -> int:
+def steps_without_decision(batch: DecodeBatch, kv: KVCacheManager, refusals: list[AdmissionBackoff]) -> int:
     """Steps in a row, the one just handed out included, for which a batch that nothing joins decides nothing. refusals:
     those of the queues in which requests wait."""
     steps = LEARN_EVERY - batch.ticks_completed % LEARN_EVERY

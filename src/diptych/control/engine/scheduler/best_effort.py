@@ -1,4 +1,4 @@
-"""Requests that give way (class batch): computed only in steps in which requests of other classes have nothing to do.
+"""Best-effort requests (class batch): computed only in steps in which requests of other classes have nothing to do.
 
 Owns those that are set aside meanwhile. They keep their blocks until others need them; then they lose these before any
 other request does. A stream among them leaves the decode batch, as one that is swapped out does, and comes back without
@@ -19,7 +19,7 @@ from diptych.control.request import Request
 from diptych.control.step import ResumedDecode, SchedulerOutput
 
 
-class GivingWay:
+class BestEffortRequests:
     """requests: all on this worker that gave way when they came. streams, prompts: those that are set aside."""
 
     def __init__(self, kv: KVCacheManager, batch: DecodeBatch, speculation: Speculation) -> None:
@@ -46,10 +46,10 @@ class GivingWay:
 
     def add(self, request: Request) -> None:
         """Add a request that came, or lost its blocks."""
-        if not request.gives_way or request.request_id in self.requests:
+        if not request.is_best_effort or request.request_id in self.requests:
             return
         self.requests[request.request_id] = request
-        if (limit_ns := request.options.gives_way_ns) is not None:
+        if (limit_ns := request.options.best_effort_ns) is not None:
             heappush(self._ends, (request.arrival_ns + limit_ns, request.number, request))
 
     def remove(self, request: Request) -> None:
@@ -57,7 +57,7 @@ class GivingWay:
         if self.requests.pop(request.request_id, None) is None:
             return
         self._take(request)
-        if request.options.gives_way_ns is not None:
+        if request.options.best_effort_ns is not None:
             self._ends = [entry for entry in self._ends if entry[2] is not request]
             heapify(self._ends)
 
@@ -67,14 +67,15 @@ class GivingWay:
         while self._ends and self._ends[0][0] <= now:
             request = heappop(self._ends)[2]
             if request.request_id in self._batch:
-                self._batch.num_giving_way -= 1
-            request.gives_way = False
+                self._batch.num_best_effort -= 1
+            request.is_best_effort = False
             due.append(request)
         return due
 
     def rest(self, plan: StepPlan, prefilling: dict[str, Request]) -> bool:
-        """Set aside all that give way, before anything of this step is planned. Returns whether there were any."""
-        streams = [request for request in self._batch if request.gives_way] if self._batch.num_giving_way else []
+        """Set aside all best-effort requests, before anything of this step is planned. Returns whether there were
+        any."""
+        streams = [request for request in self._batch if request.is_best_effort] if self._batch.num_best_effort else []
         for request in streams:
             self._batch.leave(request)
             self._speculation.forget(request.request_id)
@@ -82,7 +83,7 @@ class GivingWay:
             if not plan.forget_resumed(request.request_id):
                 plan.paused.append(request.request_id)
             plan.events.append(RequestRested(plan.now, request.request_id))
-        prompts = [request for request in prefilling.values() if request.gives_way]
+        prompts = [request for request in prefilling.values() if request.is_best_effort]
         for request in prompts:
             self.prompts[request.request_id] = prefilling.pop(request.request_id)
             self._kv.stop_progress(request)
@@ -90,8 +91,8 @@ class GivingWay:
 
     def go_on(self, plan: StepPlan, prefilling: dict[str, Request], num_seats: int, *, only_due: bool) -> None:
         """Give the requests that are set aside their places again, as many as there are seats for; while others are
-        here (``only_due``), only those that do not give way any more."""
-        back = [request for request in self if not (only_due and request.gives_way)]
+        here (``only_due``), only those that are no longer best-effort."""
+        back = [request for request in self if not (only_due and request.is_best_effort)]
         back.sort(key=lambda request: request.order_key)
         for request in back[: max(0, num_seats)]:
             if self._take(request):
@@ -101,15 +102,15 @@ class GivingWay:
 
     def are_all(self, output: SchedulerOutput) -> bool:
         """Whether the step just handed out has work of requests that give way, and of no others."""
-        if not self.requests or (output.num_decodes and self._batch.num_giving_way < len(self._batch)):
+        if not self.requests or (output.num_decodes and self._batch.num_best_effort < len(self._batch)):
             return False
         chunks = [self.requests.get(chunk.request_id) for chunk in output.prefills]
-        return all(request is not None and request.gives_way for request in chunks)
+        return all(request is not None and request.is_best_effort for request in chunks)
 
     def given_up_for(self, request: Request, hit: Hit) -> tuple[int, int]:
         """What those set aside would give up for a request that finds the ``hit``: blocks that nothing else
         holds, and blocks reserved for their growth."""
-        if request.gives_way or not len(self):
+        if request.is_best_effort or not len(self):
             return 0, 0
         yielding = [other for other in self if self._may_lose_blocks(other)]
         held = Counter(block for other in yielding for block_ids in other.block_tables for block in block_ids)
@@ -124,7 +125,7 @@ class GivingWay:
 
     def keeps_blocks_from(self, request: Request) -> bool:
         """Whether there is one set aside that does not lose its blocks to this request."""
-        return any(request.gives_way or not self._may_lose_blocks(other) for other in self)
+        return any(request.is_best_effort or not self._may_lose_blocks(other) for other in self)
 
     def leave_prompt(self, request: Request) -> bool:
         """Take the blocks of a prompt that is set aside. Returns whether the request is one."""

@@ -195,7 +195,7 @@ def test_those_set_aside_take_no_seats_from_others() -> None:
 def test_it_gives_way_no_longer_than_it_is_to() -> None:
     driver = make()
     limit_ns = 300 * NS_PER_MS
-    driver.add("batch", 40, 200, service_class="batch", gives_way_ns=limit_ns)
+    driver.add("batch", 40, 200, service_class="batch", best_effort_ns=limit_ns)
     driver.add("waits", 40, 200, service_class="batch")
     until_token(driver, "waits")
     driver.add("other", 40, 400)
@@ -213,10 +213,10 @@ def test_it_gives_way_no_longer_than_it_is_to() -> None:
 
 def test_a_prompt_and_one_in_the_queue_stop_giving_way_too() -> None:
     driver = make(budget=BudgetConfig("fixed", 16, min_chunk_tokens=1))
-    driver.add("half", 160, 4, service_class="batch", gives_way_ns=100 * NS_PER_MS)
+    driver.add("half", 160, 4, service_class="batch", best_effort_ns=100 * NS_PER_MS)
     driver.step()
     driver.add("other", 40, 400)
-    driver.add("queued", 40, 4, service_class="batch", gives_way_ns=200 * NS_PER_MS)
+    driver.add("queued", 40, 4, service_class="batch", best_effort_ns=200 * NS_PER_MS)
     until_token(driver, "queued")
     assert "other" in driver.core.requests and "half" in driver.finished()
     driver.run()
@@ -224,13 +224,13 @@ def test_a_prompt_and_one_in_the_queue_stop_giving_way_too() -> None:
 
 def test_no_time_to_give_way_means_as_any_other() -> None:
     driver = make()
-    driver.add("batch", 40, 100, service_class="batch", gives_way_ns=0)
+    driver.add("batch", 40, 100, service_class="batch", best_effort_ns=0)
     until_token(driver, "batch")
     driver.add("other", 40, 20)
     driver.run()
     assert not names(driver, RequestRested)
-    with pytest.raises(InvalidRequestError, match="gives_way_ns is -1"):
-        RequestOptions(service_class="batch", gives_way_ns=-1)
+    with pytest.raises(InvalidRequestError, match="best_effort_ns is -1"):
+        RequestOptions(service_class="batch", best_effort_ns=-1)
 
 
 def test_a_prompt_computed_for_another_worker_keeps_its_blocks_and_is_finished_if_others_need_them() -> None:
@@ -279,7 +279,7 @@ def test_a_step_of_batch_alone_may_be_broken_off_for_a_newcomer_and_is_done_agai
     for with_prompt in (True, False):
         begun = core.begin_step(driver.now)
         assert begun is not None and begun.num_decodes and bool(begun.prefills) == with_prompt
-        assert core.gives_way_to(DEFAULT_OPTIONS) and not core.gives_way_to(BATCH)
+        assert core.is_preemptible_by(DEFAULT_OPTIONS) and not core.is_preemptible_by(BATCH)
         before = core.model.coefficients
         apply_membership(driver, begun)
         driver.now += NS_PER_MS
@@ -295,7 +295,7 @@ def test_a_step_of_batch_alone_may_be_broken_off_for_a_newcomer_and_is_done_agai
             driver.step()
     driver.add("other", 30, 4)
     begun = core.begin_step(driver.now)
-    assert begun is not None and not core.gives_way_to(DEFAULT_OPTIONS)
+    assert begun is not None and not core.is_preemptible_by(DEFAULT_OPTIONS)
     driver.log += core.end_step(driver.executor.execute(begun), driver.now + 1)
     driver.run()
     assert driver.finished()["stream"].latency.num_output_tokens == 20
@@ -313,24 +313,24 @@ def apply_membership(driver: Driver, begun: SchedulerOutput) -> None:
 
 def test_a_request_that_ends_while_it_is_set_aside_leaves_nothing() -> None:
     driver = make()
-    driver.add("prompt", 640, 4, service_class="batch", gives_way_ns=NS_PER_S)
+    driver.add("prompt", 640, 4, service_class="batch", best_effort_ns=NS_PER_S)
     driver.step()
     driver.add("stream", 20, 60, service_class="batch")
     driver.add("other", 40, 60)
     until_token(driver, "other")
     driver.abort("prompt")
     driver.abort("stream")
-    assert not len(driver.core.scheduler.giving_way) and not driver.core.scheduler.giving_way.has_limits
+    assert not len(driver.core.scheduler.best_effort) and not driver.core.scheduler.best_effort.has_limits
     driver.run()
     assert isinstance(driver.log[-1], RequestFinished) or driver.finished()
 
 
 def test_a_plan_of_others_stands_while_batch_waits_unless_its_time_may_come() -> None:
-    def longest(gives_way_ns: int | None) -> int:
+    def longest(best_effort_ns: int | None) -> int:
         driver = make()
         for _ in range(100):
             driver.core.observe(StepFeatures(0, 0, 1, 40), 5 * NS_PER_MS)
-        driver.add("batch", 40, 60, service_class="batch", gives_way_ns=gives_way_ns)
+        driver.add("batch", 40, 60, service_class="batch", best_effort_ns=best_effort_ns)
         until_token(driver, "batch")
         driver.add("waits", 40, 60, service_class="batch")
         driver.add("other", 40, 60)

@@ -25,7 +25,7 @@ _FINE_CUT = re.compile(b"[" + b"".join(re.escape(bytes([value])) for value in ra
 _LOW_BYTE = 0 if sys.byteorder == "little" else PIECE_BYTES - 1
 
 
-class SealedTokens:
+class HashedPrompt:
     """The PromptTokens of control.misses. key: of the pads and digests; None: tokens stay readable in pieces."""
 
     __slots__ = ("_block_size", "_ids", "_key", "_owner", "contents", "hashes", "num_tokens", "root")
@@ -49,9 +49,9 @@ class SealedTokens:
         self.contents = self.hashes if salt is None else hash_blocks(token_ids, block_size)
         self.num_tokens = len(token_ids)
 
-    def followed_by(self, token_ids: Sequence[int]) -> "SealedTokens":
+    def followed_by(self, token_ids: Sequence[int]) -> "HashedPrompt":
         """The prompt with an answer behind it; what is hashed already is not hashed again."""
-        whole = SealedTokens.__new__(SealedTokens)
+        whole = HashedPrompt.__new__(HashedPrompt)
         whole._ids = [*self._ids, *token_ids]
         whole._block_size, whole._key, whole._owner, whole.root = self._block_size, self._key, self._owner, self.root
         whole.hashes = _longer(self.hashes, self.root, whole._ids, self._block_size)

@@ -29,9 +29,9 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # Anthropic's
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ApiFlavour:
     """error_body: of a reply that failed. done: the end of every stream. names: how the path of a field begins in chat
-    requests, and what clients of this dialect call that."""
+    requests, and what clients of this flavour call that."""
 
     error_body: Callable[[DiptychError], bytes]
     done: bytes = b""
@@ -82,15 +82,15 @@ def messages_failure(error: DiptychError) -> bytes:
     return b"event: error\ndata: " + anthropic_error(error) + b"\n\n"
 
 
-CHAT = Dialect(error_body, b"data: [DONE]\n\n")
-MESSAGES = Dialect(anthropic_error, names=(("response_format.json_schema", "output_config.format"),))
-RESPONSES = Dialect(
+CHAT = ApiFlavour(error_body, b"data: [DONE]\n\n")
+MESSAGES = ApiFlavour(anthropic_error, names=(("response_format.json_schema", "output_config.format"),))
+RESPONSES = ApiFlavour(
     error_body, names=(("response_format.json_schema", "text.format"), ("response_format", "text.format"))
 )
 
 
-def dialect_of(path: str) -> Dialect:
-    """The API dialect of a path of the server."""
+def flavour_of(path: str) -> ApiFlavour:
+    """The API flavour of a path of the server."""
     if path.startswith("/v1/messages"):
         return MESSAGES
     return RESPONSES if path.startswith("/v1/responses") else CHAT

@@ -1,7 +1,7 @@
 """Prefix misses while serving: feeds the explainer with what clients send and workers report, and keeps the latest.
 
 Text is kept only where that was asked for. Then the token ids of prompts and answers lie in memory as they are, within
-the bounds of the history; else nothing that is kept can be read (see sealed_tokens.py).
+the bounds of the history; else nothing that is kept can be read (see hashed_prompts.py).
 """
 
 import logging
@@ -19,7 +19,7 @@ from diptych.control.request import Submission
 from diptych.serving import edge_limits
 from diptych.serving.answers.answer_stream import AnswerStream
 from diptych.serving.misses.difference import BEFORE_TOKENS, MAX_TOKENS, Decode, TextDifference, difference
-from diptych.serving.misses.sealed_tokens import SealedTokens, unsealed
+from diptych.serving.misses.hashed_prompts import HashedPrompt, unsealed
 
 KEY_BYTES = 32
 
@@ -34,7 +34,7 @@ class ExplainedMiss:
     text: TextDifference | None = None
 
 
-class MissWatch:
+class MissRecorder:
     """The prefix-cache misses of one front end. keeps_text: token ids stay readable. stream_of: the open answer of a
     request, by its id."""
 
@@ -55,7 +55,7 @@ class MissWatch:
         self._stream_of = stream_of
         self._clock = clock
         self._key = None if keeps_text else secrets.token_bytes(KEY_BYTES)
-        self._open: dict[str, tuple[AnswerStream, SealedTokens]] = {}
+        self._open: dict[str, tuple[AnswerStream, HashedPrompt]] = {}
 
     @property
     def now_ns(self) -> int:
@@ -94,7 +94,7 @@ class MissWatch:
     def _on_arrived(self, stream: AnswerStream, submission: Submission) -> None:
         options, size = stream.options, self.explainer.block_size
         owner = options.cache_salt, options.tenant
-        prompt = SealedTokens(stream.prompt_token_ids, size, self._key, *owner, submission.hashes)
+        prompt = HashedPrompt(stream.prompt_token_ids, size, self._key, *owner, submission.hashes)
         self._open[stream.request_id] = stream, prompt
         reads_cache = stream.sampling.reads_prefix_cache
         self.explainer.on_arrived(stream.request_id, prompt, options.tenant, reads_cache=reads_cache)
@@ -117,7 +117,7 @@ class MissWatch:
         if len(self.texts) > MAX_PLACES:
             del self.texts[next(iter(self.texts))]
 
-    def _difference(self, miss: PrefixMiss, prompt: SealedTokens) -> TextDifference | None:
+    def _difference(self, miss: PrefixMiss, prompt: HashedPrompt) -> TextDifference | None:
         if not self.keeps_text or self.decode is None or not miss.key:
             return None
         size, at = self.explainer.block_size, miss.num_seen_tokens

@@ -25,7 +25,7 @@ from diptych.serving.fleet.handshake_port import HandshakePort
 from diptych.serving.fleet.join_options import JoinOptions
 from diptych.serving.fleet.joined_worker import JoinedWorker
 from diptych.serving.fleet.launched_worker import LaunchedWorker
-from diptych.serving.fleet.worker_port import WorkerPort, WorkerSite, WorkerState
+from diptych.serving.fleet.worker_handle import WorkerHandle, WorkerSite, WorkerState
 from diptych.serving.join.framed_link import FramedLink
 from diptych.serving.join.join_messages import PROTOCOL, Accepted, Refused, Registration, read_from_agent, told
 from diptych.serving.link.engine_options import EngineOptions
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class JoiningFleet(Protocol):
     """What the door needs of the fleet."""
 
-    workers: list[WorkerPort]
+    workers: list[WorkerHandle]
 
     def take_in(self, port: JoinedWorker) -> None:
         """A port for a number that is free."""
@@ -87,7 +87,7 @@ def expected_of(model: str) -> Expected:
     return Expected(diptych.__version__, fingerprint(read_model_config(model)), Path(model).name)
 
 
-class WorkerDoor:
+class JoinListener:
     """One fleet's. numbers: that workers may get. silence_s: after which either end gives the other up."""
 
     def __init__(

@@ -3,15 +3,15 @@
 import numpy as np
 import numpy.typing as npt
 
-from diptych.control.step import Offer
+from diptych.control.step import DraftProposal
+from diptych.runtime.step.ngram_proposer import MatchCounts, NgramProposer
 from diptych.runtime.step.request_state import RequestState
-from diptych.runtime.step.suffix_lookup import MatchCounts, SuffixLookup
 
 MAX_DRAFT = 16  # tokens of a guess
 MAX_FORCED = 64
 
 
-class OfferedTokens:
+class DraftTokens:
     """The tokens that may come next in each request of a runner. drafts: whether tokens are guessed."""
 
     def __init__(self, *, drafts: bool) -> None:
@@ -20,10 +20,10 @@ class OfferedTokens:
 
     def after(
         self, state: RequestState, token_ids: npt.NDArray[np.int32], room: int, num_streams: int = 1
-    ) -> Offer | None:
+    ) -> DraftProposal | None:
         """token_ids: of the request so far. room: how many may follow besides the one that is sampled next.
         num_streams: that decode together. Raises ValueError where its constraint cannot go on."""
-        state.offered, state.num_forced = (), 0
+        state.drafted, state.num_forced = (), 0
         lookup = None
         if self.drafts and len(token_ids) >= state.next_look:
             lookup = self._follow(state, token_ids)
@@ -33,8 +33,8 @@ class OfferedTokens:
         if state.constraint is not None:
             forced = tuple(state.constraint.forced(min(room, MAX_FORCED)))
             if forced:
-                state.offered, state.num_forced = forced, len(forced)
-                return Offer(state.request_id, (1.0,) * len(forced))
+                state.drafted, state.num_forced = forced, len(forced)
+                return DraftProposal(state.request_id, (1.0,) * len(forced))
         if lookup is None:
             return None
         draft, chances = lookup.guess(min(room, MAX_DRAFT))
@@ -42,13 +42,13 @@ class OfferedTokens:
             draft = draft[: state.constraint.count_allowed(draft)]
         if not draft:
             return None
-        state.offered = tuple(draft)
-        return Offer(state.request_id, tuple(chances[: len(draft)]))
+        state.drafted = tuple(draft)
+        return DraftProposal(state.request_id, tuple(chances[: len(draft)]))
 
-    def _follow(self, state: RequestState, token_ids: npt.NDArray[np.int32]) -> SuffixLookup:
+    def _follow(self, state: RequestState, token_ids: npt.NDArray[np.int32]) -> NgramProposer:
         lookup, predicted = state.lookup, state.params.predicted  # as if they stood before the prompt
         if lookup is None:
-            lookup = state.lookup = SuffixLookup(
+            lookup = state.lookup = NgramProposer(
                 [*predicted, *token_ids.tolist()] if predicted else token_ids, self._counts
             )
         else:

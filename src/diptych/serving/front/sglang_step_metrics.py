@@ -105,7 +105,7 @@ def prompts_of(step: ReportedPass) -> tuple[tuple[str, int, int], ...]:
     return tuple(found)
 
 
-class PassMetricsFeed:
+class SGLangStepFeed:
     """A StepSource. on_step, num_seen: as in StepFeed. num_missed: messages that were published and did not come, of
     which some may have been heartbeats.
 

@@ -14,7 +14,7 @@ _ADDRESS = re.compile(r"[\d.]+|\[[\da-fA-F:.%]+\]")
 
 
 @dataclass(frozen=True, slots=True)
-class Manners:
+class HttpPolicy:
     """cors_origins: origins whose pages may use the API ("*": all). allowed_hosts: names under which the server may be
     called; none given: any, unless ``only_local``, and then this machine's. access_log: a file, "-" for standard error
     (None: none). is_strict: unknown fields are refused."""

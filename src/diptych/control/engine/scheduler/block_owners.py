@@ -5,24 +5,24 @@ Owns these places; the scheduler decides when a request moves from one to the ne
 
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.engine.kvcache.prefix_cache import Hit
+from diptych.control.engine.scheduler.admission_backoff import AdmissionBackoff
+from diptych.control.engine.scheduler.best_effort import BestEffortRequests
 from diptych.control.engine.scheduler.decode_batch import DecodeBatch
-from diptych.control.engine.scheduler.giving_way import GivingWay
 from diptych.control.engine.scheduler.incoming import Incoming
-from diptych.control.engine.scheduler.stride import StandingRefusal
 from diptych.control.length_predictor import LengthPredictor
 from diptych.control.request import Request
 from diptych.control.step import SchedulerOutput
 
 
-class Holders:
+class BlockOwners:
     """prefilling: admitted prompts. joining: prefilled, or last chunk handed out; they decode from the next step on.
     swapped: streams whose KV lies on the host. incoming: prefilled elsewhere. outgoing: prefilled here, to be decoded
-    elsewhere. giving_way: set aside."""
+    elsewhere. best_effort: set aside."""
 
-    def __init__(self, kv: KVCacheManager, batch: DecodeBatch, giving_way: GivingWay) -> None:
+    def __init__(self, kv: KVCacheManager, batch: DecodeBatch, best_effort: BestEffortRequests) -> None:
         self._kv = kv
         self.batch = batch
-        self.giving_way = giving_way
+        self.best_effort = best_effort
         self.prefilling: dict[str, Request] = {}
         self.joining: dict[str, Request] = {}
         self.swapped: dict[str, Request] = {}
@@ -38,15 +38,15 @@ class Holders:
     @property
     def is_empty(self) -> bool:
         """Whether no request holds blocks."""
-        return self.num_running == 0 and not len(self.giving_way)
+        return self.num_running == 0 and not len(self.best_effort)
 
     def others_are_here(self) -> bool:
-        """Whether a request that does not give way holds blocks, held some, or is to get some for another worker."""
-        if len(self.batch) > self.batch.num_giving_way:
+        """Whether a request that is not best-effort holds blocks, held some, or is to get some for another worker."""
+        if len(self.batch) > self.batch.num_best_effort:
             return True
         places = (self.prefilling, self.swapped, self.incoming.waiting)
         here = (request for place in places for request in place.values())
-        return any(not request.gives_way for request in (*here, *self.giving_way))
+        return any(not request.is_best_effort for request in (*here, *self.best_effort))
 
     def remove(self, request_id: str) -> None:
         """The request ends, wherever it is, but in the decode batch or set aside."""
@@ -66,13 +66,13 @@ class Holders:
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
-    def has_room(self, request: Request, hit: Hit, refusal: StandingRefusal, num_departures: int) -> bool:
+    def has_room(self, request: Request, hit: Hit, refusal: AdmissionBackoff, num_departures: int) -> bool:
         """Whether there is memory for the first of a queue, if need be after those set aside have lost their blocks;
         else ``refusal`` says for how long not."""
         if self.is_behind_swapped(request):
             return False
-        given_up = self.giving_way.given_up_for(request, hit)
-        is_alone = self.num_running == 0 and not self.giving_way.keeps_blocks_from(request)
+        given_up = self.best_effort.given_up_for(request, hit)
+        is_alone = self.num_running == 0 and not self.best_effort.keeps_blocks_from(request)
         if not self._kv.fits_now(request, hit, alone=is_alone, given_up=given_up[0]):
             refusal.stand_until_departure()
             return False
@@ -81,7 +81,7 @@ class Holders:
         tick = self.batch.ticks_scheduled
         if refusal.repeat(request, num_departures, tick):
             return False
-        demands = self._demands if request.gives_way else self._demands_of_others
+        demands = self._demands if request.is_best_effort else self._demands_of_others
         if self._kv.fits_later(request, hit, self.expected(request), demands, given_up, self._growth_of_windows):
             return True
         refusal.stand(request, num_departures, tick)
@@ -101,7 +101,7 @@ class Holders:
 
     def expected(self, request: Request) -> int:
         """Tokens to keep room for, of a request that does not decode."""
-        if request.hands_off or request.request_id in self.incoming.recalled:
+        if request.hands_off or request.request_id in self.incoming.revoked:
             return 0
         return self._to_come(request, request.num_output_tokens)
 
@@ -111,7 +111,7 @@ class Holders:
 
     def _demands(self) -> list[tuple[int, int]]:
         """(blocks held alone, tokens to come) of every request that holds blocks."""
-        return self._demands_of_others() + [self._demand(request) for request in self.giving_way]
+        return self._demands_of_others() + [self._demand(request) for request in self.best_effort]
 
     def _demands_of_others(self) -> list[tuple[int, int]]:
         """Demands of every holder of blocks that is not set aside."""

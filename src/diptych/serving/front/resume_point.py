@@ -36,7 +36,7 @@ async def find_textless(stream: RelayStream, text_of: TextOf) -> int | None:
     return num_textless
 
 
-class BoundaryOwner(Protocol):
+class ResumePointOwner(Protocol):
     """The worker whose commands wait."""
 
     async def text_of(self, token_ids: Sequence[int]) -> str | None:
@@ -59,7 +59,7 @@ class BoundaryOwner(Protocol):
 class TextBoundaries:
     """The commands of one engine that wait until it is known where the text of an answer ends."""
 
-    def __init__(self, owner: BoundaryOwner) -> None:
+    def __init__(self, owner: ResumePointOwner) -> None:
         self._owner = owner
         self._waiting: dict[str, asyncio.Task[None]] = {}
 

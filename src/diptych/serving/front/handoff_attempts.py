@@ -23,14 +23,14 @@ from diptych.serving.front.engine_handoff import (
     slot_of,
 )
 from diptych.serving.front.engine_load import EngineLoad
-from diptych.serving.front.engine_question import RequestFields
+from diptych.serving.front.engine_request import RequestFields
 from diptych.serving.front.engine_spec import EngineSpec
 from diptych.serving.front.relay_stream import EngineRefusal, RelayStream
 from diptych.serving.front.reply_chunks import EngineUsage, error_message
 
 
 class HandoffOwner(PrefillOwner, Protocol):
-    """The worker of a HandoffPort."""
+    """The worker of a HandoffAttempts."""
 
     spec: EngineSpec
     pool: ConnectionPool
@@ -59,7 +59,7 @@ class HandoffOwner(PrefillOwner, Protocol):
         ...
 
 
-class HandoffPort:
+class HandoffAttempts:
     """The handoffs that one engine has a part in; carries out the core's commands for them."""
 
     def __init__(self, worker: HandoffOwner) -> None:

@@ -12,7 +12,7 @@ ALARM_PERCENT = 20  # of the prompt tokens predicted wrongly: the alarm begins
 CALM_PERCENT = 10  # the alarm ends
 
 
-class HitWatch:
+class HitRateMonitor:
     """Counts |cached as predicted - cached in fact| in tokens."""
 
     def __init__(self) -> None:

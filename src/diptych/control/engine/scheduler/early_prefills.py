@@ -9,7 +9,7 @@ from diptych.control.engine.scheduler.waiting_queue import WaitingQueue
 from diptych.control.request import Request
 
 
-class Ahead:
+class EarlyPrefills:
     """longest: blocks of the longest prompt. parked: those of the prompts for which there is no room."""
 
     def __init__(self, kv: KVCacheManager, longest: int) -> None:
@@ -26,11 +26,11 @@ class Ahead:
 
     def has_room(self, request: Request) -> bool:
         """Whether this prompt may be computed, if it is one of these."""
-        return not request.is_ahead or self._kv.num_blocks_for(request.num_tokens) <= self.room
+        return not request.is_early_prefill or self._kv.num_blocks_for(request.num_tokens) <= self.room
 
     def admitted(self, request: Request) -> None:
         """This prompt got its blocks."""
-        if request.is_ahead:
+        if request.is_early_prefill:
             self._blocks[request.request_id] = request.num_blocks
 
     def forget(self, request_id: str) -> None:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from diptych.cli import main as cli
 from diptych.control.errors import ConfigError
 from diptych.search.goodput_search import SearchConfig
-from diptych.simulation.questions import Question, answer, answer_points, at_rate, sustained_share, with_workers
+from diptych.simulation.search_runs import Question, answer, answer_points, at_rate, sustained_share, with_workers
 from diptych.simulation.settings import Settings, settings_from
 from diptych.simulation.sweep import grid, parse_sweep, run_here
 from diptych.workload.description import ArrivalConfig, TraceConfig, WorkloadConfig
@@ -188,7 +188,7 @@ def test_an_interrupted_search_is_shown_and_ends_with_the_status_of_an_interrupt
 
         return answer(*arguments, on_probe=interrupt, keeps_done=True)
 
-    monkeypatch.setattr("diptych.simulation.questions.answer", one)
+    monkeypatch.setattr("diptych.simulation.search_runs.answer", one)
     result = invoke(*BASE, "--find-goodput")
     assert result.exit_code == 130 and ": at least " in result.stdout.splitlines()[0]
     assert all(" runs; the search is" in text for text in (result.stdout, result.stderr))
