@@ -1,9 +1,13 @@
 """The benchmarks are run by hand; what they import and call them by must still exist."""
 
+import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 PARTS = sorted(BENCHMARKS.glob("*_parts/*.py"))
@@ -160,3 +164,14 @@ def test_the_readme_of_the_benchmarks_names_commands_that_exist_and_all_of_them(
     for command, part in re.findall(r"(\w+)\.py ([a-z_]+)\b", text):
         if (BENCHMARKS / f"{command}_parts").is_dir():
             assert (BENCHMARKS / f"{command}_parts" / f"{part}.py").is_file(), f"{command}.py {part}"
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("part", ["rows", "engine", "steps", "phases"])
+def test_the_parts_for_a_gpu_run_to_their_end_on_a_tiny_model_without_one(part: str) -> None:
+    root = BENCHMARKS.parent
+    environment = {**os.environ, "DIPTYCH_GPU_DEVICE": "cpu", "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+    command = [sys.executable, "-m", f"benchmarks.gpu_parts.{part}"]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(json.loads(line)["what"] for line in done.stdout.splitlines())

@@ -50,11 +50,13 @@ class RandomWeights:
         self.dtype, self.memory = DTYPE, PrivateMemory(DEVICE)
         self.num_bytes = 0
 
-    def tensor(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def tensor(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, offset: float = 0.0
+    ) -> torch.Tensor:
         """A vector of a norm is ones; all others are small."""
         self.num_bytes += DTYPE.itemsize * torch.Size(shape).numel()
         if len(shape) == 1:
-            return torch.ones(*shape, dtype=DTYPE, device=DEVICE)
+            return torch.ones(*shape, dtype=dtype or DTYPE, device=DEVICE)
         return torch.empty(*shape, dtype=DTYPE, device=DEVICE).normal_(std=0.02)
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *shape: int) -> torch.Tensor:
