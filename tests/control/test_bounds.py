@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from diptych.base import compiled_modules
 from diptych.control.admission.quota import Quota, QuotaLimits
 from diptych.control.cluster.open_request import OpenRequest
 from diptych.control.engine.reports import LoadReport
@@ -25,6 +26,7 @@ from diptych.control.slo import NS_PER_S, Slo
 from tests.laws import law
 
 S = NS_PER_S
+with_fakes = pytest.mark.skipif(not compiled_modules.runs_sources(), reason="compiled classes take no fakes")
 
 # -- hits -------------------------------------------------------------------------------------------------------------
 
@@ -196,6 +198,7 @@ def test_64_places_are_kept_those_that_cost_the_most_the_costliest_first() -> No
 # -- speculation ------------------------------------------------------------------------------------------------------
 
 
+@with_fakes
 def test_counts_of_speculation_begin_at_nothing_and_are_those_of_the_extra_rows() -> None:
     made: Any = Speculation(None, None, None)  # type: ignore[arg-type]
     assert (made.num_drafts, made.num_draft_tokens, made.num_forced_tokens, made.accepted_at) == (0, 0, 0, [])
@@ -211,6 +214,7 @@ def test_counts_of_speculation_begin_at_nothing_and_are_those_of_the_extra_rows(
     assert made.accepted_at == [1, 1, 0]
 
 
+@with_fakes
 def test_what_a_step_takes_longer_with_extra_rows_is_learned_and_bounded() -> None:
     made: Any = Speculation(None, None, None)  # type: ignore[arg-type]
     made.measured(100, 140, has_extra=True)
@@ -314,6 +318,7 @@ def test_a_limit_of_a_name_is_1_to_10_to_the_15(name: str) -> None:
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
+@with_fakes
 def test_a_prompt_is_computed_until_its_first_token_and_only_the_first_one_has_a_time() -> None:
     entry: Any = SimpleNamespace(is_computing=True, first_token_ns=None, first_step_ns=None)
     OpenRequest.on_first_token(entry, 5)  # its RequestAdmitted is late
