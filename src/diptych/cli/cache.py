@@ -10,7 +10,18 @@ import typer
 from diptych.cli.command_line import Command
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.examples import examples
-from diptych.cli.options import GB, KERNEL_NAMES, model_path, tier_memory
+from diptych.cli.options import (
+    DTYPE_HELP,
+    GB,
+    KERNEL_NAMES,
+    KERNELS_HELP,
+    KV_DISK_CODEC_HELP,
+    KV_DISK_GB_HELP,
+    QUANTIZE_AS_SERVE_HELP,
+    THREADS_HELP,
+    model_path,
+    tier_memory,
+)
 from diptych.cli.output import print_tables
 from diptych.control.config import DTypeName, QuantizeName
 from diptych.control.errors import ConfigError
@@ -89,23 +100,19 @@ def warm(
         Path, typer.Argument(help='File of JSON lines: a text, or {"prompt": ...}, or {"messages": [...]}.')
     ],
     kv_disk: Annotated[Path, typer.Option(help="Folder to fill.")],
-    kv_disk_gb: Annotated[float | None, typer.Option(help="Most that the folder may hold, in GB. Default: 10.")] = None,
-    kv_disk_codec: Annotated[
-        DiskCodecName, typer.Option(help="How KV lies on disk; int8: half the bytes, rounded.")
-    ] = "none",
+    kv_disk_gb: Annotated[float | None, typer.Option(help=KV_DISK_GB_HELP)] = None,
+    kv_disk_codec: Annotated[DiskCodecName, typer.Option(help=KV_DISK_CODEC_HELP)] = "none",
     model: Annotated[
         Path | None, typer.Option(help="Model directory, or GGUF file. Default: the bundled model.")
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 32,
-    dtype: Annotated[DTypeName, typer.Option(help="Arithmetic of the model; auto: the checkpoint's own.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="Compute threads. Default: one per physical core.")] = None,
+    dtype: Annotated[DTypeName, typer.Option(help=DTYPE_HELP)] = "auto",
+    threads: Annotated[int | None, typer.Option(help=THREADS_HELP)] = None,
     instruction_set: Annotated[
         InstructionSetName,
-        typer.Option(*KERNEL_NAMES, help="Kernels that compute; auto: the best of this machine."),
+        typer.Option(*KERNEL_NAMES, help=KERNELS_HELP),
     ] = "auto",
-    quantize: Annotated[
-        QuantizeName, typer.Option(help="Quantise the checkpoint's weights to 8 or 4 bits at load, as serve does.")
-    ] = "none",
+    quantize: Annotated[QuantizeName, typer.Option(help=QUANTIZE_AS_SERVE_HELP)] = "none",
 ) -> None:
     """Compute prompts ahead of time, so that a server that starts on this folder finds them.
 

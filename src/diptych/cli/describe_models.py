@@ -11,7 +11,7 @@ import typer
 
 from diptych.base.byte_size import size_words
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import Text
+from diptych.cli.options import JSON_DOCUMENT_HELP, Text
 from diptych.cli.output import print_tables
 from diptych.control.errors import ConfigError
 from diptych.report.text import Table
@@ -32,7 +32,7 @@ GGUF_MAGIC = b"GGUF"
 
 def models(
     place: Annotated[Text, typer.Argument(metavar="[PATH]", help=PLACE_HELP)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document to standard output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_DOCUMENT_HELP)] = False,
 ) -> None:
     """Say what a checkpoint is, what a server of it can do, and why it is refused; reads no weights."""
     with errors_in_words():

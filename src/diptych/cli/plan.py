@@ -14,7 +14,27 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import SLO_HELP, Number, Text, Whole, option, takes, with_objectives
+from diptych.cli.options import (
+    ATTAINMENT_HELP,
+    COST_HELP,
+    JSON_OBJECT_HELP,
+    KV_BITS_HELP,
+    OUTPUT_TOKENS_HELP,
+    PROMPT_TOKENS_HELP,
+    RATE_HELP,
+    REPORT_HELP,
+    SETTING_HELP,
+    SIMULATED_ENGINE_HELP,
+    SLO_HELP,
+    TRACE_HELP,
+    WEIGHT_BITS_HELP,
+    Number,
+    Text,
+    Whole,
+    option,
+    takes,
+    with_objectives,
+)
 from diptych.cli.output import check_folders, print_tables, progress_bar, write_file
 from diptych.cli.simulate import INTERRUPTED, command_line
 from diptych.cli.simulate_options import PATHS
@@ -48,15 +68,13 @@ class PlanOptions:
     parallel: Annotated[
         Text, option("Parallelism of a worker to try: tp1,tp2,tp4-pp2. Default: tp1 to tp8.", FLEET)
     ] = None
-    weight_bits: Annotated[Whole, option("Bits of a weight on a GPU. Default: the checkpoint's.", FLEET)] = None
+    weight_bits: Annotated[Whole, option(WEIGHT_BITS_HELP, FLEET)] = None
     quantize: Annotated[Text, option("Weights on a CPU: none, int8 or int4. Default: none.", FLEET)] = None
-    kv_bits: Annotated[Whole, option("Bits of a number in the KV cache: 16 or 8. Default: 16.", FLEET)] = None
-    cost: Annotated[
-        Text, option("Step durations: auto, tables, operators, roofline, or a file. Default: auto.", FLEET)
-    ] = None
+    kv_bits: Annotated[Whole, option(KV_BITS_HELP, FLEET)] = None
+    cost: Annotated[Text, option(COST_HELP, FLEET)] = None
     engine: Annotated[
         Text,
-        option("Engine whose host and front end are simulated: diptych, vllm-0.12, ... Default: by --cost.", FLEET),
+        option(SIMULATED_ENGINE_HELP, FLEET),
     ] = None
     link: Annotated[Text, option("Link between workers: ib400, eth100, nvlink4, ... Default: ib400.", FLEET)] = None
     nics: Annotated[Whole, option("Network cards of a worker, each with a link of its own. Default: 1.", FLEET)] = None
@@ -76,32 +94,24 @@ class PlanOptions:
     kv_host_gb: Annotated[Text, option("Host memory sizes to value, in GB: 16,64. Default: none.", SEARCH)] = None
     kv_disk_gb: Annotated[Text, option("Disk sizes to value, in GB: 100,1000. Default: none.", SEARCH)] = None
     processes: Annotated[Whole, option("Processes that simulate. Default: one per core.", SEARCH)] = None
-    rate: Annotated[Number, option("Requests per second. Default: 1, or the trace's.", WORKLOAD)] = None
-    prompt_tokens: Annotated[Number, option("Mean length of a prompt in tokens. Default: 512.", WORKLOAD)] = None
-    output_tokens: Annotated[Number, option("Mean length of an answer in tokens. Default: 128.", WORKLOAD)] = None
+    rate: Annotated[Number, option(RATE_HELP, WORKLOAD)] = None
+    prompt_tokens: Annotated[Number, option(PROMPT_TOKENS_HELP, WORKLOAD)] = None
+    output_tokens: Annotated[Number, option(OUTPUT_TOKENS_HELP, WORKLOAD)] = None
     arrivals: Annotated[
         Text, option("Arrival process: poisson, gamma, constant or on_off. Default: poisson.", WORKLOAD)
     ] = None
-    trace: Annotated[
-        Text, option("Trace: azure-conv, mooncake-conversation, or a file. Default: random lengths.", WORKLOAD)
-    ] = None
+    trace: Annotated[Text, option(TRACE_HELP, WORKLOAD)] = None
     num_requests: Annotated[Whole, option("Fewest requests of a run. Default: 1000, or the trace.", WORKLOAD)] = None
     seed: Annotated[Whole, option("Seed of everything random. Default: 0.", WORKLOAD)] = None
     slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
     ttft_slo_ms: Annotated[Number, option("TTFT objective in milliseconds. Default: none.", OBJECTIVES)] = None
     tpot_slo_ms: Annotated[Number, option("TPOT objective in milliseconds. Default: none.", OBJECTIVES)] = None
-    attainment: Annotated[
-        Number, option("Share of requests that must meet the objectives: 0.9 or 90. Default: 0.9.", OBJECTIVES)
-    ] = None
+    attainment: Annotated[Number, option(ATTAINMENT_HELP, OBJECTIVES)] = None
     tolerance: Annotated[Number, option("Relative precision of the highest rates. Default: 0.05.", OBJECTIVES)] = None
     probe: Annotated[Text, option("Shortest run of a simulation. Default: 60s.", OBJECTIVES)] = None
-    assign: Annotated[
-        list[str] | None, option("Any setting, PATH=VALUE. Repeatable. Default: none.", OUTPUT, "--set")
-    ] = None
-    as_json: Annotated[bool, option("Print one JSON object to standard output.", OUTPUT, "--json")] = False
-    report: Annotated[
-        Path | None, option("Write a page with charts (HTML) to this file. Default: not written.", OUTPUT)
-    ] = None
+    assign: Annotated[list[str] | None, option(SETTING_HELP, OUTPUT, "--set")] = None
+    as_json: Annotated[bool, option(JSON_OBJECT_HELP, OUTPUT, "--json")] = False
+    report: Annotated[Path | None, option(REPORT_HELP, OUTPUT)] = None
 
 
 DEFAULT_PARALLEL = "tp1,tp2,tp4,tp8"

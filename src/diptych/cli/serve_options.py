@@ -7,7 +7,31 @@ from typing import Annotated, Literal
 import typer
 
 from diptych.cli.http_options import SERVER
-from diptych.cli.options import KERNEL_NAMES, SLO_HELP, Number, Strings, Text, Whole, option
+from diptych.cli.options import (
+    CORES_HELP,
+    DEVICE_HELP,
+    DTYPE_HELP,
+    KERNEL_NAMES,
+    KV_DISK_CODEC_HELP,
+    KV_DISK_GB_HELP,
+    LONG_PREFILL_THRESHOLD_HELP,
+    MAX_BATCHED_TOKENS_HELP,
+    MAX_LONG_PARTIAL_PREFILLS_HELP,
+    MAX_MODEL_LEN_HELP,
+    MAX_NUM_SEQS_HELP,
+    MAX_PARTIAL_PREFILLS_HELP,
+    MAX_QUEUED_PER_KEY_HELP,
+    SAME_MODEL_HELP,
+    SLO_HELP,
+    STEP_TARGET_MS_HELP,
+    TPOT_SLO_MS_HELP,
+    TTFT_SLO_MS_HELP,
+    Number,
+    Strings,
+    Text,
+    Whole,
+    option,
+)
 from diptych.control.cluster.cluster_config import OnFailure
 from diptych.control.config import BudgetName, DTypeName, OrderName, PreemptionName, PresetName, QuantizeName
 from diptych.control.planner.planner_config import PlanMode
@@ -77,10 +101,10 @@ class ModelOptions:
     """What is served (see ``takes``)."""
 
     place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None
-    model: Annotated[Text, option("The same as MODEL. Default: MODEL.", MODEL)] = None
+    model: Annotated[Text, option(SAME_MODEL_HELP, MODEL)] = None
     served_model_name: Annotated[Strings, option(NAME_HELP, MODEL)] = None
-    max_model_len: Annotated[Whole, option("Context length. Default: the model's own.", MODEL)] = None
-    dtype: Annotated[DTypeName, option("Arithmetic of the model; auto: the checkpoint's own.", MODEL)] = "auto"
+    max_model_len: Annotated[Whole, option(MAX_MODEL_LEN_HELP, MODEL)] = None
+    dtype: Annotated[DTypeName, option(DTYPE_HELP, MODEL)] = "auto"
     tool_format: Annotated[str, option(TOOL_FORMAT_HELP, MODEL, metavar="auto|generic|none|NAME")] = "auto"
 
 
@@ -142,16 +166,10 @@ class ServeOptions:
     core_split: Annotated[Text, option(CORE_SPLIT_HELP, WORKERS)] = None
     max_prefills_in_flight_per_worker: Annotated[Whole, option(IN_FLIGHT_HELP, WORKERS)] = None
     max_queued: Annotated[Whole, option(MAX_QUEUED_HELP, WORKERS)] = None
-    max_queued_per_key: Annotated[
-        Whole, option("Requests of one API key that may wait in the queue (0: no limit). Default: 0.", WORKERS)
-    ] = None
+    max_queued_per_key: Annotated[Whole, option(MAX_QUEUED_PER_KEY_HELP, WORKERS)] = None
     slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
-    ttft_slo_ms: Annotated[
-        Number, option("TTFT objective in milliseconds, for requests that name none. Default: none.", OBJECTIVES)
-    ] = None
-    tpot_slo_ms: Annotated[
-        Number, option("TPOT objective in milliseconds, for requests that name none. Default: none.", OBJECTIVES)
-    ] = None
+    ttft_slo_ms: Annotated[Number, option(TTFT_SLO_MS_HELP, OBJECTIVES)] = None
+    tpot_slo_ms: Annotated[Number, option(TPOT_SLO_MS_HELP, OBJECTIVES)] = None
     shape: Annotated[PresetName | None, option(SHAPE_HELP, OBJECTIVES)] = None
     speculation: Annotated[SpeculationName, option(SPECULATION_HELP, OBJECTIVES)] = "auto"
     order: Annotated[OrderName | None, option("Which waiting request goes first. Default: by --shape.", SCHEDULER)] = (
@@ -160,20 +178,12 @@ class ServeOptions:
     budget: Annotated[
         BudgetName | None, option("What limits a step: prompts, tokens or time. Default: by --shape.", SCHEDULER)
     ] = None
-    max_batched_tokens: Annotated[Whole, option("Most tokens of one step. Default: by --shape.", SCHEDULER)] = None
-    step_target_ms: Annotated[
-        Number, option("Step time of --budget slo in milliseconds, without TPOT objectives. Default: 100.", SCHEDULER)
-    ] = None
-    max_num_seqs: Annotated[Whole, option("Requests that run at once on each worker. Default: 256.", SCHEDULER)] = None
-    max_partial_prefills: Annotated[
-        Whole, option("Partly computed prompts at once (0: no limit). Default: by --shape.", SCHEDULER)
-    ] = None
-    max_long_partial_prefills: Annotated[
-        Whole, option("Partly computed long prompts at once (0: no limit). Default: by --shape.", SCHEDULER)
-    ] = None
-    long_prefill_threshold: Annotated[
-        Whole, option("Uncached tokens beyond which a prompt is long (0: none is). Default: by --shape.", SCHEDULER)
-    ] = None
+    max_batched_tokens: Annotated[Whole, option(MAX_BATCHED_TOKENS_HELP, SCHEDULER)] = None
+    step_target_ms: Annotated[Number, option(STEP_TARGET_MS_HELP, SCHEDULER)] = None
+    max_num_seqs: Annotated[Whole, option(MAX_NUM_SEQS_HELP, SCHEDULER)] = None
+    max_partial_prefills: Annotated[Whole, option(MAX_PARTIAL_PREFILLS_HELP, SCHEDULER)] = None
+    max_long_partial_prefills: Annotated[Whole, option(MAX_LONG_PARTIAL_PREFILLS_HELP, SCHEDULER)] = None
+    long_prefill_threshold: Annotated[Whole, option(LONG_PREFILL_THRESHOLD_HELP, SCHEDULER)] = None
     preemption: Annotated[
         PreemptionName | None,
         option("How a decode that loses its KV blocks gets them back. Default: recompute.", SCHEDULER),
@@ -185,16 +195,12 @@ class ServeOptions:
     kv_disk: Annotated[
         Path | None, option("Folder that keeps KV over restarts, such as ~/.cache/kv. Default: none.", MEMORY)
     ] = None
-    kv_disk_gb: Annotated[Number, option("Most that the folder may hold, in GB. Default: 10.", MEMORY)] = None
-    kv_disk_codec: Annotated[DiskCodecName, option("How KV lies on disk; int8: half the bytes, rounded.", MEMORY)] = (
-        "none"
-    )
+    kv_disk_gb: Annotated[Number, option(KV_DISK_GB_HELP, MEMORY)] = None
+    kv_disk_codec: Annotated[DiskCodecName, option(KV_DISK_CODEC_HELP, MEMORY)] = "none"
     prefix_cache: Annotated[bool, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = True
     explain_misses: Annotated[ExplainMisses, option(MISSES_HELP, MEMORY)] = "off"
-    device: Annotated[DeviceName, option("Device to compute on; auto: a GPU if there is one.", MACHINE)] = "auto"
+    device: Annotated[DeviceName, option(DEVICE_HELP, MACHINE)] = "auto"
     threads: Annotated[Whole, option("Compute threads per worker. Default: one per physical core.", MACHINE)] = None
-    cores: Annotated[
-        Text, option("CPUs to compute on, such as 0-3: one thread each. Default: all that are allowed.", MACHINE)
-    ] = None
+    cores: Annotated[Text, option(CORES_HELP, MACHINE)] = None
     instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, *KERNEL_NAMES)] = "auto"
     quantize: Annotated[QuantizeName, option(QUANTIZE_HELP, MACHINE)] = "none"
