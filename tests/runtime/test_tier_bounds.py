@@ -4,7 +4,6 @@ for how long something is waited for."""
 import contextlib
 import errno
 import fcntl
-import gc
 import os
 import random
 import select
@@ -37,18 +36,9 @@ from diptych.runtime.tiers.segment_folder import SegmentFolder, bound_bytes, rea
 from diptych.runtime.tiers.shared_host import PeerHost, SharedHost
 from diptych.runtime.tiers.tier_io import PeerReader, TierDriver, TierEvents, TierMover
 from diptych.runtime.tiers.uncached_file import UncachedFile
+from tests.runtime.open_descriptors import descriptors
 from tests.runtime.test_disk_store import BLOCK, CAP, FORMAT, Host, get, hash_of, moving, opened, put, wait_for
 from tests.runtime.test_uncached_file import refuse_direct_files
-
-
-def descriptors() -> set[str]:
-    gc.collect()
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-    return found
-
 
 # -- what is opened is closed -----------------------------------------------------------------------------------------
 

@@ -3,9 +3,7 @@
 Sockets, codecs and what TLS gathers are here, too: what a connection asks of the kernel and keeps in memory.
 """
 
-import contextlib
 import errno
-import gc
 import os
 import random
 import select
@@ -37,7 +35,6 @@ from diptych.runtime.transfer.codec.wire_format import (
 from diptych.runtime.transfer.connector import Committed, ConnectorEvent, TransferOptions
 from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBody
 from diptych.runtime.transfer.connectors.tcp_connector import CodecBodies, CodecBody
-from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.encrypted_socket import EncryptedSocket, _gathered
 from diptych.runtime.transfer.stream.frames import Frame, Kind, ProtocolError, Seal
 from diptych.runtime.transfer.stream.handshake import Identity
@@ -48,27 +45,8 @@ from diptych.runtime.transfer.stream.stream_connector import (
     StreamConnector,
 )
 from tests.laws import law
-
-SECRET = b"0123456789abcdef" * 2
-FORMAT = KVFormat("m", 3, 2, 32, "bfloat16", 16, "cpu")
-MS = 10**6
-
-
-class Clock:
-    """time.monotonic_ns of the test."""
-
-    def __init__(self) -> None:
-        self.now = 10**12
-
-    def __call__(self) -> int:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr("time.monotonic_ns", made)
-    return made
+from tests.runtime.open_descriptors import descriptors
+from tests.runtime.transfer_parts import FORMAT, MS, SECRET, Clock
 
 
 @pytest.fixture
@@ -82,15 +60,6 @@ def connector(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[StreamC
     made._selector.close()
     made._listener.close()
     made.close()
-
-
-def descriptors() -> set[str]:
-    gc.collect()
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-    return found
 
 
 # The calls of the worker

@@ -29,29 +29,10 @@ from diptych.runtime.transfer.stream.stream_connector import (
     SenderConnection,
     SendTransfer,
 )
+from tests.runtime.transfer_parts import FORMAT, MS, SECRET, Clock
 
-SECRET = b"0123456789abcdef" * 2
-FORMAT = KVFormat("m", 3, 2, 32, "bfloat16", 16, "cpu")
-MS = 10**6
 TIMEOUT = 1000 * MS
 RECEIVER, RESTARTED = b"r" * 16, b"R" * 16
-
-
-class Clock:
-    """time.monotonic_ns of the test."""
-
-    def __init__(self) -> None:
-        self.now = 10**12
-
-    def __call__(self) -> int:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr("time.monotonic_ns", made)
-    return made
 
 
 class World:

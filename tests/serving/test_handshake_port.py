@@ -1,16 +1,13 @@
 """Connections to the workers' port before they have proved the key."""
 
 import asyncio
-import errno
 import secrets
-import select
-import socket
-import sys
 from collections.abc import Callable
 from typing import cast
 
 import pytest
 import uvloop
+from tests.serving.backlogs import check_backlog, on_linux
 
 from diptych.serving import edge_limits
 from diptych.serving.fleet import handshake_port
@@ -94,18 +91,8 @@ def test_no_connection_takes_a_descriptor_of_the_reserve(monkeypatch: pytest.Mon
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="each kernel has its own way to count a backlog")
+@on_linux
 def test_as_many_connections_wait_as_the_backlog_and_those_beyond_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edge_limits, "WORKER_BACKLOG", 3)
     port = HandshakePort("127.0.0.1", 0, KEY.server_tls("front end", "worker"), _Greeter)
-    listening = port._socket
-    listening.settimeout(30)
-    waiting = [socket.create_connection(listening.getsockname(), 30) for _ in range(3 + 1)]  # Linux takes one more
-    beyond = socket.socket()
-    beyond.setblocking(False)
-    assert beyond.connect_ex(listening.getsockname()) == errno.EINPROGRESS
-    assert not select.select([], [beyond], [], 0)[1]
-    accepted = [listening.accept()[0] for _ in range(4 + 1)]  # its client has tried again
-    assert {taken.getpeername() for taken in accepted} == {each.getsockname() for each in [*waiting, beyond]}
-    for each in [*waiting, *accepted, beyond, listening]:
-        each.close()
+    check_backlog(port._socket, 3)

@@ -6,14 +6,13 @@ import json
 import logging
 import os
 import resource
-import select
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tests.serving.backlogs import check_backlog, on_linux
 
 from diptych.control.errors import ConfigError
 from diptych.serving import edge_limits
@@ -184,17 +183,7 @@ def test_a_limit_that_is_too_low_is_said_before_anything_starts(monkeypatch: pyt
         raise_descriptor_limit(1)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="each kernel has its own way to count a backlog")
+@on_linux
 def test_as_many_connections_wait_as_the_backlog_and_those_beyond_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edge_limits, "LISTEN_BACKLOG", 3)
-    listening = bind("127.0.0.1", 0)
-    listening.settimeout(30)
-    waiting = [socket.create_connection(listening.getsockname(), 30) for _ in range(3 + 1)]  # Linux takes one more
-    beyond = socket.socket()
-    beyond.setblocking(False)
-    assert beyond.connect_ex(listening.getsockname()) == errno.EINPROGRESS
-    assert not select.select([], [beyond], [], 0)[1]
-    accepted = [listening.accept()[0] for _ in range(4 + 1)]  # its client has tried again
-    assert {taken.getpeername() for taken in accepted} == {each.getsockname() for each in [*waiting, beyond]}
-    for each in [*waiting, *accepted, beyond, listening]:
-        each.close()
+    check_backlog(bind("127.0.0.1", 0), 3)
