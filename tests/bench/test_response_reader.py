@@ -61,6 +61,16 @@ def test_what_follows_a_response_leaves_it_whole_and_ends_the_connection(more: b
     assert reader.feed(HEAD + b"Content-Length: 1\r\n\r\na" + more) and not reader.keeps
 
 
+@pytest.mark.parametrize("more", [b"HTTP/1.1 200 OK\r\n\r\n", b"x"])
+def test_what_follows_a_response_that_fills_the_limit_of_a_head_ends_the_connection_too(more: bytes) -> None:
+    response = HEAD + b"Content-Length: 1\r\n\r\na"
+    reader = reader_of([], limit=len(response))
+    assert reader.feed(response + more) and not reader.keeps
+    exact = reader_of([], limit=len(response))
+    assert exact.feed(response) and exact.keeps
+
+
+
 def test_bytes_that_are_no_response_and_defects_of_callbacks_are_told_apart() -> None:
     with pytest.raises(NotHttpError, match="HTTP"):
         reader_of([]).feed(b"SSH-2.0\r\n\r\n")

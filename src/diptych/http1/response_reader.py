@@ -23,8 +23,8 @@ class ResponseReader:
 
     on_head: called with the status and the headers (names in lower case) of the final response. on_body: with each
     piece of the body. What they raise, ``feed`` raises. head_limit: bytes of the head, interim responses included; it
-    has to end within it, in however large pieces it comes. num_without_body: bytes that were fed since the head; a
-    callback that bounds what comes between two pieces of a body sets it to zero at each.
+    has to end within it, in however large pieces it comes. num_without_body: bytes of the head, and behind it those
+    since the last piece of the body, if the callback that bounds them sets this to zero at each piece.
     has_begun: something was received, so the server has seen the request. is_framed: the end of the body is announced;
     else it ends with the connection. keeps: once the response is whole, whether the connection can carry another.
     """
@@ -38,7 +38,6 @@ class ResponseReader:
         self._headers: dict[bytes, bytes] = {}
         self._head_limit = head_limit
         self.num_without_body = 0
-        self._num_bytes = 0  # until the head is whole
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
 
     def feed(self, data: bytes) -> bool:
@@ -47,15 +46,14 @@ class ResponseReader:
         assert self._parser is not None
         self.has_begun = True
         if not self.has_head:
-            room = self._head_limit - self._num_bytes
+            room = self._head_limit - self.num_without_body
             if len(data) > room:
                 self._parse(data[:room])
-                if self.is_whole or self._parser is None:
+                if self._parser is None:  # a callback has closed it
                     return self.is_whole
                 if not self.has_head:
                     raise HeadTooLongError
                 data = data[room:]
-            self._num_bytes += len(data)
         self.num_without_body += len(data)
         self._parse(data)
         return self.is_whole
