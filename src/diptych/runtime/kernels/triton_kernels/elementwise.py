@@ -80,7 +80,7 @@ def rope_and_cache(
 
 
 @triton.jit
-def _rms_norm(  # type: ignore[no-untyped-def]
+def _rms_norm(
     x, residual, weight, y, x_stride, dim, eps, multiplier, ROUNDS: tl.constexpr, WIDTH: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +102,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _activate_and_mul(gate_up, y, dim, IS_GELU: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _activate_and_mul(gate_up, y, dim, IS_GELU: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_column = column < dim
@@ -119,7 +119,7 @@ def _activate_and_mul(gate_up, y, dim, IS_GELU: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def _normed(first, second, weight, eps, at, is_dim, HALF: tl.constexpr, like):  # type: ignore[no-untyped-def]
+def _normed(first, second, weight, eps, at, is_dim, HALF: tl.constexpr, like):
     """Both halves of a head, normed and rounded."""
     mean = (tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF)
     factor = 1.0 / tl.sqrt_rn(mean + eps)
@@ -131,7 +131,7 @@ def _normed(first, second, weight, eps, at, is_dim, HALF: tl.constexpr, like):  
 
 
 @triton.jit
-def _rope_and_cache(  # type: ignore[no-untyped-def]
+def _rope_and_cache(
     qkv, positions, cos_sin, slots, k_cache, v_cache, q_norm, k_norm, eps, NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr,

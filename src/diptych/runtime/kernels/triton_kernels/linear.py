@@ -55,7 +55,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 @triton.jit
-def _multiply(  # type: ignore[no-untyped-def]
+def _multiply(
     x, weight, bias, y, parts, rows, columns, inner, x_stride, PART: tl.constexpr, ROWS_: tl.constexpr,
     COLUMNS_: tl.constexpr, INNER_: tl.constexpr, TOGETHER: tl.constexpr, HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr, IEEE: tl.constexpr,
@@ -97,9 +97,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_parts(  # type: ignore[no-untyped-def]
-    parts, bias, y, rows, columns, num_parts, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr
-):
+def _add_parts(parts, bias, y, rows, columns, num_parts, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_column = column < columns
     place = tl.program_id(0).to(tl.int64) * columns + column

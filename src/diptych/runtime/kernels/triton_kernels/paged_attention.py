@@ -79,7 +79,7 @@ def paged_attention(
 
 
 @triton.jit
-def _sequence_of(tile, query_start, num_seqs, QUERIES: tl.constexpr, IS_DECODE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sequence_of(tile, query_start, num_seqs, QUERIES: tl.constexpr, IS_DECODE: tl.constexpr):
     """(sequence, tile within it). Sequence i has the tiles from query_start[i] // QUERIES + i: at least as many as it
     needs, found without asking the host."""
     if IS_DECODE:
@@ -96,7 +96,7 @@ def _sequence_of(tile, query_start, num_seqs, QUERIES: tl.constexpr, IS_DECODE: 
 
 
 @triton.jit
-def _rows_of(  # type: ignore[no-untyped-def]
+def _rows_of(
     tile, kv_head, query_start, context_lens, num_seqs, QUERIES: tl.constexpr, GROUP: tl.constexpr,
     ROWS_: tl.constexpr, IS_DECODE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,7 @@ def _rows_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _merge(peak, total, sums, other_peak, other_total, other_sums):  # type: ignore[no-untyped-def]
+def _merge(peak, total, sums, other_peak, other_total, other_sums):
     """Two parts of a softmax as one: peaks and totals [rows], sums [rows, dim]. Exact where one of them is empty."""
     new_peak = tl.maximum(peak, other_peak)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -130,7 +130,7 @@ def _merge(peak, total, sums, other_peak, other_total, other_sums):  # type: ign
 
 
 @triton.jit
-def _scores(  # type: ignore[no-untyped-def]
+def _scores(
     queries, keys, key, is_key, position, scale, softcap, HAS_SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
     IEEE: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def _scores(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _attend(  # type: ignore[no-untyped-def]
+def _attend(
     q, k_cache, v_cache, out, split_sums, split_stats, query_start, context_lens, block_tables, num_seqs, num_splits,
     scale, softcap, q_stride, table_stride, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     QUERIES: tl.constexpr, ROWS_: tl.constexpr, IS_DECODE: tl.constexpr, WINDOW: tl.constexpr, SPLIT_: tl.constexpr,
@@ -212,7 +212,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_rows(out, sums, total, q_row, head, mask, dim, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_rows(out, sums, total, q_row, head, mask, dim, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
     out_stride = tl.num_programs(1) * GROUP * HEAD_DIM
     places = q_row[:, None].to(tl.int64) * out_stride + head[:, None] * HEAD_DIM + dim[None, :]
     safe = tl.where(total == 0.0, 1.0, total)  # rows that are not there
@@ -220,7 +220,7 @@ def _store_rows(out, sums, total, q_row, head, mask, dim, GROUP: tl.constexpr, H
 
 
 @triton.jit
-def _merge_splits(  # type: ignore[no-untyped-def]
+def _merge_splits(
     out, split_sums, split_stats, query_start, context_lens, num_seqs, num_splits, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS_: tl.constexpr, IS_DECODE: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT_: tl.constexpr,
