@@ -70,7 +70,6 @@ def test_what_follows_a_response_that_fills_the_limit_of_a_head_ends_the_connect
     assert exact.feed(response) and exact.keeps
 
 
-
 def test_bytes_that_are_no_response_and_defects_of_callbacks_are_told_apart() -> None:
     with pytest.raises(NotHttpError, match="HTTP"):
         reader_of([]).feed(b"SSH-2.0\r\n\r\n")

@@ -8,35 +8,54 @@ language in the process that uses it.
 import json
 import re
 import sys
+from itertools import product
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from diptych.runtime.kernels.triton_kernels import linear, paged_attention
+from diptych.runtime.kernels.triton_kernels import elementwise, linear, paged_attention
 
-OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 KINDS = {  # of arguments; all others are int32
-    "*bf16": ("q", "k_cache", "v_cache", "out", "x", "weight", "bias", "y"),
-    "*fp32": ("split_sums", "split_stats", "parts"),
+    "*bf16": (
+        "q", "k_cache", "v_cache", "out", "x", "weight", "bias", "y", "residual", "gate_up", "qkv", "q_norm", "k_norm",
+    ),
+    "*fp32": ("split_sums", "split_stats", "parts", "cos_sin"),
     "*i32": ("query_start", "context_lens", "block_tables"),
-    "fp32": ("scale", "softcap"),
-}
-ATTENTION = {
-    "HEAD_DIM": 128, "DIM": 128, "GROUP": 4, "QUERIES": 16, "ROWS_": paged_attention.ROWS, "WINDOW": 0,
-    "SPLIT_": paged_attention.SPLIT, "BLOCK_SIZE": 32, "TILE_": paged_attention.TILE, "HAS_SOFTCAP": False,
-    "IEEE": False,
+    "*i64": ("positions", "slots"),
+    "fp32": ("scale", "softcap", "eps", "multiplier"),
 }  # fmt: skip
+TILES = {
+    "HEAD_DIM": 128, "DIM": 128, "GROUP": 4, "QUERIES": 16, "ROWS_": paged_attention.ROWS, "WINDOW": 0,
+    "SPLIT_": paged_attention.SPLIT,
+}  # fmt: skip
+ATTENTION = {**TILES, "BLOCK_SIZE": 32, "TILE_": paged_attention.TILE, "HAS_SOFTCAP": False, "IEEE": False}
 LINEAR = {
     "PART": 1024, "ROWS_": linear.ROWS, "COLUMNS_": linear.COLUMNS, "INNER_": linear.INNER,
-    "TOGETHER": linear.ROW_TILES_TOGETHER, "HAS_BIAS": False, "IEEE": False,
+    "TOGETHER": linear.ROW_TILES_TOGETHER, "IEEE": False,
 }  # fmt: skip
-ATTEND_WAYS = [{"IS_SPLIT": split, "IS_DECODE": decode} for split in (False, True) for decode in (False, True)]
-LAUNCHES = [
-    (paged_attention._attend, ATTENTION, ATTEND_WAYS),
-    (linear._multiply, LINEAR, [{"IS_SPLIT": False}, {"IS_SPLIT": True}]),
+HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "WIDTH": 64}
+
+
+def ways(*names: str, **ones: int) -> list[dict[str, Any]]:
+    """Every choice of these switches. ones: each choice once more with these arguments equal to 1, which the compiler
+    takes for constants (the interpreter does not)."""
+    choices = [dict(zip(names, values, strict=True)) for values in product((False, True), repeat=len(names))]
+    return [*choices, *({**choice, **ones} for choice in choices if ones)]
+
+
+LAUNCHES = [  # (kernel, constants, ways)
+    (paged_attention._attend, ATTENTION, ways("IS_SPLIT", "IS_DECODE", num_seqs=1, num_splits=1)),
+    (paged_attention._attend, {**ATTENTION, "WINDOW": 100, "HAS_SOFTCAP": True}, ways("IS_SPLIT", "IS_DECODE")),
+    (paged_attention._merge_splits, TILES, ways("IS_DECODE", num_seqs=1, num_splits=1)),
+    (linear._multiply, LINEAR, ways("IS_SPLIT", "HAS_BIAS", rows=1)),
+    (linear._add_parts, {"WIDTH": 512}, ways("HAS_BIAS", num_parts=1)),
+    (elementwise._rms_norm, {"WIDTH": 4096}, ways("ROUNDS", "HAS_RESIDUAL")),
+    (elementwise._activate_and_mul, {"WIDTH": elementwise.GATE_WIDTH}, ways("IS_GELU")),
+    (elementwise._rope_and_cache, HEADS, ways("HAS_Q_NORM", "HAS_K_NORM")),
 ]
+OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
 
 def machine_code(kernel: Any, constants: dict[str, Any], capability: int) -> str:
@@ -51,14 +70,14 @@ def machine_code(kernel: Any, constants: dict[str, Any], capability: int) -> str
 
 
 def main(capability: int) -> None:
-    """Print what each kernel multiplies with."""
+    """Print what each kernel multiplies with; raises what the compiler does of one that it does not take."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for kernel, constants, ways in LAUNCHES:
-        for way in ways:
+    for kernel, constants, choices in LAUNCHES:
+        for way in choices:
             code = machine_code(kernel, {**constants, **way}, capability)
-            products = sorted(set(re.findall(r"mma(?:_async)?\.sync[\w.]*", code)))
+            instructions = sorted(set(re.findall(r"mma(?:_async)?\.sync[\w.]*", code)))
             contractions = len(re.findall(r"\bfma\.rn\.f32", code))
-            found.setdefault(kernel.fn.__name__, []).append({"products": products, "contractions": contractions})
+            found.setdefault(kernel.fn.__name__, []).append({"products": instructions, "contractions": contractions})
     print(json.dumps(found))
 
 

@@ -48,7 +48,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     if is_split:
         width = 512
         _add_parts[(rows, triton.cdiv(columns, width))](
-            parts, bias if has_bias else weight, y, rows, columns, num_parts, WIDTH=width, HAS_BIAS=has_bias,
+            parts, bias if has_bias else weight, y, columns, num_parts, WIDTH=width, HAS_BIAS=has_bias,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return y
@@ -97,11 +97,11 @@ def _multiply(
 
 
 @triton.jit
-def _add_parts(parts, bias, y, rows, columns, num_parts, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _add_parts(parts, bias, y, columns, num_parts, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_column = column < columns
     place = tl.program_id(0).to(tl.int64) * columns + column
-    size = rows.to(tl.int64) * columns
+    size = tl.num_programs(0).to(tl.int64) * columns
     total = tl.zeros([WIDTH], tl.float32)
     for part in range(0, num_parts):
         total += tl.load(parts + part * size + place, mask=is_column, other=0.0)
