@@ -232,8 +232,16 @@ def _read_rope(
             rotary=rotary,
         )
     max_positions = fields.integer("max_position_embeddings")
-    read = _read_yarn if kind == "yarn" else _read_longrope
-    return replace(read(scaling, theta, original, max_positions), rotary=rotary)
+    is_given = scaling.values.get("attention_factor") is not None
+    extended = RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=scaling.number("factor", max_positions / original),
+        original_max_positions=original,
+        attention_factor=scaling.number("attention_factor") if is_given else None,
+        rotary=rotary,
+    )
+    return _with_yarn(extended, scaling) if kind == "yarn" else _with_longrope(extended, scaling)
 
 
 def _rotary(fields: ConfigFields, scaling: ConfigFields) -> int | None:
@@ -249,27 +257,14 @@ def _rotary(fields: ConfigFields, scaling: ConfigFields) -> int | None:
     return rotary
 
 
-def _read_longrope(scaling: ConfigFields, theta: float, original: int, max_positions: int) -> RopeConfig:
-    is_given = scaling.values.get("attention_factor") is not None
-    return RopeConfig(
-        theta=theta,
-        kind="longrope",
-        factor=scaling.number("factor", max_positions / original),
-        original_max_positions=original,
-        attention_factor=scaling.number("attention_factor") if is_given else None,
-        short_factors=scaling.positive_numbers("short_factor"),
-        long_factors=scaling.positive_numbers("long_factor"),
-    )
+def _with_longrope(rope: RopeConfig, scaling: ConfigFields) -> RopeConfig:
+    factors = scaling.positive_numbers("short_factor"), scaling.positive_numbers("long_factor")
+    return replace(rope, short_factors=factors[0], long_factors=factors[1])
 
 
-def _read_yarn(scaling: ConfigFields, theta: float, original: int, max_positions: int) -> RopeConfig:
-    is_given = scaling.values.get("attention_factor") is not None
-    return RopeConfig(
-        theta=theta,
-        kind="yarn",
-        factor=scaling.number("factor", max_positions / original),
-        original_max_positions=original,
-        attention_factor=scaling.number("attention_factor") if is_given else None,
+def _with_yarn(rope: RopeConfig, scaling: ConfigFields) -> RopeConfig:
+    return replace(
+        rope,
         beta_fast=scaling.number("beta_fast", 32.0),
         beta_slow=scaling.number("beta_slow", 1.0),
         truncate=scaling.flag("truncate", default="truncate" not in scaling.values),  # null is false to transformers
