@@ -5,7 +5,7 @@ waits only when there is no work. Steps run on this thread, and nothing else tou
 taken, no step is running, so what the worker reports (an attempt has ended, a peer is forgotten) is true of its memory,
 too.
 
-A prompt may be computed before its decode worker has blocks for it. Its first token is held_back until then: no client
+A prompt may be computed before its decode worker has blocks for it. Its first token is held back until then: no client
 gets one before the stream has a place to go on.
 """
 

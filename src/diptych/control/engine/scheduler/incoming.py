@@ -17,7 +17,7 @@ from diptych.control.request import Request
 
 
 class Incoming:
-    """Requests before they decode here, in order of arrival: ``waiting`` for blocks (by wait_class first), ``reserved``
+    """Requests before they decode here, in order of arrival: ``waiting`` for blocks (by wait class first), ``reserved``
     until the KV has come, ``delivered`` until the next plan. ``revoked``: those of the reserved whose blocks a stream
     needs. ``raising``: those of the reserved for which copies are to come, or are in the step at hand."""
 
@@ -37,7 +37,7 @@ class Incoming:
         return [*self.reserved.values(), *self.delivered.values()]
 
     def add(self, request: Request) -> None:
-        """Let a request wait for blocks, before those whose wait_class is higher; all before best-effort ones."""
+        """Let a request wait for blocks, before those whose wait class is higher; all before best-effort ones."""
         place = (request.is_best_effort, request.wait_class)
         behind = [other for other in self.waiting.values() if (other.is_best_effort, other.wait_class) > place]
         self.waiting[request.request_id] = request
