@@ -131,8 +131,8 @@ class RandomFaultSettings(SettingsTable, frozen=True, kw_only=True):
 
 
 class SpeculationSettings(SettingsTable, frozen=True, kw_only=True):
-    """Guessed tokens. coverage: share of the tokens behind which there is a guess (0: nothing is
-    guessed). acceptance: probability that a guessed token is right when those before it are."""
+    """Draft tokens. coverage: share of the tokens behind which there is a draft (0: nothing is
+    drafted). acceptance: probability that a draft token is right when those before it are."""
 
     coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     acceptance: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
