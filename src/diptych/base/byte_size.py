@@ -1,4 +1,4 @@
-"""A number of bytes in words, for messages."""
+"""How many bytes a text has, and a number of bytes in words."""
 
 
 def size_words(num_bytes: int) -> str:
@@ -7,3 +7,9 @@ def size_words(num_bytes: int) -> str:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.4g} {words}"
     return f"{num_bytes} bytes"
+
+
+def utf8_size(text: str) -> int:
+    """Bytes of a text in UTF-8. Half of a surrogate pair, which UTF-8 cannot write, counts as the three that it would
+    be written in."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

@@ -12,6 +12,8 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from diptych.base.byte_size import utf8_size
+
 NFC_SHRINKS = 4  # at most: iota with two marks, seven bytes, becomes one letter of two
 _SPLITS = ("ByteLevel", "Metaspace", "Digits", "Punctuation", "Split", "UnicodeScripts")
 _NUM_BYTES = 256
@@ -29,8 +31,8 @@ class TokenLength:
         if shrinks is not None and _keeps_all(fast):
             is_byte_level = "ByteLevel" in _kinds(_state(fast.pre_tokenizer))
             vocabulary = fast.get_vocab(with_added_tokens=False)
-            longest = max(map(len if is_byte_level else _num_bytes, vocabulary), default=1)
-            own = max((_num_bytes(token.content) for token in added), default=1)
+            longest = max(map(len if is_byte_level else utf8_size, vocabulary), default=1)
+            own = max((utf8_size(token.content) for token in added), default=1)
             self.most_bytes = max(longest, own) * shrinks
 
     def least_tokens(self, text: str) -> int:
@@ -39,11 +41,7 @@ class TokenLength:
             return 0
         if self.is_blank_free:
             text = "".join(text.split())
-        return -(-_num_bytes(text) // self.most_bytes)
-
-
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        return -(-utf8_size(text) // self.most_bytes)
 
 
 def _state(part: Any) -> Mapping[str, Any]:
@@ -75,7 +73,7 @@ def _shrinks(normalizer: Mapping[str, Any]) -> int | None:
             pattern, content = part["pattern"].get("String"), part["content"]
             if pattern is None or not content:
                 return None
-            factor *= max(1, -(-_num_bytes(pattern) // _num_bytes(content)))
+            factor *= max(1, -(-utf8_size(pattern) // utf8_size(content)))
         elif part["type"] not in ("Prepend", "ByteLevel"):
             return None
     return factor

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from keyword import iskeyword
 from typing import Any
 
+from diptych.base.byte_size import utf8_size
 from diptych.control.errors import InvalidRequestError
 from diptych.serving import edge_limits
 from diptych.serving.answers.grammar.call_arguments import (
@@ -50,17 +51,18 @@ class Grammar:
     def text(self) -> str:
         """The grammar in Lark, with schemas as clients wrote them (see SCHEMA), or the client's own. Raises
         InvalidRequestError for one that is too long."""
-        if self.num_bytes > edge_limits.GRAMMAR_BYTES:
+        written = self._written
+        if (num_bytes := utf8_size(written)) > edge_limits.GRAMMAR_BYTES:
             raise InvalidRequestError(
-                f"{self.param} makes a grammar of {self.num_bytes} bytes; the limit is {edge_limits.GRAMMAR_BYTES}",
+                f"{self.param} makes a grammar of {num_bytes} bytes; the limit is {edge_limits.GRAMMAR_BYTES}",
                 param=self.param,
             )
-        return self._written
+        return written
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the text."""
-        return len(self._written.encode(errors="surrogatepass"))
+        return utf8_size(self._written)
 
     @property
     def _written(self) -> str:
