@@ -4,11 +4,16 @@
     python benchmarks/hostile.py [--front | --guide] [--seconds 10] [--json hostile.json [--resume] [--for 840]]
     python benchmarks/hostile.py --only NAME ...          python benchmarks/hostile.py --list
 
-For each attack a server is started (``diptych serve`` of the bundled model, or of MODEL; with ``--front`` a ``diptych
-front`` before a make-believe engine; with ``--guide`` a ``diptych guide``). 16 streams of another API key run all the
-time, each with a prompt of its own (at the guide: 16 readers of its pages and panels). The attacker is one process; it
-keeps itself to a share of a core by its own processor time, of the system too: it sleeps as soon as it has used more
-than that share of the time since its start. Everything is on loopback, and bounded in time and in number.
+The server (``diptych serve`` of the bundled model, or of MODEL; with ``--front`` a ``diptych front`` before a
+make-believe engine; with ``--guide`` a ``diptych guide``) meets one attack after another; it is replaced when its
+memory does not come back, or when the next attack needs other options. 16 streams of another API key run all the time,
+each with a prompt of its own (at the guide: 16 readers of its pages and panels). The attacker is one process; it keeps
+itself to a share of a core by its own processor time, of the system too: it sleeps as soon as it has used more than
+that share of the time since its start. Everything is on loopback, and bounded in time and in number.
+
+A fresh server fills its bounded records (the timeline, the last seconds for a recording) for about a minute: what the
+streams feel and what memory there is "before" is taken only when RSS has stood still for SETTLED_S, or after WARM_UP
+seconds.
 
 Calm and attack take turns: calm, attack, calm, attack, calm. A wait between two tokens, or for the first one, counts
 for the attack if the attack was on in any of its moments, and for the calm if it lies in a calm phase as a whole; the
@@ -51,9 +56,11 @@ STREAM_TOKENS = 48
 KEY, HOSTILE_KEY = "key-of-the-streams", "key-of-the-attacker"
 SAMPLE_S = 0.2
 NUM_ATTACKS = 2  # of a kind, with calm before, between and behind them
+WARM_S = 1.0  # of streams at a server that is warm, before the calm counts
 REST_S = 3.0  # after an attack, before the calm counts again
 MEMORY_S = 60.0
 BACK = 1.1
+SETTLED_S, SETTLED = 10.0, 1.01  # RSS stands still when it grows by no more than this in such a time
 PAGES = ("/guide", "/guide/api/phases", "/guide/api/chunked")
 PAGE_PAUSE_S = 0.05
 ENGINE_PACE = '{"ttft_ms": 20, "itl_ms": 20}'
@@ -185,8 +192,8 @@ def attacker_process(pipe: Connection, name: str, target: Target, share: float, 
 
 
 @contextmanager
-def served(options: argparse.Namespace, attack: Attack) -> Iterator[tuple[int, Target]]:
-    """A fresh server: the process id of its front end, and where to attack it."""
+def served(options: argparse.Namespace, has_workers: bool) -> Iterator[tuple[int, Target]]:
+    """A fresh server, open to joining workers or not: the process id of its front end, and where to attack it."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         keys = ("--api-key", KEY, "--api-key", HOSTILE_KEY, "--port", "0", "--served-model-name", "m")
@@ -203,7 +210,7 @@ def served(options: argparse.Namespace, attack: Attack) -> Iterator[tuple[int, T
             threads = str(max(1, len(os.sched_getaffinity(0)) - 1))
             command = [*CLI, "serve", *keys, "--threads", threads, "--batch-dir", str(folder / "batches")]
             command += ["--model", str(options.model)] if options.model else []
-        if attack.has_workers:
+        if has_workers:
             workers = ("127.0.0.1", free_port())
             key = folder / "key"
             key.touch(0o600)
@@ -231,6 +238,13 @@ class Memory:
                 return now - started
             time.sleep(SAMPLE_S)
         return None
+
+    def settle(self, most_s: float) -> None:
+        """Wait until RSS stands still, at the longest so many seconds. The samples of that time are not kept."""
+        started, rss = time.monotonic(), 0.0
+        while (now := self.now()["rss"]) > rss * SETTLED and time.monotonic() < started + most_s:
+            rss = now
+            time.sleep(min(SETTLED_S, most_s))
 
     def now(self) -> dict[str, float]:
         """One sample."""
@@ -289,11 +303,35 @@ def follow_course(options: argparse.Namespace, attacker: Connection, memory: Mem
     return course
 
 
-def measure(attack: Attack, options: argparse.Namespace) -> dict[str, Any]:
-    """One attack on a fresh server: a row, with what is not for the table under "detail"."""
-    context = get_context("spawn")
-    with served(options, attack) as (pid, target):
-        pipes = []
+class Attacked:
+    """The server that meets the attacks, and a fresh one where that is of no more use."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._stack = ExitStack()
+        self._kept: tuple[int, Target] | None = None
+        self._has_workers = False
+
+    def server(self, attack: Attack) -> tuple[int, Target]:
+        """The process id of its front end, and where to attack it."""
+        if self._kept is None or self._has_workers != attack.has_workers:
+            self.stop()
+            self._kept, self._has_workers = (
+                self._stack.enter_context(served(self._options, attack.has_workers)),
+                attack.has_workers,
+            )
+        return self._kept
+
+    def stop(self) -> None:
+        """End it, if there is one: the next attack meets a fresh one."""
+        self._stack.close()
+        self._kept = None
+
+    def measure(self, attack: Attack) -> dict[str, Any]:
+        """One attack: a row, with what is not for the table under "detail"."""
+        options, context, pipes = self._options, get_context("spawn"), []
+        is_fresh = self._kept is None or self._has_workers != attack.has_workers
+        pid, target = self.server(attack)
         for function, given in (
             (streams_process, (target.address, "m", options.server)),
             (attacker_process, (attack.name, target, options.share, options.seconds)),
@@ -303,13 +341,18 @@ def measure(attack: Attack, options: argparse.Namespace) -> dict[str, Any]:
             pipes.append(ours)
         streams, attacker = pipes
         attacker.recv()
-        time.sleep(options.warm_up)
         memory = Memory(pid, options.server == "guide")
+        if is_fresh:
+            memory.settle(options.warm_up)
+        else:
+            time.sleep(WARM_S)
         course = follow_course(options, attacker, memory)
         attacker.send("over")
         streams.send("over")
         felt = streams.recv() if streams.poll(120) else Felt(failed=[(time.monotonic(), "the streams did not end")])
-    return row_of(attack, options.server, felt, course, memory.samples)
+        if course.back_s is None:
+            self.stop()
+        return row_of(attack, options.server, felt, course, memory.samples)
 
 
 def row_of(
@@ -399,7 +442,7 @@ def options_of() -> argparse.Namespace:
         kinds.add_argument(f"--{kind}", dest="server", action="store_const", const=kind, help=f"attack {said}")
     parser.set_defaults(server="serve")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each attack; each calm takes half of it")
-    parser.add_argument("--warm-up", type=float, default=2.0, help="seconds of streams before the first calm")
+    parser.add_argument("--warm-up", type=float, default=120.0, help="seconds after which RSS need not stand still")
     parser.add_argument("--memory-seconds", type=float, default=MEMORY_S, help="after which memory must be back")
     parser.add_argument("--share", type=float, default=0.2, help="of a core that the attacker takes at most")
     parser.add_argument("--json", help="the file of the rows")
@@ -424,12 +467,13 @@ def main() -> None:
     rows = read_rows(options) if options.json else []
     done = {row["attack"] for row in rows}
     left = [attack for attack in attacks if attack.name not in done]
+    attacked = Attacked(options)
     for number, attack in enumerate(left, start=1):
         if time.monotonic() - started > options.for_s:
             print(f"{len(left) - number + 1} attacks are left: the same command with --resume goes on", file=sys.stderr)
             break
         print(f"[{number}/{len(left)}] {attack.name}", file=sys.stderr, flush=True)
-        row = measure(attack, options)
+        row = attacked.measure(attack)
         rows.append(row)
         print("    " + ", ".join(f"{name} {row[name]}" for name in SHOWN[1:]), file=sys.stderr, flush=True)
         print(
@@ -437,6 +481,7 @@ def main() -> None:
         )
         if options.json:
             write_record("hostile", rows, Path(options.json), **settings_of(options))
+    attacked.stop()
     report("hostile", [{name: row[name] for name in SHOWN} for row in rows])
 
 
