@@ -34,10 +34,10 @@ def make_batch(chunks: list[tuple[int, int]], block_size: int, tables: list[list
     return InputBatch(
         token_ids=torch.zeros(starts[-1], dtype=torch.int64),
         positions=positions,
-        slot_mapping=slots,
+        slot_mappings=(slots,),
         query_start=torch.tensor(starts, dtype=torch.int32),
         context_lens=torch.tensor([before + new for before, new in chunks], dtype=torch.int32),
-        block_tables=padded,
+        block_tables=(padded,),
         sample_rows=torch.empty(0, dtype=torch.int64),
         num_decodes=sum(new == 1 for _, new in chunks),
         max_query_len=max(new for _, new in chunks),
