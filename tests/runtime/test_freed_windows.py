@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diptych.control.config import BudgetConfig, PreemptionConfig, SchedulerConfig
-from diptych.control.events import RequestPreempted
+from diptych.control.events import RequestAdmitted, RequestPreempted
 from diptych.control.step import TokenLogprobs
 from diptych.runtime.attention import make_attention
 from diptych.runtime.kernels.instruction_set import AUTO
@@ -125,6 +125,28 @@ def test_preempted_requests_continue_with_the_same_bits(family: str, preemption:
     expected = logprobs_of(runner(family), prompts, chunked(2000), 80)
     for name in prompts:
         assert results[name].logprobs == expected[name][:80]
+
+
+@pytest.mark.parametrize(("family", "dtype", "instruction_set"), every_pair(FAMILIES, NATIVE))
+def test_a_prefix_that_is_found_gives_the_bits_of_one_that_is_computed(
+    family: str, dtype: str, instruction_set: str
+) -> None:
+    found = freeing(family, instruction_set, dtype)
+    spoil(found)
+    engine = GatheringEngine(found, engine_config(found, chunked(70)))
+    first = prompt_of(301)
+    engine.add("first", first, greedy(40, logprobs=4))
+    answer = engine.run()["first"]
+    prompts = {"again": first, "next turn": [*first, *answer.token_ids, *prompt_of(20)]}
+    results = {}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, greedy(40, logprobs=4))
+        results |= engine.run()
+    cached = {e.request_id: e.num_cached_tokens for e in engine.events if isinstance(e, RequestAdmitted)}
+    assert cached == {"first": 0, "again": 288, "next turn": 320}
+    assert results["again"].logprobs == answer.logprobs
+    expected = logprobs_of(runner(family, instruction_set, dtype), {"r": prompts["next turn"]}, chunked(2000))
+    assert results["next turn"].logprobs == expected["r"]
 
 
 def test_guessed_tokens_change_nothing() -> None:

@@ -81,7 +81,8 @@ class RunnerConfig:
     will when the first of them has loaded. shared_host: of one for the host blocks, which other workers read. These
     four on the cpu only.
     speculation: see SPECULATIONS. frees_windows: layers are dealt into groups, and blocks that lie before the window of
-    a group are free for other sequences; then no prefix of a prompt is found in the cache, and none is handed off.
+    a group are free for other sequences; then prefixes of prompts are found at boundaries alone (see Hit), and none is
+    handed off.
     """
 
     model: str | Path
