@@ -187,6 +187,27 @@ def test_what_prompts_begin_with_is_found_from_the_third_on() -> None:
     assert [*cached_tokens(driver).values()] == [0, 0, 320, 320, 320, 320]
 
 
+def test_prompts_that_come_together_wait_for_what_they_share() -> None:
+    driver = long_runner(2000)
+    system = tokens_of(320, 1)
+    for number in range(16):
+        driver.add(f"r{number}", system + tokens_of(100, 10 + number), 20)
+    driver.run()
+    assert sorted(cached_tokens(driver).values()) == [0] + [320] * 15
+
+
+def test_nobody_waits_for_a_prompt_whose_client_has_gone() -> None:
+    driver = long_runner(2000)
+    prompt = tokens_of(600, 1)
+    driver.add("first", prompt, 20)
+    driver.step()
+    driver.add("second", prompt, 20)
+    driver.step()
+    driver.abort("first")
+    driver.run()
+    assert driver.finished()["second"].reason is FinishReason.LENGTH
+
+
 def test_a_boundary_goes_with_the_first_of_its_blocks() -> None:
     driver = long_runner(44 + 5 * 9)
     prompt = tokens_of(300, 1)

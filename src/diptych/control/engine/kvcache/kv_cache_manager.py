@@ -27,6 +27,8 @@ class KVCacheManager:
         self.block_size = config.block_size
         self.is_dense = self.layout.is_dense
         self._finds_hits = config.enable_prefix_cache
+        full = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
+        self._full_group = full[0] if full else None  # one that keeps all blocks of a sequence
         self.longest_chunk = self.layout.longest_chunk(config.window_chunk)  # of one prompt, in a step
         room = config.num_blocks - config.watermark_blocks
         self.capacity_tokens = self.layout.capacity_tokens(room, self.longest_chunk)  # of a sequence that is alone
@@ -46,6 +48,7 @@ class KVCacheManager:
         # Of models with windows: the last hashes of prefixes behind which computing may go on, as long as all the
         # blocks that it needs can be found.
         self._boundaries: dict[bytes, None] = {}
+        self._computing: dict[bytes, Request] = {}  # likewise: hashes that an admitted prompt is about to compute
 
     @property
     def usage(self) -> float:
@@ -150,22 +153,62 @@ class KVCacheManager:
     def awaits_sibling(self, request: Request, num_blocks: int) -> bool:
         """Whether an admitted prefill is about to compute the next block of this prompt, of which ``num_blocks`` are in
         reach (then waiting is cheaper)."""
-        if not self._in_progress or not self._finds_hits or not request.reads_prefix_cache:
+        if not self._finds_hits or not request.reads_prefix_cache or request.remote_block_tables:
             return False
-        if request.remote_block_tables:
+        if not self.is_dense:
+            return self._awaits_boundary(request, num_blocks)
+        if not self._in_progress:
             return False
         index = num_blocks
         full_blocks = (request.num_tokens - 1) // self.block_size
         return index < min(len(request.block_hashes), full_blocks) and request.block_hashes[index] in self._in_progress
 
+    def _awaits_boundary(self, request: Request, num_blocks: int) -> bool:
+        """Whether an admitted prompt is about to compute more of this one than is in reach. It gets a boundary where
+        the two part."""
+        computing, hashes = self._computing, request.block_hashes
+        end = min((request.num_tokens - 1) // self.block_size, len(hashes)) if computing else 0
+        parting = num_blocks
+        while parting < end and self._is_known_or_computed(hashes[parting]):
+            parting += 1
+        sibling = computing.get(hashes[parting - 1]) if parting > num_blocks else None
+        if sibling is None:
+            return False
+        if parting not in sibling.boundary_blocks:
+            sibling.boundary_blocks = tuple(sorted((*sibling.boundary_blocks, parting)))
+        return True
+
+    def _is_known_or_computed(self, block_hash: bytes) -> bool:
+        """Whether a block is about to be computed, or was, by a prompt that goes on behind it."""
+        if block_hash in self._computing:
+            return True
+        number = self._full_group
+        return number is not None and self.pool.prefix_cache.get(page_key(block_hash, number)) is not None
+
+    def _expect(self, request: Request) -> None:
+        """A prompt is about to compute the blocks that it has not computed."""
+        for block_hash in request.block_hashes[request.num_hashed_blocks :] if self._finds_hits else ():
+            self._computing[block_hash] = request
+
+    def _expect_no_more(self, request: Request, end: int | None = None) -> None:
+        """A prompt has computed its blocks before ``end``, or (None) computes none any more."""
+        computing = self._computing
+        for block_hash in request.block_hashes[request.num_hashed_blocks : end] if computing else ():
+            if computing.get(block_hash) is request:
+                del computing[block_hash]
+
     def stop_progress(self, request: Request) -> None:
         """A prompt that is half computed is set aside: others that begin alike need not wait for it."""
+        if not self.is_dense:
+            self._expect_no_more(request)
+            return
         for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.remote_block_tables else ():
             self._forget_in_progress(block_hash)
 
     def resume_progress(self, request: Request) -> None:
         """Set the request aside no longer."""
         if not self.is_dense:
+            self._expect(request)
             return
         for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.remote_block_tables else ():
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
@@ -251,6 +294,7 @@ class KVCacheManager:
         request.num_shared_blocks = num_hit_blocks * self.layout.num_growing
         request.num_computed_tokens = request.num_scheduled_tokens = hit.num_tokens
         request.boundary_blocks = self._boundaries_of(request, num_hit_blocks)
+        self._expect(request)
         self.queried_tokens += request.num_tokens
         self.hit_tokens += hit.num_tokens
         return []
@@ -261,8 +305,7 @@ class KVCacheManager:
         if not self._finds_hits:
             return ()
         end = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
-        number = next((number for number, group in enumerate(self.layout.groups) if not group.window_tokens), None)
-        parting = 0
+        number, parting = self._full_group, 0
         if number is not None:
             get = self.pool.prefix_cache.get
             while parting < end and get(page_key(request.block_hashes[parting], number)) is not None:
@@ -383,6 +426,7 @@ class KVCacheManager:
     def _remember_groups(self, request: Request, num_computed_tokens: int) -> None:
         """``remember_computed``: blocks of groups that attend to everything, and boundaries that were passed."""
         full = min(num_computed_tokens // self.block_size, len(request.block_hashes))
+        self._expect_no_more(request, full)
         for number, group in enumerate(self.layout.groups):
             if not group.window_tokens:
                 for index in range(request.num_hashed_blocks, full):
@@ -444,6 +488,7 @@ class KVCacheManager:
             for block_hash in request.block_hashes[request.num_hashed_blocks :]:
                 self._forget_in_progress(block_hash)
             if not self.is_dense and self._finds_hits:
+                self._expect_no_more(request)
                 num_known = min(request.num_hashed_blocks, request.num_computed_tokens // self.block_size)
                 if num_known:  # the next turn of a conversation goes on here
                     self._keep_boundary(request, num_known, goes_on=False)
@@ -533,7 +578,7 @@ class KVCacheManager:
     @property
     def is_unused(self) -> bool:
         """Whether nothing is reserved for a request, and no prompt is expected to be computed."""
-        return not self._num_reserved and not self._in_progress
+        return not self._num_reserved and not self._in_progress and not self._computing
 
     def check_counts(self) -> None:
         """Raise BrokenInvariantError where a count of blocks cannot be right. O(1); the pool's are its own."""
