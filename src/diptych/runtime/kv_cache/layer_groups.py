@@ -65,7 +65,8 @@ def deal(layers: Sequence[LayerAttention], block_size: int, max_tokens: int) -> 
     length = min(max_tokens, REFERENCE_TOKENS)
     choices = []
     for num_places in range(1, max(map(len, kinds.values())) + 1):
-        groups, place_of, pages = [], [(0, 0)] * len(layers), 0
+        groups: list[KVGroup] = []
+        place_of, pages = [(0, 0)] * len(layers), 0
         for window, members in kinds.items():
             group = KVGroup(block_size, GroupKind.WINDOW if window else GroupKind.FULL, window)
             for index, layer in enumerate(members):

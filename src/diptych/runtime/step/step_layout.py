@@ -98,7 +98,7 @@ def lay_out_decodes(batch: DecodeRows, extra: dict[int, int], device: torch.devi
     decodes = rows_of_decodes(batch, count, extra)
     context_lens = (decodes.positions + 1).astype(np.int32)
     rows = np.arange(len(decodes.slots) + 1, dtype=np.int32)
-    tables = decodes.slots if extra else slice(count)
+    tables: Ints | slice = decodes.slots if extra else slice(count)
     tensors = InputBatch(
         token_ids=_tensor(decodes.token_ids, device),
         positions=_tensor(decodes.positions, device),
@@ -146,7 +146,9 @@ def lay_out_step(
         for index, chunk in enumerate(chunks)
     ]
     end_slot = members + len(chunks)
-    tables = np.concatenate([decodes.slots, np.arange(members, end_slot)]) if extra else slice(first_slot, end_slot)
+    tables: Ints | slice = slice(first_slot, end_slot)
+    if extra:
+        tables = np.concatenate([decodes.slots, np.arange(members, end_slot)])
     tensors = InputBatch(
         token_ids=_tensor(_token_ids(decodes, chunks), device),
         positions=_tensor(_positions(decodes, chunks), device),
