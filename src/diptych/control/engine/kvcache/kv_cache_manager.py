@@ -74,13 +74,13 @@ class KVCacheManager:
 
     def window_growth(self, request: Request, num_tokens: int, hit: Hit | None = None) -> int:
         """Blocks that those windows of a request get which are not full yet, until it has ``num_tokens`` tokens more
-        than its blocks hold. Blocks whose content is kept are not used again, and do not count. hit: that of a request
-        which is not admitted."""
-        growth, tables, holds = 0, request.block_tables, self.pool.prefix_cache.holds
+        than its blocks hold. Blocks that other requests read, too, are not used again, and do not count. hit: that of
+        a request which is not admitted."""
+        growth, tables, references = 0, request.block_tables, self.pool.references
         counts = self._new_counts(request.num_tokens, hit.num_tokens if hit is not None else 0)
         for index, group in enumerate(self.layout.groups):
             if group.window_tokens:
-                held = sum([not holds(block_id) for block_id in tables[index]]) if tables else counts[index]
+                held = sum([references(block_id) == 1 for block_id in tables[index]]) if tables else counts[index]
                 growth += max(0, group.peak_pages(request.num_slots + num_tokens, 1) - held)
         return growth
 
