@@ -77,7 +77,7 @@ class KVCacheManager:
         than its blocks hold. Blocks that other requests read, too, are not used again, and do not count. hit: that of
         a request which is not admitted."""
         growth, tables, references = 0, request.block_tables, self.pool.references
-        counts = self._new_counts(request.num_tokens, hit.num_tokens if hit is not None else 0)
+        counts = [] if tables else self._new_counts(request.num_tokens, hit.num_tokens if hit is not None else 0)
         for index, group in enumerate(self.layout.groups):
             if group.window_tokens:
                 held = sum([references(block_id) == 1 for block_id in tables[index]]) if tables else counts[index]
