@@ -121,7 +121,7 @@ def test_preempted_requests_continue_with_the_same_bits(family: str, preemption:
         engine.add(name, prompt, greedy(80, logprobs=4))
     results = engine.run()
     preempted = [event for event in engine.events if isinstance(event, RequestPreempted)]
-    assert preempted and all(event.swapped == (preemption == "swap") for event in preempted)
+    assert preempted and any(event.swapped for event in preempted) == (preemption == "swap")
     expected = logprobs_of(runner(family), prompts, chunked(2000), 80)
     for name in prompts:
         assert results[name].logprobs == expected[name][:80]
