@@ -88,8 +88,11 @@ def test_log_probabilities_are_those_of_a_cache_that_keeps_everything(
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral-window"])
-def test_steps_in_parts_give_the_bits_of_steps_in_one_call(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = freeing(family)
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE[:1])
+def test_steps_in_parts_give_the_bits_of_steps_in_one_call(
+    family: str, dtype: str, instruction_set: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = freeing(family, instruction_set, dtype)
     assert found.model.layers.native_step is not None
     whole = logprobs_of(found, PROMPTS, chunked(100))
     monkeypatch.setattr(found.model.layers, "native_step", None)
@@ -109,8 +112,11 @@ def test_tokens_are_those_of_transformers(family: str, instruction_set: str) -> 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("family", ["gemma3", "mistral-window"])
-def test_preempted_requests_continue_with_the_same_bits(family: str, preemption: str) -> None:
-    found = freeing(family)
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE[:1])
+def test_preempted_requests_continue_with_the_same_bits(
+    family: str, dtype: str, instruction_set: str, preemption: str
+) -> None:
+    found = freeing(family, instruction_set, dtype)
     prompts = {f"r{number}": prompt_of(40 + 13 * number, seed=number) for number in range(8)}
     config = engine_config(found, chunked(64, preemption))
     blocks = 8 * len(found.groups) + 4
@@ -122,7 +128,7 @@ def test_preempted_requests_continue_with_the_same_bits(family: str, preemption:
     results = engine.run()
     preempted = [event for event in engine.events if isinstance(event, RequestPreempted)]
     assert preempted and any(event.swapped for event in preempted) == (preemption == "swap")
-    expected = logprobs_of(runner(family), prompts, chunked(2000), 80)
+    expected = logprobs_of(runner(family, instruction_set, dtype), prompts, chunked(2000), 80)
     for name in prompts:
         assert results[name].logprobs == expected[name][:80]
 
@@ -149,15 +155,16 @@ def test_a_prefix_that_is_found_gives_the_bits_of_one_that_is_computed(
     assert results["next turn"].logprobs == expected["r"]
 
 
-def test_guessed_tokens_change_nothing() -> None:
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE[:1])
+def test_guessed_tokens_change_nothing(dtype: str, instruction_set: str) -> None:
     """Blocks expire by what is accepted: a wrong guess never needs one that is gone."""
-    found = freeing("gemma3")
+    found = freeing("gemma3", instruction_set, dtype)
     prompts = {f"r{number}": prompt_of(9, seed=number) * 12 for number in range(4)}
     engine = Eager(found, DraftTokens(drafts=True), scheduler=chunked(64), enable_prefix_cache=False)
     for name, prompt in prompts.items():
         engine.add(name, prompt, greedy(120, logprobs=4))
     results = {name: generation.logprobs for name, generation in engine.run().items()}
-    expected = logprobs_of(runner("gemma3"), prompts, chunked(2000), 130)
+    expected = logprobs_of(runner("gemma3", instruction_set, dtype), prompts, chunked(2000), 130)
     assert results == {name: logprobs[:120] for name, logprobs in expected.items()}
     assert engine.core.stats().num_draft_tokens > 0
 
