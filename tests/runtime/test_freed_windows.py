@@ -57,7 +57,9 @@ def spoil(found: ModelRunner) -> None:
 def chunked(tokens: int, preemption: str = "recompute") -> SchedulerConfig:
     """Prompts in chunks of at most so many tokens."""
     budget = BudgetConfig(kind="fixed", max_batched_tokens=tokens, min_chunk_tokens=1)
-    return SchedulerConfig(order="fcfs", budget=budget, preemption=PreemptionConfig(kind=preemption), max_num_seqs=64)
+    return SchedulerConfig(
+        order="fcfs", budget=budget, preemption=PreemptionConfig(kind=preemption), max_num_seqs=min(64, tokens)
+    )
 
 
 def logprobs_of(
