@@ -184,9 +184,7 @@ def _attend(  # type: ignore[no-untyped-def]
         part_sums = tl.zeros([ROWS_, DIM], tl.float32)
         for begin in range(low, high, TILE_):
             key = begin + tl.arange(0, TILE_)
-            is_key = key < end
-            if WINDOW > 0:
-                is_key = is_key & (key >= first)
+            is_key = (key >= first) & (key < end)
             block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
             slot = (block * BLOCK_SIZE + key % BLOCK_SIZE) * kv_stride + kv_head * HEAD_DIM
             keys = tl.load(k_cache + slot[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
