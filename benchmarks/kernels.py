@@ -145,7 +145,7 @@ def make_batch(before: int, new: int, num_seqs: int, block_size: int) -> InputBa
     starts = torch.arange(0, num_seqs * new + 1, new, dtype=torch.int32)
     contexts = torch.full((num_seqs,), context, dtype=torch.int32)
     decodes = num_seqs if new == 1 else 0
-    return InputBatch(tokens, tokens, tokens, starts, contexts, order, tokens[:0], decodes, new, context)
+    return InputBatch(tokens, tokens, (tokens,), starts, contexts, (order,), tokens[:0], decodes, new, context)
 
 
 def attention_calls(
@@ -158,7 +158,7 @@ def attention_calls(
     config = AttentionConfig(heads, kv_heads, dim, (how,))
     backend = make_attention(config, BLOCK_SIZE, BF16, CPU, instruction_set)
     batch = make_batch(before, new, num_seqs, BLOCK_SIZE)
-    blocks = batch.block_tables.numel()
+    blocks = batch.block_tables[0].numel()
     size = blocks * BLOCK_SIZE * kv_heads * dim * 4
     caches = [backend.allocate(blocks) for _ in range(1 if new > 1 else max(1, int(COLD_BYTES / size)))]
     for k_cache, v_cache in caches:

@@ -128,13 +128,15 @@ def batch_of(lengths: Sequence[tuple[int, int]], vocabulary: int) -> InputBatch:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, vocabulary, (len(positions),), generator=generator)
     tensors = {
-        "token_ids": tokens, "positions": positions, "slot_mapping": slots,
+        "token_ids": tokens, "positions": positions,
         "query_start": torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
         "context_lens": torch.tensor([before + new for before, new in lengths], dtype=torch.int32),
-        "block_tables": table, "sample_rows": ends - 1,
+        "sample_rows": ends - 1,
     }  # fmt: skip
     return InputBatch(
         **{name: tensor.to(DEVICE) for name, tensor in tensors.items()},
+        slot_mappings=(slots.to(DEVICE),),
+        block_tables=(table.to(DEVICE),),
         num_decodes=sum(new == 1 for _, new in lengths),
         max_query_len=max(new for _, new in lengths),
         max_context_len=max(before + new for before, new in lengths),

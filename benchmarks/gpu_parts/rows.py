@@ -25,7 +25,7 @@ def part_of(batch: Any, first: int, last: int) -> Any:
         batch,
         token_ids=batch.token_ids[first:last],
         positions=batch.positions[first:last],
-        slot_mapping=batch.slot_mapping[first:last],
+        slot_mappings=(batch.slot_mappings[0][first:last],),
         query_start=torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE),
         context_lens=torch.tensor([last], dtype=torch.int32, device=DEVICE),
         sample_rows=torch.tensor([last - first - 1], device=DEVICE),

@@ -183,8 +183,8 @@ def logits_after(subject: Subject, start: int, tokens: list[int]) -> torch.Tenso
     count, end = len(tokens), start + len(tokens)
     positions = torch.arange(start, end)
     batch = InputBatch(
-        torch.tensor(tokens), positions, positions, torch.tensor([0, count], dtype=torch.int32),
-        torch.tensor([end], dtype=torch.int32), torch.arange(-(-end // BLOCK_SIZE), dtype=torch.int32)[None],
+        torch.tensor(tokens), positions, (positions,), torch.tensor([0, count], dtype=torch.int32),
+        torch.tensor([end], dtype=torch.int32), (torch.arange(-(-end // BLOCK_SIZE), dtype=torch.int32)[None],),
         torch.arange(count), 0, count, end,
     )  # fmt: skip
     return subject.runner.model.logits(subject.runner.forward(batch)).float()

@@ -9,12 +9,13 @@ import pytest
 from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig, shape_preset
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.errors import ConfigError
-from diptych.control.events import RequestFinished
+from diptych.control.events import RequestAdmitted, RequestFinished
 from diptych.control.kv_layout import GroupKind, KVGroup, KVLayout
 from diptych.control.request import FinishReason, Request
 from diptych.control.step import SchedulerOutput
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.replay import replay
+from tests.control.checking_executor import token_at
 from tests.control.driver import Driver
 from tests.control.test_conservation import check_scenario, random_config, run_scenario
 from tests.laws import law
@@ -143,6 +144,113 @@ def test_what_a_request_is_refused_for_counts_windows_as_windows() -> None:
     (refused,) = core.add_request(Request("long", 1500, 101), 0)
     assert isinstance(refused, RequestFinished) and "holds 1600" in refused.message
     assert not isinstance(core.add_request(Request("fits", 1500, 100), 0)[0], RequestFinished)
+
+
+def cached_tokens(driver: Driver) -> dict[str, int]:
+    """What each request found at its first admission."""
+    return {event.request_id: event.num_cached_tokens for event in driver.log if isinstance(event, RequestAdmitted)}
+
+
+def tokens_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(990) for _ in range(length)]
+
+
+def answered(prompt: list[int], count: int) -> list[int]:
+    """A prompt and the answer to it."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(token_at(tokens))
+    return tokens
+
+
+@pytest.mark.parametrize("shape", ["unified", "chunked"])
+def test_a_prompt_that_comes_again_is_found_and_so_is_the_next_turn(shape: str) -> None:
+    driver = long_runner(600, shape=shape)
+    prompt = tokens_of(500, 1)
+    driver.add("first", prompt, 60)
+    driver.run()
+    driver.add("again", prompt, 8)
+    driver.run()
+    driver.add("next turn", answered(prompt, 60) + tokens_of(30, 2), 8)
+    driver.run()
+    assert cached_tokens(driver) == {"first": 0, "again": 496, "next turn": 544}
+
+
+def test_what_prompts_begin_with_is_found_from_the_third_on() -> None:
+    """The second shows where they part."""
+    driver = long_runner(2000)
+    system = tokens_of(320, 1)
+    for number in range(6):
+        driver.add(f"r{number}", system + tokens_of(100, 10 + number), 20)
+        driver.run()
+    assert [*cached_tokens(driver).values()] == [0, 0, 320, 320, 320, 320]
+
+
+def test_prompts_that_come_together_wait_for_what_they_share() -> None:
+    driver = long_runner(2000)
+    system = tokens_of(320, 1)
+    for number in range(16):
+        driver.add(f"r{number}", system + tokens_of(100, 10 + number), 20)
+    driver.run()
+    assert sorted(cached_tokens(driver).values()) == [0] + [320] * 15
+
+
+def test_nobody_waits_for_a_prompt_whose_client_has_gone() -> None:
+    driver = long_runner(2000)
+    prompt = tokens_of(600, 1)
+    driver.add("first", prompt, 20)
+    driver.step()
+    driver.add("second", prompt, 20)
+    driver.step()
+    driver.abort("first")
+    driver.run()
+    assert driver.finished()["second"].reason is FinishReason.LENGTH
+
+
+def test_a_boundary_goes_with_the_first_of_its_blocks() -> None:
+    driver = long_runner(44 + 5 * 9)
+    prompt = tokens_of(300, 1)
+    driver.add("first", prompt, 8)
+    driver.run()
+    driver.add("large", tokens_of(600, 2), 8)
+    driver.run()
+    driver.add("again", prompt, 8)
+    driver.run()
+    assert cached_tokens(driver) == {"first": 0, "large": 0, "again": 0}
+    assert {event.reason for event in driver.finished().values()} == {FinishReason.LENGTH}
+
+
+def test_a_prompt_that_only_fits_without_what_is_cached_is_computed_anew() -> None:
+    driver = long_runner(44 + 5 * 9)
+    prompt = tokens_of(400, 1)
+    driver.add("first", prompt, 8)
+    driver.run()
+    driver.add("long", prompt + tokens_of(290, 2), 8)
+    driver.run()
+    assert driver.finished()["long"].reason is FinishReason.LENGTH
+
+
+@law(weight=0.3)
+def test_a_hit_leaves_the_answers_and_the_memory_as_they_were(seed: int) -> None:
+    """Prompts of a few families, one by one: what is found is never more than they share, and nothing stays held."""
+    rng = random.Random(seed)
+    groups = tuple(
+        rng.sample([KVGroup(16), *[KVGroup(16, WINDOW, rng.choice((1, 16, 17, 70)))] * 3], rng.randrange(2, 5))
+    )
+    cache = CacheConfig(rng.choice((120, 300, 900)), 16, watermark_blocks=rng.choice((0, 4)), groups=groups)
+    cache = replace(cache, window_chunk=rng.choice((16, 50, 64)))
+    driver = Driver(EngineConfig(cache, shape_preset(rng.choice(("unified", "chunked"))), max_model_len=4000))
+    roots = [tokens_of(rng.randrange(1, 200), number) for number in range(3)]
+    for number in range(12):
+        prompt = rng.choice(roots) + tokens_of(rng.randrange(1, 120), rng.randrange(4))
+        driver.add(f"r{number}", prompt, rng.randrange(1, 60))
+        if rng.random() < 0.6:
+            driver.run()
+    driver.run()
+    assert {event.reason for event in driver.finished().values()} == {FinishReason.LENGTH}
+    driver.core.kv.check()
+    assert not driver.core.kv.pool.num_used and driver.core.kv.is_unused
 
 
 def test_a_handoff_is_refused_by_name() -> None:

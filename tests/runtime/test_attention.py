@@ -34,10 +34,10 @@ def make_batch(chunks: list[tuple[int, int]], block_size: int, tables: list[list
     return InputBatch(
         token_ids=torch.zeros(starts[-1], dtype=torch.int64),
         positions=positions,
-        slot_mapping=slots,
+        slot_mappings=(slots,),
         query_start=torch.tensor(starts, dtype=torch.int32),
         context_lens=torch.tensor([before + new for before, new in chunks], dtype=torch.int32),
-        block_tables=padded,
+        block_tables=(padded,),
         sample_rows=torch.empty(0, dtype=torch.int64),
         num_decodes=sum(new == 1 for _, new in chunks),
         max_query_len=max(new for _, new in chunks),
@@ -225,6 +225,29 @@ def test_stale_memory_behind_the_last_token_is_never_seen(dtype: str, instructio
     batch = make_batch([(4, 1)], 16, [[0]])
     out = native.run(torch.randn(1, 2, 32).to(shape.dtype), k_cache, v_cache, native.plan(batch, shape.how()))
     assert out.abs().max() < 10
+
+
+@pytest.mark.parametrize(("dtype", "instruction_set"), EVERY)
+@pytest.mark.parametrize(("window", "block_size"), [(1, 16), (40, 16), (64, 32), (300, 32)])
+def test_blocks_before_a_window_are_not_read_and_change_no_bit(
+    dtype: str, instruction_set: str, window: int, block_size: int
+) -> None:
+    shape = Shape(6, 2, 64, block_size, dtype)
+    backend, how = shape.backend(instruction_set), shape.how(window)
+    sequences = Sequences(shape, [600, 90, 1000, 257, 33])
+    chunks = [(0, 599, 1), (1, 80, 1), (3, 256, 1), (4, 32, 1), (2, 700, 300), (0, 511, 40), (1, 3, 50)]
+    whole = sequences.attend(backend, chunks, how)
+    tables = [list(sequences.tables[sequence]) for sequence, _, _ in chunks]
+    for table, (_, start, _) in zip(tables, chunks, strict=True):
+        gone = max(0, start - window + 1) // block_size
+        table[:gone] = [sequences.num_blocks] * gone
+    batch = make_batch([(start, count) for _, start, count in chunks], block_size, tables)
+    q = torch.cat([sequences.q[sequence][start : start + count] for sequence, start, count in chunks])
+    caches = [
+        torch.cat([cache, torch.full_like(cache[:1], float("nan"))]) for cache in sequences.cache(backend)
+    ]  # the block behind the others is another's
+    freed = backend.run(q, *caches, backend.plan(batch, how))
+    assert torch.equal(freed, torch.cat(whole))
 
 
 def test_there_is_one_openmp_runtime_in_the_process() -> None:

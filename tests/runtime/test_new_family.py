@@ -108,7 +108,7 @@ class Starcoder2:
         x = self.embed_tokens(step.batch.token_ids)
         for index, layer in enumerate(self.layers):
             cache = step.begin_layer(index)
-            q = layer.rope(layer.qkv(layer.attention_norm(x)), cache, step.batch)
+            q = layer.rope(layer.qkv(layer.attention_norm(x)), cache, step)
             attended, x = step.rows_to_keep(index, layer.attention(q, cache, step), x)
             x = x + layer.o_proj(attended)
             inner = torch.nn.functional.gelu(layer.up(layer.mlp_norm(x)), approximate="tanh")

@@ -31,7 +31,7 @@ from diptych.runtime.ops import make_ops  # noqa: E402
 from diptych.runtime.ops.ops import Activation  # noqa: E402
 from diptych.runtime.ops.torch_ops import TorchOps  # noqa: E402
 from diptych.runtime.ops.triton_ops import TritonOps  # noqa: E402
-from tests.runtime.test_attention import Sequences, Shape  # noqa: E402
+from tests.runtime.test_attention import Sequences, Shape, make_batch  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 DTYPES = ["float32", "bfloat16" if HAS_GPU else "float16"]
@@ -129,6 +129,24 @@ def test_stale_memory_behind_the_last_token_is_never_seen(dtype: torch.dtype) ->
     backend.allocate = stale  # type: ignore[method-assign]
     (ours,) = sequences.attend(backend, [(0, 39, 1)], shape.how())
     assert torch.equal(ours, clean[0])
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_blocks_before_a_window_are_not_read_and_change_no_bit(dtype: torch.dtype) -> None:
+    shape, window = Shape(3, 1, 64, 8, str(dtype).removeprefix("torch.")), 20
+    sequences = Sequences(shape, [100, 60])
+    chunks = [(0, 99, 1), (1, 41, 19)]
+    whole = attend(shape, sequences, chunks, window=window)
+    backend = TritonAttention(shape.backend().geometry, DEVICE)
+    caches = sequences.cache(backend)
+    for sequence, start, _ in chunks:
+        gone = sequences.tables[sequence][: (start - window + 1) // 8]
+        for cache in caches:
+            cache[gone] = float("nan")
+    batch = make_batch([(99, 1), (41, 19)], 8, sequences.tables)
+    q = torch.cat([sequences.q[sequence][start : start + count] for sequence, start, count in chunks])
+    freed = backend.run(q, *caches, backend.plan(batch, shape.how(window=window)))
+    assert torch.equal(freed, torch.cat(whole))
 
 
 @pytest.mark.parametrize(("columns", "inner", "has_bias"), [(130, 70, False), (40, 1030, True)])

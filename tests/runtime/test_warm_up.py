@@ -20,7 +20,7 @@ class TimedRunner:
 
     def __init__(self, stalls: float = 0.0, speed: float = 1.0, max_model_len: int = 4096, seed: int = 0) -> None:
         self.max_model_len, self.max_num_seqs, self.first_block, self.block_size = max_model_len, 64, 0, 32
-        self.num_blocks = 4096 // 32 + 1
+        self.num_blocks, self.groups = 4096 // 32 + 1, ()
         self.model_config = SimpleNamespace(vocab_size=100)
         self.now = 0
         self.num_steps = 0

@@ -236,6 +236,7 @@ class Request:
         "arrival_ns",
         "block_hashes",
         "block_tables",
+        "boundary_blocks",
         "cached_tokens_at_arrival",
         "first_blocks",
         "first_step_ns",
@@ -311,6 +312,7 @@ class Request:
         self.block_tables: list[list[int]] = []  # by group; empty: it holds no blocks
         self.frozen_tables: BlockTables | None = None  # the same, once something has asked for ``tables``
         self.first_blocks: tuple[int, ...] = ()  # by group, the index of the first block in its table; (): 0
+        self.boundary_blocks: tuple[int, ...] = ()  # block counts of its prompt where others may go on, once computed
         self.num_blocks = 0  # in all tables
         self.num_slots = 0  # tokens that they hold, those of expired blocks included
         self.host_block_ids: list[int] = []  # its KV when it is swapped out; before that, what is to be copied up

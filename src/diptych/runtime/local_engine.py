@@ -45,7 +45,8 @@ def engine_config(
     enable_prefix_cache: bool = True,
     **changes: Any,
 ) -> EngineConfig:
-    """Control's settings for a runner: its blocks, its block size, its context. ``changes``: of EngineConfig."""
+    """Control's settings for a runner: its blocks, its block size, its groups of layers, its context. ``changes``: of
+    EngineConfig."""
     cache = CacheConfig(
         num_blocks=runner.num_blocks,
         first_block=runner.first_block,
@@ -53,6 +54,7 @@ def engine_config(
         num_host_blocks=runner.num_host_blocks,
         watermark_blocks=min(4, runner.num_blocks - 1),
         enable_prefix_cache=enable_prefix_cache,
+        groups=runner.groups,
     )
     scheduler = scheduler or SchedulerConfig(max_num_seqs=runner.max_num_seqs)
     return EngineConfig(cache=cache, scheduler=scheduler, max_model_len=runner.max_model_len).with_(**changes)

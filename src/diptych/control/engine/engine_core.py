@@ -173,7 +173,8 @@ class EngineCore:
 
     def kv_snapshot(self, now: int) -> list[Event]:
         """All that the prefix cache holds; first the changes that were not said yet, so that it follows from them."""
-        snapshot = KVSnapshot(now, self._num_kv_events + self.kv.pool.has_changes, tuple(self.kv.pool.prefix_cache))
+        known = tuple(self.kv.pool.prefix_cache) if self.kv.is_dense else ()
+        snapshot = KVSnapshot(now, self._num_kv_events + self.kv.pool.has_changes, known)
         return [*self._kv_events(now), snapshot]
 
     def expire(self, now: int) -> list[Event]:

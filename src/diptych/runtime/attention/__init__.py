@@ -10,15 +10,21 @@ from diptych.runtime.attention.torch_attention import TorchCpuAttention
 from diptych.runtime.kernels.instruction_set import TORCH, TRITON
 from diptych.runtime.kernels.native import load_native
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
+from diptych.runtime.kv_cache.layer_groups import LayerGroups
 from diptych.runtime.models.model_config import AttentionConfig
 
 
 def make_attention(
-    config: AttentionConfig, block_size: int, dtype: torch.dtype, device: torch.device, instruction_set: str = TORCH
+    config: AttentionConfig,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    instruction_set: str = TORCH,
+    layers: LayerGroups | None = None,
 ) -> AttentionBackend:
     """The backend for a device, with the kernels that instruction_set.choose has named. On a CPU plain torch takes what
-    the native kernels do not cover."""
-    geometry = KVGeometry.of(config, block_size, str(dtype).removeprefix("torch."))
+    the native kernels do not cover. layers: how they share blocks (None: each has its place in all of them)."""
+    geometry = KVGeometry.of(config, block_size, str(dtype).removeprefix("torch."), layers)
     if instruction_set == TRITON:
         from diptych.runtime.attention.triton_attention import TritonAttention  # half a second, where it is used
 

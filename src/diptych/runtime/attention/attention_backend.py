@@ -38,11 +38,12 @@ class AttentionBackend(Protocol):
         a block. What lies in a block behind its last token is never used, so the memory need not be cleared."""
         ...
 
-    def plan(self, batch: InputBatch, how: LayerAttention) -> Any:
-        """Work that is the same for all layers that attend like this; valid for this step only."""
+    def plan(self, batch: InputBatch, how: LayerAttention, group: int = 0) -> Any:
+        """Work that is the same for all layers of a group that attend like this; valid for this step only."""
         ...
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Any) -> torch.Tensor:
         """Causal attention of q [num_tokens, num_heads, head_dim] over each sequence's blocks, this step's tokens
-        included (they must have been written before). Returns [num_tokens, num_heads * head_dim]."""
+        included (they must have been written before). Never reads a block that lies before the windows of all queries
+        of its sequence: it may be another's. Returns [num_tokens, num_heads * head_dim]."""
         ...

@@ -1,8 +1,8 @@
 """Paged attention on CUDA through torch's variable-length attention, which reads the blocks in place.
 
 K and V lie as [num_blocks, block_size, num_kv_heads, head_dim]. One split per sequence keeps results independent of the
-batch (torch's ``num_splits=1``). Where torch is too old to take a block table, or scores are capped, each sequence's
-blocks are gathered.
+batch (torch's ``num_splits=1``). Where torch is too old to take a block table, or scores are capped, or blocks before a
+window are given up, which torch reads in part, each sequence's blocks are gathered.
 """
 
 import inspect
@@ -32,6 +32,7 @@ def paged_attention() -> Callable[..., Any] | None:
 @dataclass(frozen=True, slots=True)
 class _PagedPlan:
     batch: InputBatch
+    block_table: torch.Tensor
     how: LayerAttention
 
 
@@ -74,12 +75,12 @@ class CudaAttention(CudaKVLayout):
             raise ConfigError("dtype is float32; on cuda: bfloat16", param="dtype")
         super().__init__(geometry, device)
         self._paged = paged
-        self.fits_cuda_graphs = paged is not None and all(layer.softcap is None for layer in layers)
+        self.fits_cuda_graphs = paged is not None and not any(map(self._is_gathered, layers))
 
-    def plan(self, batch: InputBatch, how: LayerAttention) -> _PagedPlan | GatherPlan:
-        if self._paged is None or how.softcap is not None:
-            return plan_gather(batch, how, self.geometry.block_size)
-        return _PagedPlan(batch, how)
+    def plan(self, batch: InputBatch, how: LayerAttention, group: int = 0) -> _PagedPlan | GatherPlan:
+        if self._paged is None or self._is_gathered(how):
+            return plan_gather(batch, how, self.geometry.block_size, group)
+        return _PagedPlan(batch, batch.block_tables[group], how)
 
     def run(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _PagedPlan | GatherPlan
@@ -91,6 +92,9 @@ class CudaAttention(CudaKVLayout):
         out: torch.Tensor = self._paged(
             q.contiguous(), k_cache, v_cache, batch.query_start, None, batch.max_query_len, batch.max_context_len,
             scale=how.scale, window_size=(-1 if how.window is None else how.window - 1, 0), enable_gqa=True,
-            seqused_k=batch.context_lens, block_table=batch.block_tables, num_splits=1,
+            seqused_k=batch.context_lens, block_table=plan.block_table, num_splits=1,
         )  # fmt: skip
         return out.reshape(q.shape[0], -1)
+
+    def _is_gathered(self, how: LayerAttention) -> bool:
+        return how.softcap is not None or (how.window is not None and not self.geometry.layers.is_dense)

@@ -17,6 +17,7 @@ MAX_DIM = 256
 @dataclass(frozen=True, slots=True)
 class _Plan:
     batch: InputBatch
+    block_tables: torch.Tensor
     how: LayerAttention
     sizes: ctypes.Array[ctypes.c_int64]
     partials: torch.Tensor
@@ -49,14 +50,14 @@ class NativeCpuAttention:
         kv = self.geometry
         return lay_out_cpu(k, v, kv.num_kv_heads, kv.block_size, kv.head_dim)
 
-    def plan(self, batch: InputBatch, how: LayerAttention) -> _Plan:
-        kv = self.geometry
+    def plan(self, batch: InputBatch, how: LayerAttention, group: int = 0) -> _Plan:
+        kv, tables = self.geometry, batch.block_tables[group]
         row = (self.num_heads + 2 * kv.num_kv_heads) * kv.head_dim
         sizes = (ctypes.c_int64 * 9)(
-            row, batch.block_tables.stride(0), batch.num_seqs, batch.num_decodes, self.num_heads, kv.num_kv_heads,
+            row, tables.stride(0), batch.num_seqs, batch.num_decodes, self.num_heads, kv.num_kv_heads,
             kv.head_dim, kv.block_size, how.window or 0,
         )  # fmt: skip
-        return _Plan(batch, how, sizes, self.partials(batch))
+        return _Plan(batch, tables, how, sizes, self.partials(batch))
 
     def partials(self, batch: InputBatch) -> torch.Tensor:
         """Scratch memory for the decodes of a batch: every segment's result. The next batch may get the same."""
@@ -72,7 +73,7 @@ class NativeCpuAttention:
         out = q.new_empty((q.shape[0], self.num_heads * self.geometry.head_dim))
         plan.sizes[0] = q.stride(0)
         self.kernels.functions.diptych_attention(
-            self.kernels.handle, q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), batch.block_tables.data_ptr(),
+            self.kernels.handle, q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), plan.block_tables.data_ptr(),
             batch.query_start.data_ptr(), batch.context_lens.data_ptr(), out.data_ptr(), plan.partials.data_ptr(),
             ctypes.addressof(plan.sizes), plan.how.scale, plan.how.softcap or 0.0,
         )  # fmt: skip

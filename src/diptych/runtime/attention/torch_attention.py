@@ -52,20 +52,21 @@ class TorchCpuAttention:
         kv = self.geometry
         return lay_out_cpu(k, v, kv.num_kv_heads, kv.block_size, kv.head_dim)
 
-    def plan(self, batch: InputBatch, how: LayerAttention) -> GatherPlan:
-        return plan_gather(batch, how, self.geometry.block_size)
+    def plan(self, batch: InputBatch, how: LayerAttention, group: int = 0) -> GatherPlan:
+        return plan_gather(batch, how, self.geometry.block_size, group)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
         return attend_gathered(q, plan, lambda slots: read_cpu(k_cache, v_cache, slots))
 
 
-def plan_gather(batch: InputBatch, how: LayerAttention, block_size: int) -> GatherPlan:
+def plan_gather(batch: InputBatch, how: LayerAttention, block_size: int, group: int = 0) -> GatherPlan:
     """Which keys each sequence of a batch sees, and where they are."""
     starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
+    tables = batch.block_tables[group]
     sequences = []
     for index, context in enumerate(contexts):
         begin, end = starts[index], starts[index + 1]
-        table = batch.block_tables[index]
+        table = tables[index]
         first_query = context - (end - begin)
         first_key = 0 if how.window is None else max(0, first_query - how.window + 1)
         keys = torch.arange(first_key, context, device=table.device)

@@ -18,6 +18,7 @@ from diptych.runtime.models.model_config import LayerAttention
 @dataclass(frozen=True, slots=True)
 class _TritonPlan:
     batch: InputBatch
+    block_tables: torch.Tensor
     how: LayerAttention
 
 
@@ -30,15 +31,15 @@ class TritonAttention(CudaKVLayout):
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         super().__init__(geometry, device)
 
-    def plan(self, batch: InputBatch, how: LayerAttention) -> _TritonPlan:
+    def plan(self, batch: InputBatch, how: LayerAttention, group: int = 0) -> _TritonPlan:
         """The kernel finds its tiles on the device; nothing is computed ahead."""
-        return _TritonPlan(batch, how)
+        return _TritonPlan(batch, batch.block_tables[group], how)
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _TritonPlan) -> torch.Tensor:
         """q [num_tokens, num_heads, head_dim], its heads side by side -> [num_tokens, num_heads * head_dim]."""
         batch, how = plan.batch, plan.how
         return paged_attention(
-            q, k_cache, v_cache, batch.query_start, batch.context_lens, batch.block_tables, scale=how.scale,
+            q, k_cache, v_cache, batch.query_start, batch.context_lens, plan.block_tables, scale=how.scale,
             window=how.window, softcap=how.softcap, max_query_len=batch.max_query_len,
             max_context_len=batch.max_context_len,
         )  # fmt: skip

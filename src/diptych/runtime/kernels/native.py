@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch  # its OpenMP runtime must be in the process first
 
-ABI = 7
+ABI = 8
 KERNELS = Path(__file__).parent.parent / "attention" / "kernels"
 # by the bits of diptych_cpu_features; the first four are sets, of which each needs those before it, the last two are
 # instructions for whole numbers that some processors with the set have

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from diptych.base.byte_size import size_words
 from diptych.control.errors import ConfigError
 from diptych.runtime.dtypes import DTYPES
+from diptych.runtime.kv_cache.layer_groups import LayerGroups
 from diptych.runtime.models.model_config import AttentionConfig
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -18,30 +19,38 @@ HUGE_PAGE_BYTES = 2 << 20
 class KVGeometry:
     """The KV cache of one model in blocks of ``block_size`` tokens; dtype: a name in dtypes.DTYPES.
 
-    A pool is one file: for each layer the region of K, then that of V. A region holds the pool's blocks in order, each
-    in the attention backend's layout, and begins at a whole huge page.
+    A pool is one file: for each place of a block (see LayerGroups) the region of K, then that of V. A region holds the
+    pool's blocks in order, each in the attention backend's layout, and begins at a whole huge page.
     """
 
-    num_layers: int
+    layers: LayerGroups
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: str
 
     @classmethod
-    def of(cls, attention: AttentionConfig, block_size: int, dtype: str) -> "KVGeometry":
-        """The cache that these layers need."""
-        return cls(len(attention.layers), attention.num_kv_heads, attention.head_dim, block_size, dtype)
+    def of(
+        cls, attention: AttentionConfig, block_size: int, dtype: str, layers: LayerGroups | None = None
+    ) -> "KVGeometry":
+        """The cache that these layers need. layers: how they share blocks (None: each has its place in all of them)."""
+        layers = layers or LayerGroups.dense(len(attention.layers), block_size)
+        return cls(layers, attention.num_kv_heads, attention.head_dim, block_size, dtype)
+
+    @property
+    def num_regions(self) -> int:
+        """Pairs of regions, of K and of V: one for each place of a block."""
+        return self.layers.num_places
 
     @property
     def tensor_block_bytes(self) -> int:
-        """Bytes of one block in one tensor: K or V of one layer."""
+        """Bytes of one block in one region: K or V of one layer."""
         return self.block_size * self.num_kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, K and V."""
-        return 2 * self.num_layers * self.tensor_block_bytes
+        """Bytes of one block over all its layers, K and V."""
+        return 2 * self.num_regions * self.tensor_block_bytes
 
     def blocks_within(self, kv_bytes: int) -> int:
         """How many blocks fit in ``kv_bytes``. Raises ConfigError when not even one does."""
@@ -57,10 +66,10 @@ class KVGeometry:
         """Bytes of one region of a pool, up to where the next one begins."""
         return -(-total_blocks * self.tensor_block_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
-    def region_offset(self, layer: int, tensor: int, total_blocks: int) -> int:
-        """Where the region of a layer's K (tensor 0) or V (tensor 1) begins in the pool's file."""
-        return (2 * layer + tensor) * self.region_bytes(total_blocks)
+    def region_offset(self, place: int, tensor: int, total_blocks: int) -> int:
+        """Where the region of a place's K (tensor 0) or V (tensor 1) begins in the pool's file."""
+        return (2 * place + tensor) * self.region_bytes(total_blocks)
 
     def pool_bytes(self, total_blocks: int) -> int:
         """Size of a pool's file. Only the pages that are used cost memory."""
-        return 2 * self.num_layers * self.region_bytes(total_blocks)
+        return 2 * self.num_regions * self.region_bytes(total_blocks)

@@ -1,4 +1,4 @@
-"""The memory of the KV cache: one pair of tensors per layer and tier, and block copies between the tiers.
+"""The memory of the KV cache: one pair of tensors per place of a block and tier, and block copies between the tiers.
 
 Knows blocks only by number; who holds which block is decided in control.
 """
@@ -24,6 +24,9 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]  # k_cache, v_cache: block i is [
 class KVTensors:
     """All layers' caches on the device, and the host tier beside them. host_bytes: its blocks as bytes, for a disk.
 
+    regions: by place of a block. layers: of each layer, the region of its place; layers of several groups have the same
+    one, and other blocks of it. groups: of each layer, the number of its group.
+
     The caches are this worker's own, or those of ``pool``: then they hold the blocks of all its workers, of which
     ``num_blocks`` from ``first_block`` on belong to this one. Only own blocks are copied to the host; prefills, copies
     from the host and ``copy_within`` write into others' where those have reserved them for it. host_fd: of a file for
@@ -43,10 +46,13 @@ class KVTensors:
         self.num_host_blocks = num_host_blocks
         self.first_block = 0 if pool is None else pool.first_block
         if pool is None:
-            self.layers: list[LayerCache] = [backend.allocate(num_blocks) for _ in range(backend.geometry.num_layers)]
+            self.regions: list[LayerCache] = [backend.allocate(num_blocks) for _ in range(backend.geometry.num_regions)]
         else:
             regions = map_pool(pool, backend.geometry, num_blocks, backend.dtype)
-            self.layers = [backend.laid_out(k, v) for k, v in regions]
+            self.regions = [backend.laid_out(k, v) for k, v in regions]
+        place_of = backend.geometry.layers.place_of
+        self.layers = [self.regions[place] for _, place in place_of]
+        self.groups = tuple([group for group, _ in place_of])
         self.shared_host: SharedHost | None = None
         self._host, self.host_bytes = self._allocate_host(num_host_blocks, host_fd)
 
@@ -59,25 +65,25 @@ class KVTensors:
                 self._copy_to_host(pairs)
 
     def _copy_to_host(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for source, target in zip(self.layers, self._host, strict=True):
+        for source, target in zip(self.regions, self._host, strict=True):
             self._copy(source, target, pairs)
 
     def copy_from_host(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (host block, device block) pairs."""
-        for source, target in zip(self._host, self.layers, strict=True):
+        for source, target in zip(self._host, self.regions, strict=True):
             self._copy(source, target, pairs)
 
     def copy_within(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (own block, block of another worker of the pool) pairs."""
-        for layer in self.layers:
-            self._copy(layer, layer, pairs)
+        for region in self.regions:
+            self._copy(region, region, pairs)
 
     def _allocate_host(self, num_blocks: int, fd: int | None) -> tuple[list[LayerCache], npt.NDArray[np.uint8]]:
-        """The host tier twice: by layers, as views shaped like the device's, and as bytes [num_blocks, bytes of a
-        block]: K and V of each layer in order, so that a block is one piece for the disk."""
-        first = self.layers[0][0]
+        """The host tier twice: by places, as views shaped like the device's, and as bytes [num_blocks, bytes of a
+        block]: K and V of each place in order, so that a block is one piece for the disk."""
+        first = self.regions[0][0]
         part = first[0].numel() * first.element_size()
-        size = 2 * len(self.layers) * part
+        size = 2 * len(self.regions) * part
         if fd is not None and num_blocks:
             try:
                 self.shared_host = SharedHost(fd, num_blocks, size)
@@ -93,12 +99,12 @@ class KVTensors:
             memory = torch.zeros(num_blocks * size, dtype=torch.uint8, pin_memory=first.device.type == "cuda")
         blocks = memory.view(num_blocks, size)
 
-        def view(layer: int, tensor: int) -> torch.Tensor:
-            start = (2 * layer + tensor) * part
-            shape = self.layers[layer][tensor].shape[1:]  # K and V are laid out each in its own way
+        def view(place: int, tensor: int) -> torch.Tensor:
+            start = (2 * place + tensor) * part
+            shape = self.regions[place][tensor].shape[1:]  # K and V are laid out each in its own way
             return blocks[:, start : start + part].view(first.dtype).view(num_blocks, *shape)
 
-        return [(view(layer, 0), view(layer, 1)) for layer in range(len(self.layers))], blocks.numpy()
+        return [(view(place, 0), view(place, 1)) for place in range(len(self.regions))], blocks.numpy()
 
     def _copy(self, source: LayerCache, target: LayerCache, pairs: Sequence[tuple[int, int]]) -> None:
         if source[0].device.type == target[0].device.type == "cpu":

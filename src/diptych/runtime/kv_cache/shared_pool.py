@@ -36,15 +36,16 @@ class SharedPool:
 def map_pool(
     pool: SharedPool, geometry: KVGeometry, num_blocks: int, dtype: torch.dtype
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(K, V) of each layer as 1-d tensors over all blocks of the pool. The memory of this worker's ``num_blocks`` is
-    taken now, that of the others when it is used.
+    """(K, V) of each place of a block as 1-d tensors over all blocks of the pool. The memory of this worker's
+    ``num_blocks`` is taken now, that of the others when it is used.
 
     Raises ConfigError when the file is smaller than a pool of this geometry, or the range does not lie in it.
     """
     size, needed = os.fstat(pool.fd).st_size, geometry.pool_bytes(pool.total_blocks)
     if size < needed:
         raise ConfigError(
-            f"the shared pool has {size} bytes; {pool.total_blocks} blocks of {geometry} take {needed}",
+            f"the shared pool has {size} bytes; {pool.total_blocks} blocks of {geometry.block_bytes} bytes each take "
+            f"{needed}",
             param="total_blocks",
         )
     last_block = pool.first_block + num_blocks
@@ -57,9 +58,9 @@ def map_pool(
     memory = map_file(pool.fd, needed, is_shared=True)
     block_bytes = geometry.tensor_block_bytes
 
-    def region(layer: int, tensor: int) -> torch.Tensor:
-        start = geometry.region_offset(layer, tensor, pool.total_blocks)
+    def region(place: int, tensor: int) -> torch.Tensor:
+        start = geometry.region_offset(place, tensor, pool.total_blocks)
         populate(memory, start + pool.first_block * block_bytes, start + last_block * block_bytes)
         return memory[start : start + pool.total_blocks * block_bytes].view(dtype)
 
-    return ((region(layer, 0), region(layer, 1)) for layer in range(geometry.num_layers))
+    return ((region(place, 0), region(place, 1)) for place in range(geometry.num_regions))

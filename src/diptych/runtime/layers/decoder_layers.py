@@ -36,7 +36,7 @@ class DecoderLayers:
         x = residual if before[0] is None else before[0](residual)
         for index, layer in enumerate(self.layers):
             cache = step.begin_layer(index)
-            attended = layer.attention(layer.rope(layer.qkv(x), cache, step.batch), cache, step)
+            attended = layer.attention(layer.rope(layer.qkv(x), cache, step), cache, step)
             attended, x, residual = step.rows_to_keep(index, attended, x, residual)
             if layer.attention_gate is not None:
                 self._ops.gate(attended, layer.attention_gate(x))

@@ -13,7 +13,8 @@ from diptych.runtime.models.model_config import LayerAttention
 
 class ForwardPass:
     """caches: of each layer. on_layer: called before each layer with the number of those whose K and V are written, but
-    not in a step that native_step.py computes; what it raises ends the step."""
+    not in a step that native_step.py computes; what it raises ends the step. groups: of each layer, the number of its
+    group: which of the batch's slots and block tables are its own (None: all layers are in one)."""
 
     def __init__(
         self,
@@ -21,25 +22,36 @@ class ForwardPass:
         caches: Sequence[LayerCache],
         attention: AttentionBackend,
         on_layer: Callable[[int], None] | None = None,
+        groups: Sequence[int] | None = None,
     ) -> None:
         self.batch = batch
         self.caches = caches
         self._attention = attention
         self._on_layer = on_layer
-        self._plans: dict[LayerAttention, Any] = {}
+        self.groups = groups
+        self._group = 0  # of the layer that has begun
+        self._plans: dict[tuple[int, LayerAttention], Any] = {}
 
     def begin_layer(self, index: int) -> LayerCache:
         """The K and V of a layer, which all layers before it have written already."""
         if self._on_layer is not None:
             self._on_layer(index)
+        if self.groups is not None:
+            self._group = self.groups[index]
         return self.caches[index]
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """[num_tokens] int64: where K and V of the layer that has begun are written."""
+        return self.batch.slot_mappings[self._group]
 
     def attend(self, q: torch.Tensor, cache: LayerCache, how: LayerAttention) -> torch.Tensor:
         """q [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim], over what the cache holds of each
-        sequence, this step's tokens included."""
-        plan = self._plans.get(how)
+        sequence, this step's tokens included: for the layer that has begun."""
+        key = (self._group, how)
+        plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[how] = self._attention.plan(self.batch, how)
+            plan = self._plans[key] = self._attention.plan(self.batch, how, self._group)
         return self._attention.run(q, *cache, plan)
 
     def rows_to_keep(self, index: int, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -67,7 +67,7 @@ class _Layer(ctypes.Structure):
         *((name, _Norm) for name in ("input_norm", "attention_norm", "mlp_norm", "output_norm")),
         *((name, NativeWeight) for name in ("qkv", "attention_gate", "output", "gate_up", "down")),
         *((name, _Norm) for name in ("q_norm", "k_norm")),
-        *_record("cos_sin query_scale k_cache v_cache", "window rotary norms_rows gate", "scale softcap"),
+        *_record("cos_sin query_scale k_cache v_cache", "window rotary norms_rows gate group", "scale softcap"),
     )
 
 
@@ -92,6 +92,8 @@ class NativeStep:
         self._attention = attention
         self._layers = (_Layer * len(layers))(*(_describe(layer, attention.geometry.head_dim) for layer in layers))
         self._caches: Sequence[LayerCache] = ()  # those that _layers points to
+        num_groups = len(attention.geometry.layers.groups)
+        self._slots, self._block_tables = (ctypes.c_void_p * num_groups)(), (ctypes.c_void_p * num_groups)()
         self._kept = (list(layers), norm)  # whose tensors the records point to
         self._has_gates = any(layer.attention_gate is not None for layer in layers)
         geometry = attention.geometry
@@ -99,7 +101,8 @@ class NativeStep:
             layers=ctypes.addressof(self._layers), norm=_norm(norm), num_layers=len(layers),
             hidden=norm.weight.shape[0], inner_size=layers[0].gate_up.out_features, heads=attention.num_heads,
             kv_heads=geometry.num_kv_heads, dim=geometry.head_dim, block_size=geometry.block_size,
-            multiplier=multiplier,
+            multiplier=multiplier, slots=ctypes.addressof(self._slots),
+            block_tables=ctypes.addressof(self._block_tables),
         )  # fmt: skip
 
     def __call__(self, residual: torch.Tensor, step: ForwardPass) -> torch.Tensor:
@@ -108,6 +111,8 @@ class NativeStep:
         if step.caches is not self._caches:
             for layer, (k_cache, v_cache) in zip(self._layers, step.caches, strict=True):
                 layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
+            for index, group in enumerate(step.groups or ()):
+                self._layers[index].group = group
             self._caches = step.caches
         call, batch = self._step, step.batch
         call.rows = rows = batch.num_seqs
@@ -119,8 +124,9 @@ class NativeStep:
         gates = torch.empty_like(attended) if self._has_gates else None
         call.gates = _pointer(gates)
         call.partials = self._attention.partials(batch).data_ptr()
-        call.positions, call.slots = batch.positions.data_ptr(), batch.slot_mapping.data_ptr()
-        call.block_tables, call.table_stride = batch.block_tables.data_ptr(), batch.block_tables.stride(0)
+        call.positions, call.table_stride = batch.positions.data_ptr(), batch.block_tables[0].stride(0)
+        for group, (slots, tables) in enumerate(zip(batch.slot_mappings, batch.block_tables, strict=True)):
+            self._slots[group], self._block_tables[group] = slots.data_ptr(), tables.data_ptr()
         call.query_start, call.context_lens = batch.query_start.data_ptr(), batch.context_lens.data_ptr()
         kernels = self._attention.kernels
         kernels.functions.diptych_decode_step(kernels.handle, ctypes.addressof(call))

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.rope import RotaryTable
@@ -79,12 +78,12 @@ class RopeAndCache:
     q_norm: RmsNorm | None
     k_norm: RmsNorm | None
 
-    def __call__(self, qkv: torch.Tensor, cache: LayerCache, batch: InputBatch) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, cache: LayerCache, step: ForwardPass) -> torch.Tensor:
         """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], rotated in place -> q [num_tokens, num_heads,
         head_dim], a view of it."""
         table = self.table
         return self.ops.rope_and_cache(
-            qkv, batch.positions, table.cos_sin, batch.slot_mapping, *cache, self.q_weight, self.k_weight, self.eps,
+            qkv, step.batch.positions, table.cos_sin, step.slot_mapping, *cache, self.q_weight, self.k_weight, self.eps,
             table.query_scale,
         )  # fmt: skip
 

@@ -4,7 +4,9 @@ Owns the captured graphs and their static inputs, one per batch size, captured w
 with prefills, and batches that are too large, run as they are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -29,9 +31,15 @@ class GraphedModel:
     """``forward`` of a model that fits CUDA graphs, replayed from a graph where one exists."""
 
     def __init__(
-        self, model: LanguageModel, attention: AttentionBackend, caches: list[LayerCache], max_model_len: int
+        self,
+        model: LanguageModel,
+        attention: AttentionBackend,
+        caches: list[LayerCache],
+        groups: Sequence[int],
+        max_model_len: int,
     ) -> None:
         self._model = model
+        self._groups = groups  # see ForwardPass
         self._attention = attention
         self._caches = caches
         self._max_model_len = max_model_len
@@ -50,10 +58,9 @@ class GraphedModel:
             if self._seen[size] <= SEEN_BEFORE_CAPTURE:
                 return self._compute(batch)
             captured = self._captured[size] = self._capture(batch)
-        for name in (field.name for field in fields(InputBatch)):
-            value = getattr(batch, name)
-            if isinstance(value, torch.Tensor):
-                getattr(captured.inputs, name).copy_(value)
+        for name, tensors in _tensors(batch).items():
+            for target, tensor in zip(_tuple(getattr(captured.inputs, name)), _tuple(tensors), strict=True):
+                target.copy_(tensor)
         captured.graph.replay()
         return captured.hidden
 
@@ -64,12 +71,11 @@ class GraphedModel:
 
     def _capture(self, batch: InputBatch) -> _Captured:
         """Record the forward pass over copies of the batch's tensors, for any context length."""
-        tensors = {
-            field.name: getattr(batch, field.name).clone()
-            for field in fields(InputBatch)
-            if isinstance(getattr(batch, field.name), torch.Tensor)
+        copies: dict[str, Any] = {
+            name: value.clone() if isinstance(value, torch.Tensor) else tuple([tensor.clone() for tensor in value])
+            for name, value in _tensors(batch).items()
         }
-        inputs = replace(batch, **tensors, max_context_len=self._max_model_len)
+        inputs = replace(batch, **copies, max_context_len=self._max_model_len)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # once outside of the graph: lazy initialisation must not be recorded
@@ -81,4 +87,14 @@ class GraphedModel:
         return _Captured(graph, inputs, hidden)
 
     def _compute(self, batch: InputBatch) -> torch.Tensor:
-        return self._model.forward(ForwardPass(batch, self._caches, self._attention))
+        return self._model.forward(ForwardPass(batch, self._caches, self._attention, groups=self._groups))
+
+
+def _tensors(batch: InputBatch) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
+    """The fields of a batch that are tensors, or tensors by group of layers."""
+    values = {field.name: getattr(batch, field.name) for field in fields(InputBatch)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor | tuple)}
+
+
+def _tuple(value: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -5,17 +5,20 @@ members are scratch room for the prefills of a step. The plan decides which requ
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from diptych.control.request import BlockTables
 from diptych.runtime.step.request_state import RequestState
 
 
 class DecodeRows:
-    """Per slot: tokens so far, the input of the next step, its position, the block table, and flags for sampling."""
+    """Per slot: tokens so far, the input of the next step, its position, a block table for each group of layers, and
+    flags for sampling. What a block table says of blocks that have expired is arbitrary."""
 
-    def __init__(self, capacity: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, capacity: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
         self.block_size = block_size
         self.request_ids: list[str] = []
         self.states: list[RequestState] = []
@@ -23,10 +26,11 @@ class DecodeRows:
         max_blocks = -(-max_model_len // block_size) + 1
         # [slots, max_model_len + 2] int32: all tokens, the newest sampled one included
         self.token_ids = np.zeros((capacity, max_model_len + 2), dtype=np.int32)
-        self.block_tables = np.zeros((capacity, max_blocks), dtype=np.int32)  # [slots, max_blocks]
+        # by group of layers, [slots, max_blocks]; each by itself, so that a step takes its rows without a copy
+        self.block_tables = [np.zeros((capacity, max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.inputs = np.zeros(capacity, dtype=np.int64)  # [slots] the token that the next step computes
         self.positions = np.zeros(capacity, dtype=np.int64)  # [slots] its position: tokens in the KV cache before it
-        self.num_blocks = np.zeros(capacity, dtype=np.int64)  # [slots]
+        self.num_blocks = np.zeros((capacity, num_groups), dtype=np.int64)  # [slots, groups], with the expired ones
         self.is_plain = np.zeros(capacity, dtype=np.bool_)  # [slots] greedy and nothing else
         self.ignores_eos = np.zeros(capacity, dtype=np.bool_)  # [slots]
         self.has_stop_ids = np.zeros(capacity, dtype=np.bool_)  # [slots] stop token ids besides end-of-sequence
@@ -45,12 +49,14 @@ class DecodeRows:
         # All arrays grow together: a slot is an index into each of them.
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray):
-                grown = np.zeros((capacity, *array.shape[1:]), dtype=array.dtype)
-                grown[: len(array)] = array
-                setattr(self, name, grown)
+                setattr(self, name, _grown(array, capacity))
+        self.block_tables = [_grown(table, capacity) for table in self.block_tables]
 
-    def join(self, state: RequestState, position: int, block_ids: Sequence[int]) -> None:
-        """A new member whose token at ``position`` (its newest) is the input of the next step."""
+    def join(
+        self, state: RequestState, position: int, block_tables: BlockTables, first_blocks: Sequence[int] = ()
+    ) -> None:
+        """A new member whose token at ``position`` (its newest) is the input of the next step. first_blocks: as in
+        ResumedDecode."""
         slot = len(self.states)
         self.reserve(slot + 1)
         self._slot_of[state.request_id] = slot
@@ -59,8 +65,7 @@ class DecodeRows:
         self.token_ids[slot, : position + 1] = state.token_ids[: position + 1]
         self.inputs[slot] = state.token_ids[position]
         self.positions[slot] = position
-        self.set_block_table(slot, block_ids)
-        self.num_blocks[slot] = len(block_ids)
+        self.num_blocks[slot] = self.set_block_tables(slot, block_tables, first_blocks)
         self.is_plain[slot] = state.is_plain
         self.ignores_eos[slot] = state.params.ignore_eos
         self.has_stop_ids[slot] = state.has_stop_ids
@@ -79,32 +84,41 @@ class DecodeRows:
             return
         self.request_ids[slot], self.states[slot] = moved_id, moved
         self._slot_of[moved_id] = slot
-        length, blocks = self.positions[last] + 1, self.num_blocks[last]
+        length = self.positions[last] + 1
         self.token_ids[slot, :length] = self.token_ids[last, :length]
-        self.block_tables[slot, :blocks] = self.block_tables[last, :blocks]
+        for table, blocks in zip(self.block_tables, self.num_blocks[last], strict=True):
+            table[slot, :blocks] = table[last, :blocks]
         flags = (self.is_plain, self.ignores_eos, self.has_stop_ids)
         for array in (self.inputs, self.positions, self.num_blocks, *flags):
             array[slot] = array[last]
 
-    def set_block_table(self, slot: int, block_ids: Sequence[int]) -> None:
-        """Write a whole block table (of a member, or of a prefill in a scratch slot)."""
-        self.block_tables[slot, : len(block_ids)] = block_ids
+    def set_block_tables(self, slot: int, block_tables: BlockTables, first_blocks: Sequence[int] = ()) -> list[int]:
+        """Write whole block tables (of a member, or of a prefill in a scratch slot), each from its first block on.
+        Where they end, by group."""
+        firsts = first_blocks or (0,) * len(block_tables)
+        ends = []
+        for table, first, block_ids in zip(self.block_tables, firsts, block_tables, strict=True):
+            ends.append(first + len(block_ids))
+            table[slot, first : ends[-1]] = block_ids
+        return ends
 
-    def add_block(self, request_id: str, block_id: int) -> None:
-        """The member's block table grows by one."""
+    def add_block(self, request_id: str, group: int, block_id: int) -> None:
+        """One of the member's block tables grows by one."""
         slot = self._slot_of[request_id]
-        self.block_tables[slot, self.num_blocks[slot]] = block_id
-        self.num_blocks[slot] += 1
+        self.block_tables[group][slot, self.num_blocks[slot, group]] = block_id
+        self.num_blocks[slot, group] += 1
 
     def tokens_of(self, slot: int, num_ahead: int = 0) -> npt.NDArray[np.int32]:
         """All tokens of a member up to the input of the next step, and ``num_ahead`` behind it (a view, valid until the
         batch changes)."""
         return self.token_ids[slot, : self.positions[slot] + 1 + num_ahead]
 
-    def slot_mapping(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where K and V of these positions of these slots go: block id * block_size + offset."""
+    def slot_mappings(
+        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> list[npt.NDArray[np.int64]]:
+        """Where K and V of these positions of these slots go, by group: block id * block_size + offset."""
         blocks, offsets = np.divmod(positions, self.block_size)
-        return self.block_tables[slots, blocks].astype(np.int64) * self.block_size + offsets
+        return [table[slots, blocks].astype(np.int64) * self.block_size + offsets for table in self.block_tables]
 
     def write_drafts(self, request_id: str, token_ids: Sequence[int]) -> int:
         """Put tokens that may come next behind the input of a member. Returns its slot."""
@@ -123,3 +137,10 @@ class DecodeRows:
         self.positions[first:last] += 1
         self.token_ids[np.arange(first, last), self.positions[first:last]] = token_ids
         self.inputs[first:last] = token_ids
+
+
+def _grown(array: npt.NDArray[np.generic], capacity: int) -> npt.NDArray[Any]:
+    """The array with ``capacity`` rows, zeros behind those that it has."""
+    grown = np.zeros((capacity, *array.shape[1:]), dtype=array.dtype)
+    grown[: len(array)] = array
+    return grown

@@ -3,8 +3,8 @@
 For drivers (serving/worker, local_engine.py):
 
     runner = load_runner(RunnerConfig(model=path), progress)    # blocks until the weights are in memory
-    runner.first_block, runner.num_blocks, runner.block_size, runner.num_host_blocks, runner.max_model_len
-                                  for CacheConfig and EngineConfig; block ids begin at first_block
+    runner.first_block, runner.num_blocks, runner.block_size, runner.num_host_blocks, runner.groups,
+    runner.max_model_len          for CacheConfig and EngineConfig; block ids begin at first_block
     runner.model_config.eos_token_ids, .vocab_size, ...
     runner.add_request(request_id, prompt_token_ids, sampling, salt=..., block_hashes=..., output_token_ids=...)
                                   before the first plan that names it; raises InvalidRequestError (then do not queue it)
@@ -26,7 +26,8 @@ import torch
 
 from diptych.control.constraint import TokenConstraint
 from diptych.control.errors import ConfigError
-from diptych.control.request import FinishReason, SamplingParams, only_table
+from diptych.control.kv_layout import KVGroup
+from diptych.control.request import FinishReason, SamplingParams
 from diptych.control.step import (
     DraftProposal,
     PromptLogprobs,
@@ -42,6 +43,7 @@ from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.kernels.instruction_set import AUTO, TORCH, choose
 from diptych.runtime.kv_cache.kv_tensors import KVTensors
+from diptych.runtime.kv_cache.layer_groups import deal
 from diptych.runtime.kv_cache.shared_pool import SharedPool
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.layer_loader import LayerLoader
@@ -78,7 +80,9 @@ class RunnerConfig:
     are this worker's. shared_weights: the descriptor of a file in memory that holds the weights for all workers, or
     will when the first of them has loaded. shared_host: of one for the host blocks, which other workers read. These
     four on the cpu only.
-    speculation: see SPECULATIONS.
+    speculation: see SPECULATIONS. frees_windows: layers are dealt into groups, and blocks that lie before the window of
+    a group are free for other sequences; then prefixes of prompts are found at boundaries alone (see Hit), and none is
+    handed off.
     """
 
     model: str | Path
@@ -96,6 +100,7 @@ class RunnerConfig:
     shared_weights: int | None = None
     shared_host: int | None = None
     speculation: str = "off"
+    frees_windows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +140,11 @@ class ModelRunner:
         self.on_layer: Callable[[int], None] | None = None  # see ForwardPass; called on a CPU only
         self._graphs: GraphedModel | None = None
         if attention.fits_cuda_graphs and model.fits_cuda_graphs:
-            self._graphs = GraphedModel(model, attention, kv.layers, max_model_len)
+            self._graphs = GraphedModel(model, attention, kv.layers, kv.groups, max_model_len)
         self._requests: dict[str, RequestState] = {}
-        self._batch = DecodeRows(max_num_seqs, max_model_len, self.block_size)
+        layers = attention.geometry.layers
+        self.groups: tuple[KVGroup, ...] = () if layers.is_dense else layers.groups  # for CacheConfig
+        self._batch = DecodeRows(max_num_seqs, max_model_len, self.block_size, len(layers.groups))
         self._ends_sequence = np.zeros(self.model_config.vocab_size, dtype=np.bool_)
         eos = [token for token in self.model_config.eos_token_ids if token < self.model_config.vocab_size]
         self._ends_sequence[eos] = True
@@ -193,7 +200,7 @@ class ModelRunner:
             return self._graphs.forward(batch)
         # On a GPU a layer is only queued when it returns: its KV may not be sent yet.
         on_layer = self.on_layer if self.attention.device.type == "cpu" else None
-        return self.model.forward(ForwardPass(batch, self.kv.layers, self.attention, on_layer))
+        return self.model.forward(ForwardPass(batch, self.kv.layers, self.attention, on_layer, self.kv.groups))
 
     def forget_graphs(self) -> None:
         """Steps were captured for compute units that are not used any more: capture them again."""
@@ -256,10 +263,10 @@ class ModelRunner:
         if output.swap_in:
             self.kv.copy_from_host(output.swap_in)
         for resumed in output.resumed:
-            block_ids = only_table(resumed.block_tables)
-            batch.join(self._requests[resumed.request_id], resumed.num_tokens, block_ids)
-        for request_id, _, block_id in output.new_blocks:
-            batch.add_block(request_id, block_id)
+            state = self._requests[resumed.request_id]
+            batch.join(state, resumed.num_tokens, resumed.block_tables, resumed.first_blocks)
+        for request_id, group, block_id in output.new_blocks:
+            batch.add_block(request_id, group, block_id)
 
     def _lay_out(self, output: SchedulerOutput) -> StepLayout:
         batch = self._batch
@@ -386,7 +393,8 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     _check_cpu_only(config, device)
     instruction_set = choose(dtype, config.instruction_set, device.type)
     ops = make_ops(dtype, instruction_set)
-    attention = make_attention(model_config.attention, config.block_size, dtype, device, instruction_set)
+    layers = deal(model_config.attention.layers, config.block_size, max_model_len) if config.frees_windows else None
+    attention = make_attention(model_config.attention, config.block_size, dtype, device, instruction_set, layers)
     num_blocks = config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
     quantization = QUANTIZATIONS[config.quantize]
     rotary = RotaryTables(model_config.attention.head_dim, max_model_len, device)
@@ -406,8 +414,9 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     if progress is not None:
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
     kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool, config.shared_host)
+    empty = attention.geometry.layers.note
     loaded = LoadedModel(
-        model, formats, instruction_set, "; ".join(filter(None, (note, why_private, *model_config.notes)))
+        model, formats, instruction_set, "; ".join(filter(None, (note, why_private, *model_config.notes, empty)))
     )
     drafted = DraftTokens(drafts=speculates(config.speculation, instruction_set))
     return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, drafted)

@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from diptych.control.request import only_table
 from diptych.control.step import ScheduledPrefill
 from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.step.decode_rows import DecodeRows
@@ -99,13 +98,14 @@ def lay_out_decodes(batch: DecodeRows, extra: dict[int, int], device: torch.devi
     decodes = rows_of_decodes(batch, count, extra)
     context_lens = (decodes.positions + 1).astype(np.int32)
     rows = np.arange(len(decodes.slots) + 1, dtype=np.int32)
+    tables: Ints | slice = decodes.slots if extra else slice(count)
     tensors = InputBatch(
         token_ids=_tensor(decodes.token_ids, device),
         positions=_tensor(decodes.positions, device),
-        slot_mapping=_tensor(batch.slot_mapping(decodes.slots, decodes.positions), device),
+        slot_mappings=_tensors(batch.slot_mappings(decodes.slots, decodes.positions), device),
         query_start=_tensor(rows, device),
         context_lens=_tensor(context_lens, device),
-        block_tables=_tensor(batch.block_tables[decodes.slots] if extra else batch.block_tables[:count], device),
+        block_tables=_tensors([table[tables] for table in batch.block_tables], device),
         sample_rows=_tensor(rows[:-1].astype(np.int64), device),
         num_decodes=len(decodes.slots),
         max_query_len=1,
@@ -129,9 +129,9 @@ def lay_out_step(
     for slot, chunk in enumerate(chunks, start=members):
         end = chunk.plan.start + chunk.plan.num_tokens
         if chunk.plan.is_last:
-            batch.join(chunk.state, end - 1, only_table(chunk.plan.block_tables))
+            batch.join(chunk.state, end - 1, chunk.plan.block_tables, chunk.plan.first_blocks)
         else:
-            batch.set_block_table(slot, only_table(chunk.plan.block_tables))
+            batch.set_block_tables(slot, chunk.plan.block_tables, chunk.plan.first_blocks)
     last_slot = len(batch)
     decodes = rows_of_decodes(batch, num_decodes, extra)
     num_rows = len(decodes.slots)
@@ -145,15 +145,17 @@ def lay_out_step(
         np.arange(chunk.scores.start, chunk.scores.stop) - chunk.plan.start + query_start[num_rows + index]
         for index, chunk in enumerate(chunks)
     ]
-    table_slots = np.concatenate([decodes.slots, np.arange(members, members + len(chunks))])
-    contiguous = batch.block_tables[first_slot : members + len(chunks)]
+    end_slot = members + len(chunks)
+    tables: Ints | slice = slice(first_slot, end_slot)
+    if extra:
+        tables = np.concatenate([decodes.slots, np.arange(members, end_slot)])
     tensors = InputBatch(
         token_ids=_tensor(_token_ids(decodes, chunks), device),
         positions=_tensor(_positions(decodes, chunks), device),
-        slot_mapping=_tensor(_slot_mapping(batch, decodes, chunks), device),
+        slot_mappings=_tensors(_slot_mappings(batch, decodes, chunks), device),
         query_start=_tensor(query_start, device),
         context_lens=_tensor(context_lens, device),
-        block_tables=_tensor(batch.block_tables[table_slots] if extra else contiguous, device),
+        block_tables=_tensors([table[tables] for table in batch.block_tables], device),
         sample_rows=_tensor(np.concatenate([sampled_rows, *scored_rows]).astype(np.int64), device),
         num_decodes=num_rows,
         max_query_len=int(lengths.max()),
@@ -179,13 +181,20 @@ def _positions(decodes: DecodeRowsOfStep, chunks: Sequence[PromptChunk]) -> Ints
     return np.concatenate([decodes.positions, *parts]).astype(np.int64)
 
 
-def _slot_mapping(batch: DecodeRows, decodes: DecodeRowsOfStep, chunks: Sequence[PromptChunk]) -> Ints:
-    parts = [batch.slot_mapping(decodes.slots, decodes.positions)]
+def _slot_mappings(batch: DecodeRows, decodes: DecodeRowsOfStep, chunks: Sequence[PromptChunk]) -> list[Ints]:
+    parts = [[slots] for slots in batch.slot_mappings(decodes.slots, decodes.positions)]
     for chunk in chunks:
         positions = np.arange(chunk.plan.start, chunk.plan.start + chunk.plan.num_tokens)
-        block_ids = np.array(only_table(chunk.plan.block_tables), dtype=np.int64)
-        parts.append(block_ids[positions // batch.block_size] * batch.block_size + positions % batch.block_size)
-    return np.concatenate(parts)
+        blocks, offsets = positions // batch.block_size, positions % batch.block_size
+        firsts = chunk.plan.first_blocks or (0,) * len(parts)
+        for slots, first, block_ids in zip(parts, firsts, chunk.plan.block_tables, strict=True):
+            slots.append(np.array(block_ids, dtype=np.int64)[blocks - first] * batch.block_size + offsets)
+    return [np.concatenate(slots) for slots in parts]
+
+
+def _tensors(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The arrays on the device, one for each group of layers."""
+    return tuple([_tensor(array, device) for array in arrays])
 
 
 def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from diptych.control.request import SamplingParams
+from diptych.control.request import BlockTables, SamplingParams
 from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.runtime.step.model_runner import ModelRunner
 
@@ -81,7 +81,7 @@ def _decode(runner: ModelRunner, shape: _Shape, clock: Callable[[], int]) -> int
     blocks: only the cost matters."""
     blocks = _first_blocks(runner, shape.context + 3)
     ids = add_requests(runner, shape.count, shape.context + 1, "warm-up")
-    resumed = tuple(ResumedDecode(request_id, shape.context, (blocks,)) for request_id in ids)
+    resumed = tuple(ResumedDecode(request_id, shape.context, blocks) for request_id in ids)
     runner.execute(SchedulerOutput(0, num_decodes=shape.count, resumed=resumed))
     start = clock()
     runner.execute(SchedulerOutput(0, num_decodes=shape.count))
@@ -95,7 +95,7 @@ def _prefill(runner: ModelRunner, shape: _Shape, clock: Callable[[], int]) -> in
     num_tokens = shape.context + shape.count
     (request_id,) = add_requests(runner, 1, num_tokens, "warm-up")
     blocks = _first_blocks(runner, num_tokens)
-    chunk = ScheduledPrefill(request_id, shape.context, shape.count, (blocks,), is_last=True)
+    chunk = ScheduledPrefill(request_id, shape.context, shape.count, blocks, is_last=True)
     start = clock()
     runner.execute(SchedulerOutput(0, prefills=(chunk,)))
     duration_ns = clock() - start
@@ -103,10 +103,10 @@ def _prefill(runner: ModelRunner, shape: _Shape, clock: Callable[[], int]) -> in
     return duration_ns
 
 
-def _first_blocks(runner: ModelRunner, num_tokens: int) -> tuple[int, ...]:
-    """Blocks of this worker's own that hold ``num_tokens`` tokens."""
+def _first_blocks(runner: ModelRunner, num_tokens: int) -> BlockTables:
+    """Blocks of this worker's own that hold ``num_tokens`` tokens, the same in all groups of layers."""
     count = -(-num_tokens // runner.block_size)
-    return tuple(range(runner.first_block, runner.first_block + count))
+    return (tuple(range(runner.first_block, runner.first_block + count)),) * max(1, len(runner.groups))
 
 
 def add_requests(runner: ModelRunner, count: int, num_tokens: int, prefix: str) -> list[str]:

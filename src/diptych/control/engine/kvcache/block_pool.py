@@ -20,10 +20,17 @@ def _block_ids(first: int, num_blocks: int) -> tuple[int, ...]:
 
 
 class BlockPool:
-    """Owner of block ids first_block .. first_block + num_blocks - 1."""
+    """Owner of block ids first_block .. first_block + num_blocks - 1. reports_changes: whether ``drain_changes`` says
+    what came and went."""
 
     def __init__(
-        self, num_blocks: int, *, enable_prefix_cache: bool = True, first_block: int = 0, names_evictors: bool = False
+        self,
+        num_blocks: int,
+        *,
+        enable_prefix_cache: bool = True,
+        first_block: int = 0,
+        names_evictors: bool = False,
+        reports_changes: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
         self.first_block = first_block
@@ -38,6 +45,7 @@ class BlockPool:
         self.version = 0  # changes when the oldest cached blocks may have
         self.taker = ""  # the request whose blocks are taken next
         self._names_evictors = names_evictors
+        self._reports_changes = reports_changes
         self._evicted_for: list[tuple[str, int]] = []  # (taker, how many of ``_evicted``), in their order
 
     @property
@@ -144,8 +152,12 @@ class BlockPool:
 
     def remember(self, block_hash: bytes, block_id: int) -> None:
         """Make a full, computed block that is in use findable by its content."""
-        if self._enable_prefix_cache and self.prefix_cache.insert(block_hash, block_id):
+        if self._enable_prefix_cache and self.prefix_cache.insert(block_hash, block_id) and self._reports_changes:
             self._stored[block_hash] = None
+
+    def forget(self, block_id: int) -> None:
+        """Make a block that is in use not findable any more: its holder is about to overwrite it."""
+        self._forget(self.prefix_cache.remove(block_id))
 
     @property
     def has_changes(self) -> bool:
@@ -172,6 +184,8 @@ class BlockPool:
 
     def _forget(self, block_hash: bytes) -> None:
         """The content can no longer be found; a block that came and went between two drains is not reported."""
+        if not self._reports_changes:
+            return
         if block_hash in self._stored:
             del self._stored[block_hash]
             return

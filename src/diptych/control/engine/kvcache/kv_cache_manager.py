@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
 from diptych.control.engine.kvcache.demand import future_peak_blocks
-from diptych.control.engine.kvcache.prefix_cache import Hit
+from diptych.control.engine.kvcache.prefix_cache import Hit, page_key
 from diptych.control.engine.kvcache.tier_loads import WorkNs
 from diptych.control.engine.kvcache.tiers import Tiers
 from diptych.control.errors import BrokenInvariantError
@@ -26,7 +26,9 @@ class KVCacheManager:
         self.layout = config.layout
         self.block_size = config.block_size
         self.is_dense = self.layout.is_dense
-        self._finds_hits = self.is_dense and config.enable_prefix_cache
+        self._finds_hits = config.enable_prefix_cache
+        full = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
+        self._full_group = full[0] if full else None  # one that keeps all blocks of a sequence
         self.longest_chunk = self.layout.longest_chunk(config.window_chunk)  # of one prompt, in a step
         room = config.num_blocks - config.watermark_blocks
         self.capacity_tokens = self.layout.capacity_tokens(room, self.longest_chunk)  # of a sequence that is alone
@@ -35,6 +37,7 @@ class KVCacheManager:
             enable_prefix_cache=config.enable_prefix_cache,
             first_block=config.first_block,
             names_evictors=config.names_evictors,
+            reports_changes=self.is_dense,
         )
         self.tiers = Tiers(config, self.pool)
         self.host = self.tiers.host
@@ -42,6 +45,10 @@ class KVCacheManager:
         self.hit_tokens = 0
         self._num_reserved = 0  # sum of num_reserved_blocks over the holders of blocks
         self._in_progress: dict[bytes, int] = {}  # hashes that admitted prefills are about to compute
+        # Of models with windows: the last hashes of prefixes behind which computing may go on, as long as all the
+        # blocks that it needs can be found.
+        self._boundaries: dict[bytes, None] = {}
+        self._computing: dict[bytes, Request] = {}  # likewise: hashes that an admitted prompt is about to compute
 
     @property
     def usage(self) -> float:
@@ -54,13 +61,26 @@ class KVCacheManager:
             return -(-num_tokens // self.block_size)
         return self.layout.peak_pages(num_tokens, self.longest_chunk)
 
-    def window_growth(self, request: Request, num_tokens: int) -> int:
+    def num_new_blocks(self, request: Request, hit: Hit) -> int:
+        """Blocks that a request which finds the ``hit`` takes at admission, besides those that it shares."""
+        if self.is_dense:
+            return self.num_blocks_for(request.num_tokens) - len(hit.blocks)
+        return sum(self._new_counts(request.num_tokens, hit.num_tokens))
+
+    def _new_counts(self, num_tokens: int, num_hit_tokens: int) -> list[int]:
+        """By group. A window gets as many blocks as if nothing were shared: shared ones cannot be used again."""
+        left = -(-num_tokens // self.block_size) - num_hit_tokens // self.block_size
+        return [min(left, group.peak_pages(num_tokens, self.longest_chunk)) for group in self.layout.groups]
+
+    def window_growth(self, request: Request, num_tokens: int, hit: Hit | None = None) -> int:
         """Blocks that those windows of a request get which are not full yet, until it has ``num_tokens`` tokens more
-        than its blocks hold."""
-        growth, tables = 0, request.block_tables
+        than its blocks hold. Blocks that other requests read, too, are not used again, and do not count. hit: that of
+        a request which is not admitted."""
+        growth, tables, references = 0, request.block_tables, self.pool.references
+        counts = [] if tables else self._new_counts(request.num_tokens, hit.num_tokens if hit is not None else 0)
         for index, group in enumerate(self.layout.groups):
             if group.window_tokens:
-                held = len(tables[index]) if tables else group.peak_pages(request.num_tokens, self.longest_chunk)
+                held = sum([references(block_id) == 1 for block_id in tables[index]]) if tables else counts[index]
                 growth += max(0, group.peak_pages(request.num_slots + num_tokens, 1) - held)
         return growth
 
@@ -69,8 +89,41 @@ class KVCacheManager:
         if not self._finds_hits or not request.reads_prefix_cache:
             return Hit([], 0)
         limit = (request.num_tokens - 1) // self.block_size
+        if not self.is_dense:
+            return self._longest_boundary(request, limit)
         blocks = self.pool.prefix_cache.longest_prefix(request.block_hashes[:limit])
         return Hit(blocks, len(blocks) * self.block_size)
+
+    def _longest_boundary(self, request: Request, limit: int) -> Hit:
+        """The deepest boundary in the first ``limit`` blocks of a prompt whose blocks can all be found, and are not so
+        many that the prompt would never fit beside them."""
+        hashes = request.block_hashes[:limit] if self._boundaries else []
+        room = self.pool.num_blocks - self.config.watermark_blocks
+        for count in range(len(hashes), 0, -1):
+            if hashes[count - 1] in self._boundaries:
+                tables = self._boundary_tables(hashes[:count])
+                if tables is None:
+                    del self._boundaries[hashes[count - 1]]  # what was evicted does not come back by itself
+                    continue
+                blocks = [block_id for block_ids in tables for block_id in block_ids]
+                if len(blocks) + sum(self._new_counts(request.num_tokens, self._tokens(count))) <= room:
+                    return Hit(blocks, self._tokens(count), tables)
+        return Hit([], 0)
+
+    def _boundary_tables(self, hashes: list[bytes]) -> tuple[list[int], ...] | None:
+        """By group, the blocks that a sequence needs which goes on behind these hashes; None where one is missing."""
+        get, tables = self.pool.prefix_cache.get, []
+        for number, group in enumerate(self.layout.groups):
+            live = hashes[group.first_live(self._tokens(len(hashes))) :]
+            found = [get(page_key(block_hash, number)) for block_hash in live]
+            block_ids = [block_id for block_id in found if block_id is not None]
+            if len(block_ids) < len(live):
+                return None
+            tables.append(block_ids)
+        return tuple(tables)
+
+    def _tokens(self, num_blocks: int) -> int:
+        return num_blocks * self.block_size
 
     def num_cached_tokens(self, request: Request, hit: Hit | None = None) -> int:
         """Tokens of the request's prompt that need not be computed: those of the ``hit`` (None: that of now), or what
@@ -100,22 +153,62 @@ class KVCacheManager:
     def awaits_sibling(self, request: Request, num_blocks: int) -> bool:
         """Whether an admitted prefill is about to compute the next block of this prompt, of which ``num_blocks`` are in
         reach (then waiting is cheaper)."""
-        if not self._in_progress or not self._finds_hits or not request.reads_prefix_cache:
+        if not self._finds_hits or not request.reads_prefix_cache or request.remote_block_tables:
             return False
-        if request.remote_block_tables:
+        if not self.is_dense:
+            return self._awaits_boundary(request, num_blocks)
+        if not self._in_progress:
             return False
         index = num_blocks
         full_blocks = (request.num_tokens - 1) // self.block_size
         return index < min(len(request.block_hashes), full_blocks) and request.block_hashes[index] in self._in_progress
 
+    def _awaits_boundary(self, request: Request, num_blocks: int) -> bool:
+        """Whether an admitted prompt is about to compute more of this one than is in reach. It gets a boundary where
+        the two part."""
+        computing, hashes = self._computing, request.block_hashes
+        end = min((request.num_tokens - 1) // self.block_size, len(hashes)) if computing else 0
+        parting = num_blocks
+        while parting < end and self._is_known_or_computed(hashes[parting]):
+            parting += 1
+        sibling = computing.get(hashes[parting - 1]) if parting > num_blocks else None
+        if sibling is None:
+            return False
+        if parting not in sibling.boundary_blocks:
+            sibling.boundary_blocks = tuple(sorted((*sibling.boundary_blocks, parting)))
+        return True
+
+    def _is_known_or_computed(self, block_hash: bytes) -> bool:
+        """Whether a block is about to be computed, or was, by a prompt that goes on behind it."""
+        if block_hash in self._computing:
+            return True
+        number = self._full_group
+        return number is not None and self.pool.prefix_cache.get(page_key(block_hash, number)) is not None
+
+    def _expect(self, request: Request) -> None:
+        """A prompt is about to compute the blocks that it has not computed."""
+        for block_hash in request.block_hashes[request.num_hashed_blocks :] if self._finds_hits else ():
+            self._computing[block_hash] = request
+
+    def _expect_no_more(self, request: Request, end: int | None = None) -> None:
+        """A prompt has computed its blocks before ``end``, or (None) computes none any more."""
+        computing = self._computing
+        for block_hash in request.block_hashes[request.num_hashed_blocks : end] if computing else ():
+            if computing.get(block_hash) is request:
+                del computing[block_hash]
+
     def stop_progress(self, request: Request) -> None:
         """A prompt that is half computed is set aside: others that begin alike need not wait for it."""
+        if not self.is_dense:
+            self._expect_no_more(request)
+            return
         for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.remote_block_tables else ():
             self._forget_in_progress(block_hash)
 
     def resume_progress(self, request: Request) -> None:
         """Set the request aside no longer."""
         if not self.is_dense:
+            self._expect(request)
             return
         for block_hash in request.block_hashes[request.num_hashed_blocks :] if not request.remote_block_tables else ():
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
@@ -125,7 +218,7 @@ class KVCacheManager:
         nothing else is admitted, all blocks may be used)."""
         if request.remote_block_tables:
             return True
-        new_blocks = self.num_blocks_for(request.num_tokens) - len(hit.blocks)
+        new_blocks = self.num_new_blocks(request, hit)
         spare = 0 if alone else self.config.watermark_blocks
         # Cached blocks that no request holds are available until this one shares them: they must not count twice.
         return new_blocks + spare <= self.pool.num_available - self.pool.num_idle(hit.blocks) + given_up
@@ -152,14 +245,14 @@ class KVCacheManager:
         total = self._num_reserved - given_up[1] + self.num_blocks_for(request.num_tokens + expected_tokens)
         if self.config.admission == "greedy" or total + self.config.watermark_blocks <= self.pool.num_blocks:
             return True
-        new_blocks = self.num_blocks_for(request.num_tokens) - len(hit.blocks)
+        new_blocks = self.num_new_blocks(request, hit)
         demands = [*others(), (new_blocks, expected_tokens)]
         held = sum(blocks for blocks, _ in demands) - new_blocks
         used = self.pool.num_used - given_up[0]
         shared = used + self.pool.num_idle(hit.blocks) - held  # not owned by one request alone
         peak = shared + future_peak_blocks(demands, self.block_size, self.layout.num_growing)
         if not self.is_dense and growth_of_windows is not None:
-            peak += growth_of_windows() + self.window_growth(request, request.num_tokens + expected_tokens)
+            peak += growth_of_windows() + self.window_growth(request, request.num_tokens + expected_tokens, hit)
         return peak + self.config.watermark_blocks <= self.pool.num_blocks
 
     def admit(self, request: Request, hit: Hit, expected_tokens: int) -> list[tuple[int, int]]:
@@ -177,7 +270,7 @@ class KVCacheManager:
         self.pool.share(hit.blocks)
         self.pool.taker = request.request_id
         if not self.is_dense:
-            return self._admit_groups(request)
+            return self._admit_groups(request, hit)
         total = self.num_blocks_for(request.num_tokens)
         self._hold(request, [hit.blocks + self.pool.allocate(total - len(hit.blocks))])
         request.num_hashed_blocks = request.num_shared_blocks = len(hit.blocks)
@@ -188,15 +281,36 @@ class KVCacheManager:
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
         return []
 
-    def _admit_groups(self, request: Request) -> list[tuple[int, int]]:
-        """``admit`` for a model whose layers are of several groups: nothing of the prompt is found in the cache."""
-        counts = [group.peak_pages(request.num_tokens, self.longest_chunk) for group in self.layout.groups]
-        request.first_blocks = (0,) * len(counts)
-        self._hold(request, [self.pool.allocate(count) for count in counts])
-        request.num_hashed_blocks = request.num_shared_blocks = 0
-        request.num_computed_tokens = request.num_scheduled_tokens = 0
+    def _admit_groups(self, request: Request, hit: Hit) -> list[tuple[int, int]]:
+        """``admit`` for a model whose layers are of several groups."""
+        counts = self._new_counts(request.num_tokens, hit.num_tokens)
+        found = hit.tables or tuple([list[int]() for _ in counts])
+        request.first_blocks = tuple([group.first_live(hit.num_tokens) for group in self.layout.groups])
+        self._hold(
+            request, [block_ids + self.pool.allocate(count) for block_ids, count in zip(found, counts, strict=True)]
+        )
+        num_hit_blocks = hit.num_tokens // self.block_size
+        request.num_hashed_blocks = num_hit_blocks
+        request.num_shared_blocks = num_hit_blocks * self.layout.num_growing
+        request.num_computed_tokens = request.num_scheduled_tokens = hit.num_tokens
+        request.boundary_blocks = self._boundaries_of(request, num_hit_blocks)
+        self._expect(request)
         self.queried_tokens += request.num_tokens
+        self.hit_tokens += hit.num_tokens
         return []
+
+    def _boundaries_of(self, request: Request, num_hit_blocks: int) -> tuple[int, ...]:
+        """Where others may go on once the prompt is computed so far, in blocks: where it leaves a prompt that was
+        computed before (what parts here once will part here again), and its end."""
+        if not self._finds_hits:
+            return ()
+        end = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
+        number, parting = self._full_group, 0
+        if number is not None:
+            get = self.pool.prefix_cache.get
+            while parting < end and get(page_key(request.block_hashes[parting], number)) is not None:
+                parting += 1
+        return tuple(sorted({count for count in (parting, end) if count > num_hit_blocks}))
 
     def begin_chunk(self, request: Request) -> None:
         """The next chunk of an admitted prompt is planned: blocks of windows that have expired hold what is computed
@@ -217,8 +331,14 @@ class KVCacheManager:
             if num_expired > 0:
                 expired, block_ids = block_ids[:num_expired], block_ids[num_expired:]
                 num_needed = max(0, last - first - len(expired) - len(block_ids))
-                request.block_tables[index] = block_ids + expired[:num_needed]
                 firsts[index] = first + num_expired
+                # What others may find is not overwritten: for such a block another one was taken when it was shared, or
+                # when it became findable.
+                kept = [block_id for block_id in expired if self.pool.prefix_cache.holds(block_id)]
+                if kept:
+                    expired = [block_id for block_id in expired if not self.pool.prefix_cache.holds(block_id)]
+                    self.pool.release(kept)
+                request.block_tables[index] = block_ids + expired[:num_needed]
                 self.pool.release(expired[num_needed:])
         request.first_blocks = tuple(firsts)
         self._hold(request, request.block_tables)
@@ -255,15 +375,35 @@ class KVCacheManager:
         return True
 
     def _grow_groups(self, request: Request, new_blocks: list[tuple[str, int, int]] | None, num_committed: int) -> bool:
-        """A window takes its own expired block, or one of the pool while it is not full."""
-        groups, firsts = self.layout.groups, list(request.first_blocks)
-        reuses = [group.first_live(num_committed) > first for group, first in zip(groups, firsts, strict=True)]
-        if reuses.count(False) > self.pool.num_available:
+        """A window takes its own expired block, or one of the pool while it is not full or where others may find what
+        is in it; but memory that streams need comes before what may be found."""
+        pool, firsts, tables = self.pool, list(request.first_blocks), request.block_tables
+        expired = [
+            group.first_live(num_committed) > first for group, first in zip(self.layout.groups, firsts, strict=True)
+        ]
+        kept = {
+            index
+            for index, has_expired in enumerate(expired)
+            if has_expired and pool.prefix_cache.holds(tables[index][0])
+        }
+        num_needed = expired.count(False) + len(kept)
+        for index in sorted(kept) if num_needed > pool.num_available else ():
+            if pool.references(tables[index][0]) == 1:
+                pool.forget(tables[index][0])
+                kept.remove(index)
+                num_needed -= 1
+        if num_needed > pool.num_available:
             return False
-        for index, reuse in enumerate(reuses):
-            block_ids = request.block_tables[index]
-            block_id = block_ids.pop(0) if reuse else self.pool.allocate(1)[0]
-            firsts[index] += reuse
+        for index, has_expired in enumerate(expired):
+            block_ids = tables[index]
+            if has_expired:
+                block_id = block_ids.pop(0)
+                firsts[index] += 1
+                if index in kept:
+                    pool.release([block_id])
+                    block_id = pool.allocate(1)[0]
+            else:
+                block_id = pool.allocate(1)[0]
             block_ids.append(block_id)
             if new_blocks is not None:
                 new_blocks.append((request.request_id, index, block_id))
@@ -274,6 +414,7 @@ class KVCacheManager:
     def remember_computed(self, request: Request, num_computed_tokens: int) -> None:
         """Offer every block that is full, computed and hashed to the prefix cache."""
         if not self.is_dense:
+            self._remember_groups(request, num_computed_tokens)
             return
         full = min(num_computed_tokens // self.block_size, len(request.block_hashes))
         for index in range(request.num_hashed_blocks, full):
@@ -281,6 +422,62 @@ class KVCacheManager:
             self.pool.remember(block_hash, request.block_tables[0][index])
             self._forget_in_progress(block_hash)
         request.num_hashed_blocks = max(request.num_hashed_blocks, full)
+
+    def _remember_groups(self, request: Request, num_computed_tokens: int) -> None:
+        """``remember_computed``: blocks of groups that attend to everything, and boundaries that were passed."""
+        full = min(num_computed_tokens // self.block_size, len(request.block_hashes))
+        self._expect_no_more(request, full)
+        for number, group in enumerate(self.layout.groups):
+            if not group.window_tokens:
+                for index in range(request.num_hashed_blocks, full):
+                    key = page_key(request.block_hashes[index], number)
+                    self.pool.remember(key, request.block_tables[number][index])
+        request.num_hashed_blocks = max(request.num_hashed_blocks, full)
+        passed = [count for count in request.boundary_blocks if count <= full]
+        if passed:
+            request.boundary_blocks = request.boundary_blocks[len(passed) :]
+            for count in passed:
+                self._keep_boundary(request, count, goes_on=num_computed_tokens < request.num_tokens)
+
+    def _keep_boundary(self, request: Request, num_blocks: int, *, goes_on: bool) -> None:
+        """Let others go on behind the first blocks of a request: the blocks of its windows can be found from now on.
+        goes_on: its prompt is not computed, and cannot use them again: it gets others in their place, now, or there is
+        no boundary."""
+        live = []  # by window: group, and where the last window lies in its block table
+        for number, group in enumerate(self.layout.groups):
+            if group.window_tokens:
+                first = request.first_blocks[number]
+                start = group.first_live(self._tokens(num_blocks)) - first
+                if start < 0:
+                    return
+                live.append((number, start, num_blocks - first))
+        if goes_on and not self._replace(request, [(number, stop - start) for number, start, stop in live]):
+            return
+        for number, start, stop in live:
+            first = request.first_blocks[number]
+            hashes = request.block_hashes[first + start : num_blocks]
+            for block_hash, block_id in zip(hashes, request.block_tables[number][start:stop], strict=True):
+                self.pool.remember(page_key(block_hash, number), block_id)
+        self._boundaries[request.block_hashes[num_blocks - 1]] = None
+        if len(self._boundaries) > 2 * self.config.num_blocks:
+            numbers, get = range(len(self.layout.groups)), self.pool.prefix_cache.get
+            for block_hash in list(self._boundaries):
+                if all(get(page_key(block_hash, number)) is None for number in numbers):
+                    del self._boundaries[block_hash]
+
+    def _replace(self, request: Request, counts: list[tuple[int, int]]) -> bool:
+        """Append up to so many blocks to tables of a request, as (group, count), as far as its prompt needs them;
+        whether there is memory."""
+        last = -(-request.num_tokens // self.block_size)
+        ends = {number: request.first_blocks[number] + len(request.block_tables[number]) for number, _ in counts}
+        missing = [(number, min(count, last - ends[number])) for number, count in counts]
+        if sum([count for _, count in missing]) + self.config.watermark_blocks > self.pool.num_available:
+            return False
+        self.pool.taker = request.request_id
+        for number, count in missing:
+            request.block_tables[number] += self.pool.allocate(max(0, count))
+        self._hold(request, request.block_tables)
+        return True
 
     def release(self, request: Request) -> None:
         """Give up everything that the request holds, on the device and on the host."""
@@ -290,6 +487,12 @@ class KVCacheManager:
             # It computes these no more: prompts that begin alike need not wait for them.
             for block_hash in request.block_hashes[request.num_hashed_blocks :]:
                 self._forget_in_progress(block_hash)
+            if not self.is_dense and self._finds_hits:
+                self._expect_no_more(request)
+                num_known = min(request.num_hashed_blocks, request.num_computed_tokens // self.block_size)
+                if num_known:  # the next turn of a conversation goes on here
+                    self._keep_boundary(request, num_known, goes_on=False)
+                request.boundary_blocks = ()
             for block_ids in request.block_tables:
                 self.pool.release(block_ids)
             request.first_blocks = ()
@@ -375,7 +578,7 @@ class KVCacheManager:
     @property
     def is_unused(self) -> bool:
         """Whether nothing is reserved for a request, and no prompt is expected to be computed."""
-        return not self._num_reserved and not self._in_progress
+        return not self._num_reserved and not self._in_progress and not self._computing
 
     def check_counts(self) -> None:
         """Raise BrokenInvariantError where a count of blocks cannot be right. O(1); the pool's are its own."""

@@ -33,18 +33,25 @@ def hash_blocks(token_ids: Sequence[int], block_size: int, salt: str | None = No
     return tuple(hashes)
 
 
+def page_key(block_hash: bytes, group: int) -> bytes:
+    """The name of the block with this content in one of several groups of layers."""
+    return block_hash + group.to_bytes(2, "big")
+
+
 class Hit:
     """What a prefix cache holds of a prompt: its first ``num_tokens`` tokens, up to a boundary: a place where computing
-    may go on. blocks: those that the request gets a share of, in the order of its tokens.
+    may go on. blocks: those that the request gets a share of, in the order of its tokens. tables: likewise by group of
+    layers, of those whose layers are of several; of a group with a window, the blocks of the last one.
 
     Where every layer attends to all tokens before it, each block ends at a boundary.
     """
 
-    __slots__ = ("blocks", "num_tokens")
+    __slots__ = ("blocks", "num_tokens", "tables")
 
-    def __init__(self, blocks: list[int], num_tokens: int) -> None:
+    def __init__(self, blocks: list[int], num_tokens: int, tables: tuple[list[int], ...] = ()) -> None:
         self.blocks = blocks
         self.num_tokens = num_tokens
+        self.tables = tables
 
 
 class PrefixCache:

@@ -48,7 +48,7 @@ class Tiers:
         self.config = config.tiers
         self._block_size = config.block_size
         self._device = device
-        self._reads = config.enable_prefix_cache
+        self._reads = config.enable_prefix_cache and config.layout.is_dense
         self.host = BlockPool(config.num_host_blocks, enable_prefix_cache=config.enable_prefix_cache)
         self.loads = TierLoads(config, self.host)
         self.actions: list[TierAction] = []  # for the driver, in order
@@ -249,7 +249,7 @@ class Tiers:
         if self._seen_version != device.version:
             self._seen_version, self._num_seen = device.version, 0
         wanted = min(self.config.clean_blocks, self.host.num_blocks) - device.num_free
-        hashes = device.oldest_cached(max(0, wanted))
+        hashes = device.oldest_cached(max(0, wanted) if self._reads else 0)
         for block_hash in reversed(hashes[: len(hashes) - self._num_seen]):
             if self.host.prefix_cache.get(block_hash) is None:
                 if len(copies) >= allowed:

@@ -467,7 +467,7 @@ class Scheduler:
             return True
         if self.block_owners.is_behind_swapped(request):
             return False
-        blocks = self._kv.num_blocks_for(request.num_tokens) - len(hit.blocks) + self._kv.config.watermark_blocks
+        blocks = self._kv.num_new_blocks(request, hit) + self._kv.config.watermark_blocks
         blocks += self._kv.pool.num_idle(hit.blocks) - self._kv.pool.num_available
         blocks -= self.best_effort.given_up_for(request, hit)[0]
         seats = self.block_owners.num_running + 1 - self._settings.max_num_seqs

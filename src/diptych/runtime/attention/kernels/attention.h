@@ -38,6 +38,7 @@ template <class S> struct Scratch {
     alignas(64) float out[S::VECTORS * MAX_DIM];
     const char *k[GROUPS], *v[GROUPS];
     const char *next_k[GROUPS];  // keys that this thread will read after these
+    int first;                   // the groups before it are seen by no vector, and are not read
     alignas(64) char tail[32 * MAX_DIM * 4];  // the last values of a sequence, zeros behind them
 };
 
@@ -90,7 +91,7 @@ INLINE void score_tile(const Attention &a, const Vectors<S> &v, Scratch<S> &s, i
 template <class S, int R>
 INLINE void score_rows(const Attention &a, const Vectors<S> &v, Scratch<S> &s, int vector, int groups) {
     constexpr int G = S::span(R);
-    int group = 0;
+    int group = s.first;
     for (; group + G <= groups; group += G) score_tile<S, R, G>(a, v, s, vector, group);
     for (; group < groups; group++) score_tile<S, R, 1>(a, v, s, vector, group);
 }
@@ -99,7 +100,7 @@ template <class S, int R, int Z>
 INLINE void value_tile(const Attention &a, Scratch<S> &s, int vector, int groups, int64_t first_dim) {
     Vec sum[R][Z];
     clear(sum);
-    for (int group = 0; group < groups; group++) {
+    for (int group = s.first; group < groups; group++) {
         const char *v = s.v[group] + first_dim * 4;
         const char *next = vector == 0 ? s.next_k[group] + first_dim * 4 : nullptr;
         const typename S::Factor *w = s.weights + vector * SEGMENT + group * 16;
@@ -128,7 +129,7 @@ INLINE void value_rows(const Attention &a, Scratch<S> &s, int vector, int groups
 template <class S, bool TWO>
 INLINE void score_tiled(const Attention &a, typename S::Tiles &tiles, const Vectors<S> &v, Scratch<S> &s, int vector,
                         int groups) {
-    for (int group = 0; group < groups; group += 2) {
+    for (int group = s.first; group < groups; group += 2) {
         const char *first = s.k[group], *second = s.k[group + 1];
         multiply_tiles<TWO>(
             tiles, (const char *)(v.copy + vector * a.dim), a.dim * 2, a.dim / 32, [&](int64_t step) -> TileUnits {
@@ -147,7 +148,9 @@ template <class S, bool TWO>
 INLINE void value_tiled(const Attention &a, typename S::Tiles &tiles, Scratch<S> &s, int vector, int groups) {
     for (int64_t dim = 0; dim < a.dim; dim += 32) {
         multiply_tiles<TWO>(
-            tiles, (const char *)(s.weights + vector * SEGMENT), SEGMENT * 2, groups / 2, [&](int64_t pair) -> TileUnits {
+            tiles, (const char *)(s.weights + vector * SEGMENT + s.first * 16), SEGMENT * 2, (groups - s.first) / 2,
+            [&](int64_t step) -> TileUnits {
+                const int64_t pair = s.first / 2 + step;
                 if (vector == 0)
                     for (int line = 0; line < 16; line++) {
                         _mm_prefetch(s.next_k[2 * pair] + dim * 32 + line * 64, _MM_HINT_T1);
@@ -173,7 +176,7 @@ INLINE bool soften(const Attention &a, const Vectors<S> &v, Scratch<S> &s, int v
     typename S::Factor *weights = s.weights + vector * SEGMENT;
     const int64_t low = maximum(v.low[vector] - start, 0), high = minimum(v.high[vector] - start, groups * 16);
     if (high <= low) {
-        memset(weights, 0, groups * 16 * sizeof(*weights));
+        memset(weights + s.first * 16, 0, (groups - s.first) * 16 * sizeof(*weights));
         return false;
     }
     if (a.softcap > 0.0f)
@@ -196,7 +199,7 @@ INLINE bool soften(const Attention &a, const Vectors<S> &v, Scratch<S> &s, int v
     };
     auto power = [&](int group) { return exp2_ps<typename S::T>(fmsub(load(scores + group * 16), scale, shift)); };
     const int before = (int)minimum(full, groups);
-    for (int group = 0; group < before; group++) put(group, only(visible(group), power(group)));
+    for (int group = s.first; group < before; group++) put(group, only(visible(group), power(group)));
     for (int group = full; group < end; group++) put(group, power(group));
     for (int group = end; group < groups; group++) put(group, only(visible(group), power(group)));
     total = sum_of(sum);
@@ -233,9 +236,12 @@ INLINE const char *end_of_values(const Attention &a, Scratch<S> &s, const char *
     return s.tail;
 }
 
-// where the groups of a segment lie, and those of the next one
+// where the groups of a segment lie, and those of the next one. low: the first key that a vector sees. What lies before
+// it may be a block that a window has given up: it belongs to another sequence, and may hold a NaN, which must not meet
+// a weight of 0. Groups never cross blocks, so that none of those from the first on lies there. A sum is the same
+// without them, whose weights are zeros
 template <class S>
-INLINE int find_groups(const Attention &a, const Segment &segment, const Segment &next, Scratch<S> &s) {
+INLINE int find_groups(const Attention &a, const Segment &segment, const Segment &next, int64_t low, Scratch<S> &s) {
     constexpr int STEP = S::IS_TILED ? 2 : 1;
     auto place = [&](const Segment &from, int group, const char *cache) {
         const int64_t token = from.start + group * 16, offset = token % a.block_size;
@@ -243,7 +249,8 @@ INLINE int find_groups(const Attention &a, const Segment &segment, const Segment
         return cache + (base + offset) * a.dim * (4 / S::LANES);
     };
     const int groups = num_groups<S>(segment), next_groups = num_groups<S>(next);
-    for (int group = 0; group < groups; group++) {
+    s.first = (int)(maximum(low - segment.start, 0) / (16 * STEP) * STEP);
+    for (int group = s.first; group < groups; group++) {
         s.k[group] = place(segment, group, a.k_cache);
         s.v[group] = place(segment, group, a.v_cache);
         s.next_k[group] = group < next_groups ? place(next, group, a.k_cache) : s.k[group];
@@ -286,7 +293,7 @@ INLINE void weigh_values(const Attention &a, typename S::Tiles &tiles, const Vec
 template <class S>
 void add_segment(const Attention &a, typename S::Tiles &tiles, const Segment &segment, const Segment &next, Vectors<S> &v,
                  Scratch<S> &s) {
-    const int groups = find_groups<S>(a, segment, next, s);
+    const int groups = find_groups<S>(a, segment, next, v.low[0], s);  // later vectors see later keys
     score<S>(a, tiles, v, s, groups);
     float top[S::VECTORS], total[S::VECTORS];
     bool any[S::VECTORS];

@@ -102,7 +102,7 @@ struct Rope {
 struct Attention {
     const char *q;  // [tokens, heads, dim], rows q_stride apart (in elements)
     const char *k_cache, *v_cache;
-    const int32_t *block_tables;  // [seqs, table_stride]
+    const int32_t *block_tables;  // [seqs, table_stride]; of blocks before a window, anything
     const int32_t *query_start;   // [seqs + 1]
     const int32_t *context_lens;  // [seqs]
     char *out;                    // [tokens, heads, dim]
@@ -118,7 +118,7 @@ struct Layer {
     NormWeight q_norm, k_norm;                          // see Rope
     const float *cos_sin, *query_scale;                 // see Rope
     char *k_cache, *v_cache;
-    int64_t window, rotary, norms_rows, gate;
+    int64_t window, rotary, norms_rows, gate, group;    // group: of layers, whose slots and block tables it has
     float scale, softcap;  // see Attention
 };
 
@@ -131,8 +131,10 @@ struct Step {
     char *qkv, *attended, *gates;    // scratch: [rows, (heads + 2 kv_heads) * dim], two of [rows, heads * dim]
     char *inner;                     // scratch: [rows, inner_size]
     float *partials;                 // scratch, see Attention
-    const int64_t *positions, *slots;  // [rows]
-    const int32_t *block_tables, *query_start, *context_lens;  // see Attention
+    const int64_t *positions;          // [rows]
+    const int64_t *const *slots;       // by group of layers: [rows]
+    const int32_t *const *block_tables;  // by group of layers, see Attention
+    const int32_t *query_start, *context_lens;  // see Attention
     int64_t num_layers, rows, hidden, inner_size, heads, kv_heads, dim, block_size, table_stride;
     float multiplier;                // of what is added to residual
 };

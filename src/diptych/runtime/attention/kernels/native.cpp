@@ -89,5 +89,5 @@ void diptych_attention(const Kernels *kernels, const void *q, const void *k_cach
 
 void diptych_decode_step(const Kernels *kernels, const Step *step) { kernels->decode_step(*kernels, *step); }
 
-int64_t diptych_abi() { return 7; }
+int64_t diptych_abi() { return 8; }
 }

@@ -5,7 +5,8 @@ head. Keys are read in tiles of TILE tokens at absolute multiples of TILE, and s
 splits of SPLIT tokens at absolute multiples of SPLIT; the splits of a row are then merged in their order. One program
 does all splits of its tile where there are enough tiles, else each split has a program of its own and ``_merge_splits``
 follows: the sums and their order are the same, and so are the bits. A key tile that a row does not see changes nothing
-in it: its weights are zeros, and its rescaling factors are ones.
+in it: its weights are zeros, and its rescaling factors are ones. Keys before the windows of all rows of a tile are not
+read: their blocks may belong to another sequence by now.
 
 K and V lie as [num_blocks, block_size, num_kv_heads, head_dim].
 """
@@ -183,7 +184,7 @@ def _attend(
         part_sums = tl.zeros([ROWS_, DIM], tl.float32)
         for begin in range(low, high, TILE_):
             key = begin + tl.arange(0, TILE_)
-            is_key = key < end
+            is_key = (key >= first) & (key < end)
             block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
             slot = (block * BLOCK_SIZE + key % BLOCK_SIZE) * kv_stride + kv_head * HEAD_DIM
             keys = tl.load(k_cache + slot[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
