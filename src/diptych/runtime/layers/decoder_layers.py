@@ -1,4 +1,4 @@
-"""The layers of a decoder: attention and a gated MLP, each with a norm before it, behind it, or both.
+"""The layers of a decoder: attention, and an MLP or a mixture of experts, with norms before them, behind them, or both.
 
 One description for all families: native_step.py computes decode steps of such layers in one native call, and the loop
 here computes all other steps part by part, with the same bits.
@@ -41,7 +41,7 @@ class DecoderLayers:
             if layer.attention_gate is not None:
                 self._ops.gate(attended, layer.attention_gate(x))
             x = self._add(layer.o_proj(attended), residual, layer.attention_norm, layer.mlp_norm)
-            x = self._add(layer.down(layer.gate_up(x)), residual, layer.output_norm, before[index + 1])
+            x = self._add(layer.mlp(x), residual, layer.output_norm, before[index + 1])
         return x
 
     def _add(

@@ -1,5 +1,6 @@
 """The parts of a layer around its linear projections. Each is a callable over rows, one row per token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,8 +9,9 @@ from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.rope import RotaryTable
+from diptych.runtime.models.experts import RoutingConfig
 from diptych.runtime.models.model_config import LayerAttention
-from diptych.runtime.ops.ops import Ops, QuantizedLinear
+from diptych.runtime.ops.ops import Linear, Ops, QuantizedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +115,40 @@ class Attention:
 
     def __call__(self, q: torch.Tensor, cache: LayerCache, step: ForwardPass) -> torch.Tensor:
         return step.attend(q, cache, self.how)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """An MLP, or one expert of a mixture."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, hidden] -> [rows, hidden]."""
+        return self.down(self.gate_up(x))
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """An MLP of which each row takes the experts that the router chooses for it. correction: see Ops.route. shared: an
+    expert of all rows; with a shared_gate, which gives one number for a row, times the sigmoid of that."""
+
+    ops: Ops
+    routing: RoutingConfig
+    router: Linear
+    experts: Sequence[GatedMlp]
+    correction: torch.Tensor | None = None
+    shared: GatedMlp | None = None
+    shared_gate: Linear | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, hidden] -> [rows, hidden]."""
+        chosen, weights = self.ops.route(self.router(x), self.routing, self.correction)
+        total = self.ops.experts(x, chosen, weights, self.experts)
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                self.ops.gate(shared, self.shared_gate(x).expand_as(shared).contiguous())
+            self.ops.add(shared, total)
+        return total

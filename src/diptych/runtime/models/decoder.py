@@ -1,4 +1,5 @@
-"""The decoder that all families here are: attention and a gated MLP in each layer, with their differences as data.
+"""The decoder that all families here are: attention and a gated MLP, or a mixture of experts, in each layer, with their
+differences as data.
 
 A family's file reads its config.json into a DecoderConfig, which says where the norms are, what is rotated, and what is
 multiplied with what. Knows the names of tensors, not the names of families.
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
 from diptych.runtime.models.config_fields import ConfigFields
+from diptych.runtime.models.experts import ExpertNames, ExpertsConfig
 from diptych.runtime.models.model_config import (
     AttentionConfig,
     LayerAttention,
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
     from diptych.runtime.layers.forward_pass import ForwardPass
     from diptych.runtime.layers.layer_loader import LayerLoader
-    from diptych.runtime.layers.parts import RmsNorm
+    from diptych.runtime.layers.parts import GatedMlp, MixtureOfExperts, RmsNorm
     from diptych.runtime.ops.ops import Activation
 
 
@@ -52,7 +54,8 @@ class DecoderConfig(ModelConfig):
     where norms_rows of all heads together. embedding_norm: of the embedding. embedding_multiplier, residual_multiplier,
     logits_multiplier: of embeddings (in the model's dtype where rounds_multiplier), of what each part adds to the
     residual stream, of logits. final_softcap: of logits after that. is_fused: the checkpoint holds q, k and v, and gate
-    and up, as one tensor each. has_attention_gate: see DecoderLayer.
+    and up, as one tensor each. has_attention_gate: see DecoderLayer. experts: of the layers that are mixtures (None: no
+    layer is one); intermediate_size is that of the others.
     """
 
     intermediate_size: int
@@ -75,6 +78,7 @@ class DecoderConfig(ModelConfig):
     final_softcap: float | None = None
     is_fused: bool = False
     has_attention_gate: bool = False
+    experts: ExpertsConfig | None = None
 
     def for_context(self, num_positions: int) -> Self:
         ropes = tuple(rope and rope.for_context(num_positions) for rope in self.ropes)
@@ -120,12 +124,15 @@ def read_decoder(
 
 
 class LoadedLayer:
-    """The parts of one layer, loaded from ``model.layers.{index}``; see DecoderLayer."""
+    """The parts of one layer, loaded from ``model.layers.{index}``; see DecoderLayer. experts: the names of the
+    weights of its mixture (None: it has one MLP)."""
 
-    def __init__(self, config: DecoderConfig, load: LayerLoader, index: int) -> None:
-        heads, hidden, inner = config.attention, config.hidden_size, config.intermediate_size
+    def __init__(
+        self, config: DecoderConfig, load: LayerLoader, index: int, experts: ExpertNames | None = None
+    ) -> None:
+        heads, hidden = config.attention, config.hidden_size
         layer = f"model.layers.{index}"
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        attention = f"{layer}.self_attn"
         before, after = config.before_norm, config.after_norm
         key_width = heads.num_kv_heads * heads.head_dim
         self.input_norm = _load_norm(load, f"{layer}.input_layernorm", hidden, before)
@@ -146,10 +153,19 @@ class LoadedLayer:
         self.attention_norm = _load_norm(load, f"{layer}.post_attention_layernorm", hidden, after)
         mlp_norm = "post_attention_layernorm" if after is None else "pre_feedforward_layernorm"
         self.mlp_norm = _load_norm(load, f"{layer}.{mlp_norm}", hidden, before)
-        fused = "gate_up_proj" if config.is_fused else None
-        self.gate_up = load.gate_up(mlp, hidden, inner, bias=config.mlp_bias, activation=config.activation, fused=fused)
-        self.down = load.linear(f"{mlp}.down_proj", inner, hidden, bias=config.mlp_bias)
+        self.mlp = _load_mlp(load, f"{layer}.mlp", config, experts)
         self.output_norm = _load_norm(load, f"{layer}.post_feedforward_layernorm", hidden, after)
+
+
+def _load_mlp(
+    load: LayerLoader, name: str, config: DecoderConfig, experts: ExpertNames | None
+) -> GatedMlp | MixtureOfExperts:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    if experts is not None:
+        assert config.experts is not None, "which has the names"
+        return load.experts(experts, hidden, config.experts, config.activation)
+    fused = "gate_up_proj" if config.is_fused else None
+    return load.gated_mlp(name, hidden, inner, bias=config.mlp_bias, activation=config.activation, fused=fused)
 
 
 def _load_norm(load: LayerLoader, name: str, width: int, norm: NormConfig | None) -> RmsNorm | None:
@@ -162,16 +178,18 @@ def _load_norm(load: LayerLoader, name: str, width: int, norm: NormConfig | None
 
 
 class Decoder:
-    """A LanguageModel of equal decoder layers. A family adds ``read_config``."""
-
-    fits_cuda_graphs = True
+    """A LanguageModel of decoder layers. A family adds ``read_config``."""
 
     def __init__(self, config: DecoderConfig, load: LayerLoader) -> None:
         self.config = config
+        self.fits_cuda_graphs = config.experts is None  # which experts there is work for is known on the host
         is_tied, hidden = config.tie_word_embeddings, config.hidden_size
+        experts: Sequence[ExpertNames | None] = [None] * config.num_layers
+        if config.experts is not None:
+            experts = load.find_experts(hidden, config.experts)
         self.embed_tokens = load.embedding("model.embed_tokens", config.vocab_size, hidden, is_tied=is_tied)
         self.embedding_norm = _load_norm(load, "model.embed_norm", hidden, config.embedding_norm)
-        layers = [LoadedLayer(config, load, index) for index in range(config.num_layers)]
+        layers = [LoadedLayer(config, load, index, names) for index, names in enumerate(experts)]
         norm = _load_norm(load, "model.norm", hidden, config.norm)
         assert norm is not None, "config.norm is one"
         self.lm_head = load.lm_head(self.embed_tokens, is_tied=is_tied)

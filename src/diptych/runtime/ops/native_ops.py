@@ -4,14 +4,17 @@ A row's result does not depend on the other rows of the call, bitwise. Each call
 work, so a layer is few calls.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from diptych.runtime.attention.layout import head_shape_cpu
 from diptych.runtime.kernels.native import NativeKernels
+from diptych.runtime.models.experts import RoutingConfig
 from diptych.runtime.ops.native_linear import GATES, has_kernel, pack_native, pack_native_quantized
-from diptych.runtime.ops.ops import Activation, Linear, QuantizedLinear
+from diptych.runtime.ops.ops import Activation, Expert, Linear, QuantizedLinear
+from diptych.runtime.ops.torch_experts import route, run_experts
 from diptych.runtime.ops.torch_ops import GatedLinear, TorchOps
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
@@ -104,6 +107,16 @@ class NativeOps:
 
     def softcap(self, x: torch.Tensor, cap: float) -> None:
         self._kernels.functions.diptych_softcap(self._kernels.handle, x.data_ptr(), *x.shape, cap)
+
+    def route(
+        self, logits: torch.Tensor, routing: RoutingConfig, correction: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return route(logits, routing, correction)
+
+    def experts(
+        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Sequence[Expert]
+    ) -> torch.Tensor:
+        return run_experts(x, chosen, weights, experts)
 
     def rope_and_cache(
         self,
