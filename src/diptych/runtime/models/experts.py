@@ -5,7 +5,7 @@ Imports no torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -39,13 +39,14 @@ class RoutingConfig:
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """The mixture of experts of a model. intermediate_size: of each expert. layers: whether each layer is a mixture;
-    others have one MLP. count_field, width_field: where the file says how many experts there are and how wide."""
+    others have one MLP. count_field, width_field: where the file says how many experts there are and how wide, for
+    messages."""
 
     routing: RoutingConfig
     intermediate_size: int
     layers: tuple[bool, ...]
-    count_field: str
-    width_field: str
+    count_field: str = field(compare=False, repr=False)
+    width_field: str = field(compare=False, repr=False)
 
 
 def read_routing(
