@@ -55,6 +55,7 @@ PUBLISHED = {
     "Olmo3ForCausalLM": "OLMo 3",
     "OlmoeForCausalLM": "OLMoE",
     "Phi3ForCausalLM": "Phi-3, Phi-3.5 and Phi-4 mini and medium, Phi-4",
+    "PhimoeForCausalLM": "Phi-3.5-MoE",
     "Qwen2ForCausalLM": "Qwen 2 and 2.5",
     "Qwen3ForCausalLM": "Qwen 3 without experts",
     "Qwen3MoeForCausalLM": "Qwen 3 with experts: 30B-A3B, 235B-A22B, Coder",

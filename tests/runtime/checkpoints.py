@@ -165,6 +165,26 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {  # families with experts
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 60}),
     "olmoe": ("Olmoe", {"num_experts": 12, "num_experts_per_tok": 5, "intermediate_size": 64}),
+    "phimoe": (
+        "Phimoe",
+        {
+            "num_local_experts": 5,
+            "intermediate_size": 64,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": 70,
+            "router_jitter_noise": 0.1,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+                "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 8.0, 9.0, 9.5],
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": MAX_POSITIONS,
+            },
+        },
+    ),
     "granite-moe": (
         "GraniteMoe",
         {

@@ -1,4 +1,4 @@
-"""Routed experts: who computes a row and with which weight, in any batch with the same bits, from every kind of file."""
+"""Routed experts: who computes a row and with which weight, with the same bits in any batch, from any kind of file."""
 
 import json
 import shutil

@@ -10,7 +10,7 @@ import torch
 
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.native_step import DecoderLayer, NativeStep
-from diptych.runtime.layers.parts import RmsNorm
+from diptych.runtime.layers.parts import Norm
 from diptych.runtime.ops.ops import Ops
 
 
@@ -19,7 +19,7 @@ class DecoderLayers:
     whole decode steps (None: nothing does)."""
 
     def __init__(
-        self, ops: Ops, layers: Sequence[DecoderLayer], norm: RmsNorm, multiplier: float, native: NativeStep | None
+        self, ops: Ops, layers: Sequence[DecoderLayer], norm: Norm, multiplier: float, native: NativeStep | None
     ) -> None:
         self._ops = ops
         self.layers = layers
@@ -44,9 +44,7 @@ class DecoderLayers:
             x = self._add(layer.mlp(x), residual, layer.output_norm, before[index + 1])
         return x
 
-    def _add(
-        self, x: torch.Tensor, residual: torch.Tensor, after: RmsNorm | None, before: RmsNorm | None
-    ) -> torch.Tensor:
+    def _add(self, x: torch.Tensor, residual: torch.Tensor, after: Norm | None, before: Norm | None) -> torch.Tensor:
         """Add what a part gives to ``residual`` in place; the input of the next part."""
         if after is not None:
             x = after(x)

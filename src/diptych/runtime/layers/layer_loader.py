@@ -14,7 +14,9 @@ from diptych.runtime.layers.parts import (
     Attention,
     Embedding,
     GatedMlp,
+    LayerNorm,
     MixtureOfExperts,
+    Norm,
     QuantizedEmbedding,
     RmsNorm,
     RopeAndCache,
@@ -76,6 +78,10 @@ class LayerLoader:
     def plain_norm(self, width: int, eps: float) -> RmsNorm:
         """An RMS norm without a weight."""
         return RmsNorm(self._ops, self._memory.new([width], torch.float32, lambda ones: ones.fill_(1.0)), eps)
+
+    def layer_norm(self, name: str, width: int, eps: float) -> LayerNorm:
+        """A norm that subtracts the mean, with weight and bias."""
+        return LayerNorm(self._ops, self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width), eps)
 
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
         """A linear layer."""
@@ -150,18 +156,18 @@ class LayerLoader:
         """Attention over the cache."""
         return Attention(how)
 
-    def lm_head(self, embedding: Embedding | QuantizedEmbedding, *, is_tied: bool) -> Linear:
+    def lm_head(self, embedding: Embedding | QuantizedEmbedding, *, is_tied: bool, bias: bool = False) -> Linear:
         """Hidden states to logits. is_tied: with the weights of the embedding, unless the checkpoint holds others, as
-        transformers has it."""
+        transformers has it. bias: of an lm_head with weights of its own."""
         head, embedded = f"{HEAD}.weight", f"{self._embedding}.weight"
         if not is_tied or (self._weights.has(head) and not self._weights.are_equal(head, embedded)):
-            return self._linear([HEAD], embedding.width, [embedding.vocab_size], is_vocabulary=True)
+            return self._linear([HEAD], embedding.width, [embedding.vocab_size], bias=bias, is_vocabulary=True)
         self._weights.ignore(head)
         if isinstance(embedding, QuantizedEmbedding):
             return embedding.linear
         return self._ops.pack_linear(embedding.weight, None, self._memory)
 
-    def decoder(self, layers: Sequence[DecoderLayer], norm: RmsNorm, *, multiplier: float = 1.0) -> DecoderLayers:
+    def decoder(self, layers: Sequence[DecoderLayer], norm: Norm, *, multiplier: float = 1.0) -> DecoderLayers:
         """These layers and the norm behind them; decode steps of all of them in one native call where that can be.
         multiplier: of what each part of a layer adds."""
         native = native_step(layers, norm, self._attention, multiplier)

@@ -15,7 +15,7 @@ from diptych.runtime.attention.native_attention import NativeCpuAttention
 from diptych.runtime.kernels.native import NativeWeight
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
-from diptych.runtime.layers.parts import Attention, GatedMlp, MixtureOfExperts, RmsNorm, RopeAndCache
+from diptych.runtime.layers.parts import Attention, GatedMlp, MixtureOfExperts, Norm, RmsNorm, RopeAndCache
 from diptych.runtime.ops.native_linear import NativeLinear
 from diptych.runtime.ops.ops import Linear
 
@@ -28,7 +28,7 @@ class DecoderLayer(Protocol):
     """
 
     @property
-    def input_norm(self) -> RmsNorm | None: ...
+    def input_norm(self) -> Norm | None: ...
     @property
     def qkv(self) -> Linear: ...
     @property
@@ -40,13 +40,13 @@ class DecoderLayer(Protocol):
     @property
     def o_proj(self) -> Linear: ...
     @property
-    def attention_norm(self) -> RmsNorm | None: ...
+    def attention_norm(self) -> Norm | None: ...
     @property
-    def mlp_norm(self) -> RmsNorm | None: ...
+    def mlp_norm(self) -> Norm | None: ...
     @property
     def mlp(self) -> GatedMlp | MixtureOfExperts: ...
     @property
-    def output_norm(self) -> RmsNorm | None: ...
+    def output_norm(self) -> Norm | None: ...
 
 
 def _record(pointers: str, sizes: str, floats: str = "") -> list[tuple[str, type]]:
@@ -84,7 +84,7 @@ class NativeStep:
     """The layers of one model, and the norm behind them, for batches in which every sequence computes one token."""
 
     def __init__(
-        self, layers: Sequence[DecoderLayer], norm: RmsNorm, attention: NativeCpuAttention, multiplier: float
+        self, layers: Sequence[DecoderLayer], norm: Norm, attention: NativeCpuAttention, multiplier: float
     ) -> None:
         self._attention = attention
         mlps = [mlp for layer in layers if isinstance(mlp := layer.mlp, GatedMlp)]
@@ -128,11 +128,13 @@ class NativeStep:
 
 
 def native_step(
-    layers: Sequence[DecoderLayer], norm: RmsNorm, attention: AttentionBackend, multiplier: float
+    layers: Sequence[DecoderLayer], norm: Norm, attention: AttentionBackend, multiplier: float
 ) -> NativeStep | None:
-    """The native step of these layers, or None where a part has no kernel here (a mixture of experts has none), or
-    MLPs differ in their width."""
-    if not isinstance(attention, NativeCpuAttention) or not all(_has_kernels(layer) for layer in layers):
+    """The native step of these layers, or None where a part has no kernel here (a mixture of experts has none, and a
+    norm that subtracts the mean), or MLPs differ in their width."""
+    if not isinstance(attention, NativeCpuAttention) or not isinstance(norm, RmsNorm):
+        return None
+    if not all(_has_kernels(layer) for layer in layers):
         return None
     if len({layer.mlp.gate_up.out_features for layer in layers if isinstance(layer.mlp, GatedMlp)}) != 1:
         return None
@@ -140,9 +142,9 @@ def native_step(
 
 
 def _has_kernels(layer: DecoderLayer) -> bool:
-    """Whether all linear layers are packed for the kernels."""
-    mlp = layer.mlp
-    if not isinstance(mlp, GatedMlp):
+    """Whether all linear layers are packed for the kernels, and all norms are RMS norms."""
+    mlp, norms = layer.mlp, (layer.input_norm, layer.attention_norm, layer.mlp_norm, layer.output_norm)
+    if not isinstance(mlp, GatedMlp) or not all(norm is None or isinstance(norm, RmsNorm) for norm in norms):
         return False
     linears = (layer.qkv, layer.o_proj, mlp.gate_up, mlp.down, layer.attention_gate)
     return all(linear is None or isinstance(linear, NativeLinear) for linear in linears)
@@ -163,9 +165,10 @@ def _describe(layer: DecoderLayer, mlp: GatedMlp, dim: int) -> _Layer:
     )  # fmt: skip
 
 
-def _norm(norm: RmsNorm | None) -> _Norm:
+def _norm(norm: Norm | None) -> _Norm:
     if norm is None:
         return _Norm()
+    assert isinstance(norm, RmsNorm), "see native_step"
     return _Norm(norm.weight.data_ptr(), norm.weight.dtype is torch.float32, norm.eps)
 
 

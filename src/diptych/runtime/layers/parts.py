@@ -72,6 +72,28 @@ class RmsNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, row by row (Ba, Kiros and Hinton 2016)."""
+
+    ops: Ops
+    weight: torch.Tensor  # [width], as bias, in the dtype of x
+    bias: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, width] -> [rows, width]."""
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor, multiplier: float = 1.0) -> torch.Tensor:
+        """Add multiplier * x to ``residual`` in place; the norm of the sum. All are [rows, width]."""
+        self.ops.add(x, residual, multiplier)
+        return self(residual)
+
+
+Norm = RmsNorm | LayerNorm
+
+
+@dataclass(frozen=True, slots=True)
 class RopeAndCache:
     """Rotates q and k by their positions, normed head by head before if there are norms, and writes k and v into the
     cache."""

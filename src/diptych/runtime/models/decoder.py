@@ -29,17 +29,18 @@ if TYPE_CHECKING:
 
     from diptych.runtime.layers.forward_pass import ForwardPass
     from diptych.runtime.layers.layer_loader import LayerLoader
-    from diptych.runtime.layers.parts import GatedMlp, MixtureOfExperts, RmsNorm
+    from diptych.runtime.layers.parts import GatedMlp, MixtureOfExperts, Norm, RmsNorm
     from diptych.runtime.ops.ops import Activation
 
 
-NormKind = Literal["rounded", "wide", "centered", "plain"]
+NormKind = Literal["rounded", "wide", "centered", "plain", "layer"]
 
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
-    """An RMS norm. kind: rounded: the normed value is rounded to the model's dtype, then multiplied with the weight;
-    wide: multiplied in fp32, then rounded; centered: likewise, with 1 + weight; plain: it has no weight."""
+    """A norm of the root mean square. kind: rounded: the normed value is rounded to the model's dtype, then multiplied
+    with the weight; wide: multiplied in fp32, then rounded; centered: likewise, with 1 + weight; plain: it has no
+    weight; layer: of what differs from the mean, with weight and bias."""
 
     eps: float
     kind: NormKind = "rounded"
@@ -71,6 +72,7 @@ class DecoderConfig(ModelConfig):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     embedding_multiplier: float = 1.0
     rounds_multiplier: bool = False
     residual_multiplier: float = 1.0
@@ -142,8 +144,8 @@ class LoadedLayer:
         else:
             self.qkv = load.qkv(attention, hidden, heads, bias=config.qkv_bias)
         q_width, k_width = (heads.query_width, key_width) if config.norms_rows else (heads.head_dim, heads.head_dim)
-        q_norm = _load_norm(load, f"{attention}.q_norm", q_width, config.qk_norm)
-        k_norm = _load_norm(load, f"{attention}.k_norm", k_width, config.qk_norm)
+        q_norm = _load_rms_norm(load, f"{attention}.q_norm", q_width, config.qk_norm)
+        k_norm = _load_rms_norm(load, f"{attention}.k_norm", k_width, config.qk_norm)
         self.rope = load.rope(config.ropes[index], q_norm, k_norm)
         self.attention = load.attention(heads.layers[index])
         self.attention_gate = (
@@ -168,7 +170,13 @@ def _load_mlp(
     return load.gated_mlp(name, hidden, inner, bias=config.mlp_bias, activation=config.activation, fused=fused)
 
 
-def _load_norm(load: LayerLoader, name: str, width: int, norm: NormConfig | None) -> RmsNorm | None:
+def _load_norm(load: LayerLoader, name: str, width: int, norm: NormConfig | None) -> Norm | None:
+    if norm is not None and norm.kind == "layer":
+        return load.layer_norm(name, width, norm.eps)
+    return _load_rms_norm(load, name, width, norm)
+
+
+def _load_rms_norm(load: LayerLoader, name: str, width: int, norm: NormConfig | None) -> RmsNorm | None:
     if norm is None:
         return None
     if norm.kind == "plain":
@@ -192,7 +200,7 @@ class Decoder:
         layers = [LoadedLayer(config, load, index, names) for index, names in enumerate(experts)]
         norm = _load_norm(load, "model.norm", hidden, config.norm)
         assert norm is not None, "config.norm is one"
-        self.lm_head = load.lm_head(self.embed_tokens, is_tied=is_tied)
+        self.lm_head = load.lm_head(self.embed_tokens, is_tied=is_tied, bias=config.head_bias)
         self.layers = load.decoder(layers, norm, multiplier=config.residual_multiplier)
         multiplier = config.embedding_multiplier
         self._multiplier = load.rounded(multiplier) if config.rounds_multiplier else multiplier

@@ -335,6 +335,19 @@ TABLES: Mapping[str, FieldTable] = {
         },
         rope_read=frozenset({"long_factor", "short_factor", "partial_rotary_factor"}),
     ),
+    "PhimoeForCausalLM": _table(
+        "phimoe",
+        frozenset({"attention_bias", "lm_head_bias", "router_jitter_noise", "sliding_window"}) | _EXPERTS,
+        {
+            **_EVERY_WINDOW,
+            "layer_types": "sliding_window alone says it",
+            "input_jitter_noise": _TRAINING,
+            "output_router_logits": _OUTPUT,
+            "router_aux_loss_coef": _TRAINING,
+        },
+        rope_read=frozenset({"long_factor", "short_factor", "long_mscale", "short_mscale"}),
+        **_EXPERTS_REFUSED,
+    ),
     "Qwen2ForCausalLM": _table(
         "qwen2",
         WINDOWS | {"max_window_layers"},
@@ -403,6 +416,8 @@ ROPE_REFUSED: Neutral = {
     "alpha": (None,),
     "long_factor": (None,),
     "short_factor": (None,),
+    "long_mscale": (None,),
+    "short_mscale": (None,),
 }
 ROPE_HARMLESS: Mapping[str, str] = {
     "finetuned": _LABEL,

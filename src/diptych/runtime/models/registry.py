@@ -24,6 +24,7 @@ from diptych.runtime.models.olmo2 import Olmo2
 from diptych.runtime.models.olmo3 import Olmo3
 from diptych.runtime.models.olmoe import Olmoe
 from diptych.runtime.models.phi3 import Phi3
+from diptych.runtime.models.phimoe import Phimoe
 from diptych.runtime.models.qwen2 import Qwen2
 from diptych.runtime.models.qwen3 import Qwen3
 from diptych.runtime.models.qwen3_moe import Qwen3Moe
@@ -85,6 +86,7 @@ MODELS: dict[str, type[LanguageModel]] = {
     "Olmo3ForCausalLM": Olmo3,
     "OlmoeForCausalLM": Olmoe,
     "Phi3ForCausalLM": Phi3,
+    "PhimoeForCausalLM": Phimoe,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
