@@ -4,7 +4,7 @@ are. Everything that can be wrong with these tensors is said here, by tensor and
 Imports no torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -154,7 +154,7 @@ class _Check:
 
     def layer(self, index: int) -> ExpertNames:
         layer, count = f"model.layers.{index}", self._experts.routing.num_experts
-        spelling = next((one for one in _SPELLINGS if self._is_there(layer, one)), _SPELLINGS[0])
+        spelling = max(_SPELLINGS, key=lambda one: self._num_found(layer, one))  # the first of several
         router = next((name for name in ROUTERS if f"{layer}.{name}.weight" in self._tensors), ROUTERS[0])
         names = ExpertNames(
             f"{layer}.{router}",
@@ -172,18 +172,11 @@ class _Check:
             self._check_no_more(weight_name(f"{layer}.{part.format(count)}"))
         return names
 
-    def _is_there(self, layer: str, spelling: _Spelling) -> bool:
-        """Whether all of the first expert is named so, or else some of it and nothing of any other way to name it."""
-        names = self._names_of_first(layer, spelling)
-        found = [name in self._tensors for name in names]
-        if all(found) or not any(found):
-            return all(found)
-        others = [other for other in _SPELLINGS if other is not spelling]
-        return not any(all(name in self._tensors for name in self._names_of_first(layer, o)) for o in others)
-
-    def _names_of_first(self, layer: str, spelling: _Spelling) -> Iterator[str]:
-        for part in (*spelling.gate_up, spelling.down):
-            yield split_index(weight_name(f"{layer}.{part.format(0)}"))[0]
+    def _num_found(self, layer: str, spelling: _Spelling) -> int:
+        """How many weights of the first and of the last expert are named so."""
+        ends = (0, self._experts.routing.num_experts - 1)
+        names = [weight_name(f"{layer}.{part.format(e)}") for part in (*spelling.gate_up, spelling.down) for e in ends]
+        return sum(split_index(name)[0] in self._tensors for name in names)
 
     def _check_shape(self, name: str, rows: int, columns: int) -> None:
         tensor_name, index = split_index(name)
