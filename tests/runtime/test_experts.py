@@ -160,9 +160,10 @@ def test_a_row_of_experts_is_their_weighted_sum_and_bitwise_the_same_in_any_batc
     computed = getattr(torch, dtype)
     ops, routing = make_ops(computed, instruction_set), RoutingConfig(6, 3, is_normalized=True)
     experts, pairs = make_experts(ops, computed, kind, routing.num_experts)
+    joined = ops.join_experts(experts)
     x = torch.randn(150, HIDDEN).to(computed)
     chosen, weights = ops.route(logits_of(routing, 150), routing)
-    whole = ops.experts(x, chosen, weights, experts)
+    whole = joined(x, chosen, weights)
     wanted = sum_of(x, chosen, weights, [partial(exact, pair) for pair in pairs])
     lost = (whole.double() - wanted).norm() / wanted.norm()
     assert lost < (1e-5 if (kind, dtype) == ("floating", "float32") else 0.03)
@@ -170,17 +171,17 @@ def test_a_row_of_experts_is_their_weighted_sum_and_bitwise_the_same_in_any_batc
     assert torch.equal(whole, in_order.to(computed))
     for part in (slice(0, 1), slice(9, 10), slice(3, 20), slice(50, 150), torch.randperm(150)):
         rows = x[part].contiguous()
-        assert torch.equal(ops.experts(rows, chosen[part], weights[part], experts), whole[part])
-    turned = ops.experts(x, chosen.flip(1), weights.flip(1), experts)  # in whatever order a router names them
+        assert torch.equal(joined(rows, chosen[part], weights[part]), whole[part])
+    turned = joined(x, chosen.flip(1), weights.flip(1))  # in whatever order a router names them
     assert torch.equal(turned, whole)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            assert torch.equal(ops.experts(x, chosen, weights, experts), whole)
+            assert torch.equal(joined(x, chosen, weights), whole)
     finally:
         torch.set_num_threads(before)
-    assert ops.experts(x[:0], chosen[:0], weights[:0], experts).shape == (0, HIDDEN)
+    assert joined(x[:0], chosen[:0], weights[:0]).shape == (0, HIDDEN)
 
 
 def test_a_shared_expert_is_added_with_its_gate_or_without() -> None:
@@ -189,7 +190,7 @@ def test_a_shared_expert_is_added_with_its_gate_or_without() -> None:
     router, gate = torch.randn(4, HIDDEN), torch.randn(1, HIDDEN)
     bias = torch.randn(4)
     x = torch.randn(40, HIDDEN)
-    mixture = MixtureOfExperts(ops, routing, ops.pack_linear(router, bias), experts[:4])
+    mixture = MixtureOfExperts(ops, routing, ops.pack_linear(router, bias), ops.join_experts(experts[:4]))
     logits = F.linear(x, router, bias)
     routed = sum_of(x, *ops.route(logits, routing), [partial(exact, pair) for pair in pairs[:4]])
     torch.testing.assert_close(mixture(x).double(), routed, rtol=1e-4, atol=1e-4)
@@ -219,7 +220,7 @@ def test_experts_with_biases_and_a_clamped_activation() -> None:
         wanted.append(expert)
     x = torch.randn(30, HIDDEN)
     chosen, weights = ops.route(logits_of(routing, 30), routing)
-    found = ops.experts(x, chosen, weights, made)
+    found = ops.join_experts(made)(x, chosen, weights)
     torch.testing.assert_close(found.double(), sum_of(x, chosen, weights, wanted), rtol=1e-4, atol=1e-4)
 
 
@@ -246,7 +247,7 @@ def test_experts_in_one_tensor_are_those_of_many(family: str, tmp_path: Path) ->
 def test_experts_are_quantised_one_by_one_and_the_router_is_not(quantize_to: str) -> None:
     shared = runner("qwen3-moe", dtype="bfloat16", quantize=quantize_to)
     mixture = shared.model.layers.layers[0].mlp
-    assert isinstance(mixture, MixtureOfExperts) and len(mixture.experts) == 8
+    assert isinstance(mixture, MixtureOfExperts) and mixture.routing.num_experts == 8
     assert isinstance(shared.model.layers.layers[1].mlp, GatedMlp)
     assert not shared.model.fits_cuda_graphs and shared.model.layers.native_step is None
     assert len(generate(shared, prompt_of(40), [40], greedy(5))[0]) == 5

@@ -144,7 +144,7 @@ class LayerLoader:
             )
             for gate_up, down in zip(names.gate_up, names.down, strict=True)
         ]
-        return MixtureOfExperts(self._ops, experts.routing, router, mlps)
+        return MixtureOfExperts(self._ops, experts.routing, router, self._ops.join_experts(mlps))
 
     def rope(
         self, rope: RopeConfig | None, q_norm: RmsNorm | None = None, k_norm: RmsNorm | None = None

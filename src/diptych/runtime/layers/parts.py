@@ -1,6 +1,5 @@
 """The parts of a layer around its linear projections. Each is a callable over rows, one row per token."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.rope import RotaryTable
 from diptych.runtime.models.experts import RoutingConfig
 from diptych.runtime.models.model_config import LayerAttention
-from diptych.runtime.ops.ops import Linear, Ops, QuantizedLinear
+from diptych.runtime.ops.ops import Linear, Ops, QuantizedLinear, RoutedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ class MixtureOfExperts:
     ops: Ops
     routing: RoutingConfig
     router: Linear
-    experts: Sequence[GatedMlp]
+    experts: RoutedExperts
     correction: torch.Tensor | None = None
     shared: GatedMlp | None = None
     shared_gate: Linear | None = None
@@ -167,7 +166,7 @@ class MixtureOfExperts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, hidden] -> [rows, hidden]."""
         chosen, weights = self.ops.route(self.router(x), self.routing, self.correction)
-        total = self.ops.experts(x, chosen, weights, self.experts)
+        total = self.experts(x, chosen, weights)
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:

@@ -13,8 +13,8 @@ from diptych.runtime.attention.layout import head_shape_cpu
 from diptych.runtime.kernels.native import NativeKernels
 from diptych.runtime.models.experts import RoutingConfig
 from diptych.runtime.ops.native_linear import GATES, has_kernel, pack_native, pack_native_quantized
-from diptych.runtime.ops.ops import Activation, Expert, Linear, QuantizedLinear
-from diptych.runtime.ops.torch_experts import route, run_experts
+from diptych.runtime.ops.ops import Activation, Expert, Linear, QuantizedLinear, RoutedExperts
+from diptych.runtime.ops.torch_experts import TorchExperts, route
 from diptych.runtime.ops.torch_ops import GatedLinear, TorchOps
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
@@ -113,10 +113,8 @@ class NativeOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return route(logits, routing, correction)
 
-    def experts(
-        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Sequence[Expert]
-    ) -> torch.Tensor:
-        return run_experts(x, chosen, weights, experts)
+    def join_experts(self, experts: Sequence[Expert]) -> RoutedExperts:
+        return TorchExperts(experts)
 
     def rope_and_cache(
         self,

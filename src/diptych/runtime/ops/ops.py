@@ -53,6 +53,16 @@ class Expert(Protocol):
         ...
 
 
+class RoutedExperts(Protocol):
+    """The experts of one layer."""
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The sum of what the chosen experts give for each row, times their weights: x [num_tokens, hidden] ->
+        [num_tokens, hidden]. chosen, weights [num_tokens, top_k]: as from Ops.route, but in any order. A row's experts
+        are added in ascending order in fp32, whatever the batch, and their sum is rounded once."""
+        ...
+
+
 class Ops(Protocol):
     """Implementations: TorchOps (any device) and NativeOps (CPU kernels); same results within the dtype's rounding.
 
@@ -135,12 +145,8 @@ class Ops(Protocol):
         but not to weights. Of equal scores, that of the lowest index is the larger one."""
         ...
 
-    def experts(
-        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Sequence[Expert]
-    ) -> torch.Tensor:
-        """The sum of what the chosen experts give for each row, times their weights: x [num_tokens, hidden] ->
-        [num_tokens, hidden]. chosen, weights: as from ``route``. A row's experts are added in ascending order in fp32,
-        whatever the batch, and their sum is rounded once."""
+    def join_experts(self, experts: Sequence[Expert]) -> RoutedExperts:
+        """Experts whose layers this has packed, of one shape and one activation, to be computed together."""
         ...
 
     def rope_and_cache(

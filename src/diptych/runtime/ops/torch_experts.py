@@ -7,6 +7,7 @@ differ in the last bit (exp, and what uses it) are taken of whole rows only, by 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -39,21 +40,25 @@ def route(
     return chosen, weights if routing.scale == 1.0 else weights * routing.scale
 
 
-def run_experts(
-    x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Sequence[Expert]
-) -> torch.Tensor:
-    """Compute each expert once, for all of its rows: the contract is Ops.experts."""
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    flat = chosen.flatten()
-    pairs = flat.argsort(stable=True)  # of a row and an expert, those of one expert side by side
-    rows, factors = pairs // chosen.shape[1], weights.flatten()[pairs].unsqueeze(1)
-    start = 0
-    for expert, count in zip(experts, torch.bincount(flat, minlength=len(experts)).tolist(), strict=True):
-        if count:
-            mine = rows[start : start + count]  # no row is there twice
-            total[mine] += expert.down(expert.gate_up(x[mine])).float() * factors[start : start + count]
-        start += count
-    return total.to(x.dtype)
+@dataclass(frozen=True, slots=True)
+class TorchExperts:
+    """RoutedExperts that computes each expert once, for all of its rows, one after the other."""
+
+    experts: Sequence[Expert]
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        flat = chosen.flatten()
+        pairs = flat.argsort(stable=True)  # of a row and an expert, those of one expert side by side
+        rows, factors = pairs // chosen.shape[1], weights.flatten()[pairs].unsqueeze(1)
+        start = 0
+        counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                mine = rows[start : start + count]  # no row is there twice
+                total[mine] += expert.down(expert.gate_up(x[mine])).float() * factors[start : start + count]
+            start += count
+        return total.to(x.dtype)
 
 
 def clamped_swish(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from diptych.runtime.attention.layout import head_shape_cpu, write_cpu, write_cuda
 from diptych.runtime.models.experts import RoutingConfig
-from diptych.runtime.ops.ops import Activation, Expert, Linear, QuantizedLinear
-from diptych.runtime.ops.torch_experts import route, run_experts
+from diptych.runtime.ops.ops import Activation, Expert, Linear, QuantizedLinear, RoutedExperts
+from diptych.runtime.ops.torch_experts import TorchExperts, route
 from diptych.runtime.ops.torch_quantized_linear import DequantizedLinear, TorchQuantizedLinear, multiplies_numbers
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
@@ -149,10 +149,8 @@ class TorchOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return route(logits, routing, correction)
 
-    def experts(
-        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Sequence[Expert]
-    ) -> torch.Tensor:
-        return run_experts(x, chosen, weights, experts)
+    def join_experts(self, experts: Sequence[Expert]) -> RoutedExperts:
+        return TorchExperts(experts)
 
     def rope_and_cache(
         self,
