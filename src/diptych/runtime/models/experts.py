@@ -156,12 +156,12 @@ class _Check:
         layer, count = f"model.layers.{index}", self._experts.routing.num_experts
         spelling = max(_SPELLINGS, key=lambda one: self._num_found(layer, one))  # the first of several
         router = next((name for name in ROUTERS if f"{layer}.{name}.weight" in self._tensors), ROUTERS[0])
+        self._check_shape(f"{layer}.{router}.weight", count, self._hidden)  # first: it bounds the count
         names = ExpertNames(
             f"{layer}.{router}",
             tuple(tuple(f"{layer}.{part.format(e)}" for part in spelling.gate_up) for e in range(count)),
             tuple(f"{layer}.{spelling.down.format(e)}" for e in range(count)),
         )
-        self._check_shape(weight_name(names.router), count, self._hidden)
         width = self._experts.intermediate_size
         rows = 2 * width if len(spelling.gate_up) == 1 else width
         for gate_up, down in zip(names.gate_up, names.down, strict=True):
