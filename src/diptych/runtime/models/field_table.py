@@ -240,7 +240,7 @@ _EXPERTS_HARMLESS = {
     "router_jitter_noise": _TRAINING,
 }
 # A file that says so is of another way to route, whatever the class of transformers makes of it.
-_EXPERTS_REFUSED: Neutral = {
+_EXPERTS_REFUSED: dict[str, Any] = {
     "scoring_func": ("softmax", None),
     "routed_scaling_factor": (1.0, None),
     "n_shared_experts": (None, 0),
