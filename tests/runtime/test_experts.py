@@ -371,8 +371,8 @@ def test_a_gguf_file_answers_as_its_checkpoint(family: str, tmp_path: Path) -> N
 
 def test_quantised_experts_of_a_gguf_file_are_read_one_by_one(tmp_path: Path) -> None:
     prompt = prompt_of(40)
-    floating = generate(load(write_model(tmp_path / "a.gguf", "mixtral")), prompt, [40], greedy(1, logprobs=5))
-    path = write_model(tmp_path / "b.gguf", "mixtral", kind=Kind.Q8_0)
+    floating = generate(load(write_model(tmp_path / "a.gguf", "olmoe")), prompt, [40], greedy(1, logprobs=5))
+    path = write_model(tmp_path / "b.gguf", "olmoe", kind=Kind.Q8_0)
     shared = load(path, dtype="float32")
     [mlp] = {type(layer.mlp) for layer in shared.model.layers.layers}
     assert mlp is MixtureOfExperts
