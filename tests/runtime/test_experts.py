@@ -20,8 +20,9 @@ from diptych.runtime.layers.parts import GatedMlp, MixtureOfExperts
 from diptych.runtime.models.experts import RoutingConfig
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.ops import make_ops
+from diptych.runtime.ops.native_experts import NativeExperts
 from diptych.runtime.ops.ops import Ops
-from diptych.runtime.ops.torch_experts import clamped_swish
+from diptych.runtime.ops.torch_experts import TorchExperts, clamped_swish
 from diptych.runtime.ops.torch_ops import GatedLinear, TorchOps
 from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 from diptych.runtime.weights.quantized_weight import QuantizedSource, quantize
@@ -167,6 +168,7 @@ def test_a_row_of_experts_is_their_weighted_sum_and_bitwise_the_same_in_any_batc
     whole = joined(x, chosen, weights)
     wanted = sum_of(x, chosen, weights, [partial(exact, pair) for pair in pairs])
     lost = (whole.double() - wanted).norm() / wanted.norm()
+    assert isinstance(joined, NativeExperts) and torch.equal(whole, TorchExperts(experts)(x, chosen, weights))
     assert lost < (1e-5 if (kind, dtype) == ("floating", "float32") else 0.03)
     in_order = sum_of(x, chosen, weights, [lambda rows, one=one: one(rows).float() for one in experts])
     assert torch.equal(whole, in_order.to(computed))

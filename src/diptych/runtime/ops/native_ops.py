@@ -12,6 +12,7 @@ import torch
 from diptych.runtime.attention.layout import head_shape_cpu
 from diptych.runtime.kernels.native import NativeKernels
 from diptych.runtime.models.experts import RoutingConfig
+from diptych.runtime.ops.native_experts import NativeExperts, native_layers
 from diptych.runtime.ops.native_linear import GATES, has_kernel, pack_native, pack_native_quantized
 from diptych.runtime.ops.ops import Activation, Expert, Linear, QuantizedLinear, RoutedExperts
 from diptych.runtime.ops.torch_experts import TorchExperts, route
@@ -114,7 +115,8 @@ class NativeOps:
         return route(logits, routing, correction)
 
     def join_experts(self, experts: Sequence[Expert]) -> RoutedExperts:
-        return TorchExperts(experts)
+        layers = native_layers(experts)
+        return TorchExperts(experts) if layers is None else NativeExperts(self._kernels, layers)
 
     def rope_and_cache(
         self,
