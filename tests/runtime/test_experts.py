@@ -17,7 +17,7 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.layers.parts import GatedMlp, MixtureOfExperts
-from diptych.runtime.models.experts import RoutingConfig
+from diptych.runtime.models.experts import ExpertRouting
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.ops import make_ops
 from diptych.runtime.ops.native_experts import NativeExperts
@@ -34,23 +34,23 @@ from tests.runtime.driving import generate, greedy
 from tests.runtime.kernel_sets import NATIVE, every_pair
 
 ROUTINGS = {
-    "softmax": RoutingConfig(12, 4),
-    "softmax-normalized": RoutingConfig(12, 4, is_normalized=True, scale=2.5),
-    "softmax-of-top": RoutingConfig(12, 3, "softmax_of_top"),
-    "sigmoid": RoutingConfig(12, 4, "sigmoid", is_normalized=True, scale=1.8),
-    "sigmoid-raw": RoutingConfig(12, 1, "sigmoid"),
-    "sparsemixer": RoutingConfig(12, 2, "sparsemixer", jitter=0.1),
-    "all": RoutingConfig(5, 5, is_normalized=True),
+    "softmax": ExpertRouting(12, 4),
+    "softmax-normalized": ExpertRouting(12, 4, is_normalized=True, scale=2.5),
+    "softmax-of-top": ExpertRouting(12, 3, "softmax_of_top"),
+    "sigmoid": ExpertRouting(12, 4, "sigmoid", is_normalized=True, scale=1.8),
+    "sigmoid-raw": ExpertRouting(12, 1, "sigmoid"),
+    "sparsemixer": ExpertRouting(12, 2, "sparsemixer", jitter=0.1),
+    "all": ExpertRouting(5, 5, is_normalized=True),
 }
 HIDDEN, INNER = 64, 96
 
 
-def logits_of(routing: RoutingConfig, rows: int = 200) -> torch.Tensor:
+def logits_of(routing: ExpertRouting, rows: int = 200) -> torch.Tensor:
     """Random ones."""
     return torch.randn(rows, routing.num_experts, generator=torch.Generator().manual_seed(3))
 
 
-def expected_weights(logits: torch.Tensor, routing: RoutingConfig) -> torch.Tensor:
+def expected_weights(logits: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
     """The weight of each expert for each row in float64, 0 where it is not chosen: [rows, num_experts]."""
     wide = logits.double()
     scores = {"softmax": wide.softmax(-1), "softmax_of_top": wide, "sigmoid": wide.sigmoid()}[routing.scoring]
@@ -159,7 +159,7 @@ def test_a_row_of_experts_is_their_weighted_sum_and_bitwise_the_same_in_any_batc
     kind: str, dtype: str, instruction_set: str
 ) -> None:
     computed = getattr(torch, dtype)
-    ops, routing = make_ops(computed, instruction_set), RoutingConfig(20, 3, is_normalized=True)
+    ops, routing = make_ops(computed, instruction_set), ExpertRouting(20, 3, is_normalized=True)
     experts, pairs = make_experts(ops, computed, kind, routing.num_experts)
     joined = ops.join_experts(experts)
     x, logits = torch.randn(450, HIDDEN).to(computed), logits_of(routing, 450)
@@ -188,7 +188,7 @@ def test_a_row_of_experts_is_their_weighted_sum_and_bitwise_the_same_in_any_batc
 
 
 def test_a_shared_expert_is_added_with_its_gate_or_without() -> None:
-    ops, routing = TorchOps(), RoutingConfig(4, 2)
+    ops, routing = TorchOps(), ExpertRouting(4, 2)
     experts, pairs = make_experts(ops, torch.float32, "floating", 5)
     router, gate = torch.randn(4, HIDDEN), torch.randn(1, HIDDEN)
     bias = torch.randn(4)
@@ -206,7 +206,7 @@ def test_a_shared_expert_is_added_with_its_gate_or_without() -> None:
 
 
 def test_experts_with_biases_and_a_clamped_activation() -> None:
-    ops, routing, limit, alpha = TorchOps(), RoutingConfig(3, 2, "softmax_of_top"), 1.5, 1.702
+    ops, routing, limit, alpha = TorchOps(), ExpertRouting(3, 2, "softmax_of_top"), 1.5, 1.702
     made, wanted = [], []
     for _ in range(3):
         up, down = torch.randn(2 * INNER, HIDDEN) * 0.3, torch.randn(HIDDEN, INNER)

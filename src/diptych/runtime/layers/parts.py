@@ -8,7 +8,7 @@ from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.rope import RotaryTable
-from diptych.runtime.models.experts import RoutingConfig
+from diptych.runtime.models.experts import ExpertRouting
 from diptych.runtime.models.model_config import LayerAttention
 from diptych.runtime.ops.ops import Linear, Ops, QuantizedLinear, RoutedExperts
 
@@ -156,7 +156,7 @@ class MixtureOfExperts:
     expert of all rows; with a shared_gate, which gives one number for a row, times the sigmoid of that."""
 
     ops: Ops
-    routing: RoutingConfig
+    routing: ExpertRouting
     router: Linear
     experts: RoutedExperts
     correction: torch.Tensor | None = None

@@ -17,7 +17,7 @@ Scoring = Literal["softmax", "softmax_of_top", "sigmoid", "sparsemixer"]
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingConfig:
+class ExpertRouting:
     """How the logits of a router, one for each expert, become the top_k experts of a token and their weights.
 
     scoring: softmax: of all logits, and the largest are taken; softmax_of_top: the largest logits are taken, and their
@@ -42,7 +42,7 @@ class ExpertsConfig:
     others have one MLP. count_field, width_field: where the file says how many experts there are and how wide, for
     messages."""
 
-    routing: RoutingConfig
+    routing: ExpertRouting
     intermediate_size: int
     layers: tuple[bool, ...]
     count_field: str = field(compare=False, repr=False)
@@ -57,7 +57,7 @@ def read_routing(
     scoring: Scoring = "softmax",
     is_normalized: bool = False,
     jitter: float = 0.0,
-) -> tuple[RoutingConfig, str]:
+) -> tuple[ExpertRouting, str]:
     """The routing, and the field that says how many experts there are. count, top_k: where the file does not say them.
     Files have two names for the number of experts; where both are there, they must agree."""
     found = [name for name in ("num_experts", "num_local_experts") if fields.values.get(name) is not None]
@@ -69,13 +69,13 @@ def read_routing(
     top_k = fields.integer("num_experts_per_tok", top_k)
     if top_k > num_experts:
         raise fields.unsupported("num_experts_per_tok", f"at most {num_experts}, the value of {fields.name_of(name)}")
-    routing = RoutingConfig(num_experts, top_k, scoring, is_normalized=is_normalized, jitter=jitter)
+    routing = ExpertRouting(num_experts, top_k, scoring, is_normalized=is_normalized, jitter=jitter)
     return routing, fields.name_of(name)
 
 
 def read_experts(
     fields: ConfigFields,
-    routing: tuple[RoutingConfig, str],
+    routing: tuple[ExpertRouting, str],
     *,
     width_field: str = "intermediate_size",
     width: int | None = None,

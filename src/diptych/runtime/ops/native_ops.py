@@ -11,7 +11,7 @@ import torch
 
 from diptych.runtime.attention.layout import head_shape_cpu
 from diptych.runtime.kernels.native import NativeKernels
-from diptych.runtime.models.experts import RoutingConfig
+from diptych.runtime.models.experts import ExpertRouting
 from diptych.runtime.ops.native_experts import NativeExperts, native_layers
 from diptych.runtime.ops.native_linear import GATES, has_kernel, pack_native, pack_native_quantized
 from diptych.runtime.ops.ops import Activation, Expert, Linear, QuantizedLinear, RoutedExperts
@@ -110,7 +110,7 @@ class NativeOps:
         self._kernels.functions.diptych_softcap(self._kernels.handle, x.data_ptr(), *x.shape, cap)
 
     def route(
-        self, logits: torch.Tensor, routing: RoutingConfig, correction: torch.Tensor | None = None
+        self, logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return route(logits, routing, correction)
 

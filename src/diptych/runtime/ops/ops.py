@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from diptych.runtime.models.experts import RoutingConfig
+from diptych.runtime.models.experts import ExpertRouting
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
 
@@ -138,7 +138,7 @@ class Ops(Protocol):
         ...
 
     def route(
-        self, logits: torch.Tensor, routing: RoutingConfig, correction: torch.Tensor | None = None
+        self, logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [num_tokens, num_experts] -> the experts of each token [num_tokens, top_k] int64, in ascending order,
         and their weights [num_tokens, top_k] fp32. correction [num_experts] fp32: what is added to scores to choose by,

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.runtime.models.experts import RoutingConfig
+from diptych.runtime.models.experts import ExpertRouting
 from diptych.runtime.ops.ops import Expert
 
 SMALLEST_SUM = 1e-20  # of sigmoids: with this added, rows of zeros stay zeros
 
 
 def route(
-    logits: torch.Tensor, routing: RoutingConfig, correction: torch.Tensor | None = None
+    logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts: the contract is Ops.route."""
     wide = logits.float()

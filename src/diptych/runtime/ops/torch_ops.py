@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from diptych.runtime.attention.layout import head_shape_cpu, write_cpu, write_cuda
-from diptych.runtime.models.experts import RoutingConfig
+from diptych.runtime.models.experts import ExpertRouting
 from diptych.runtime.ops.ops import Activation, Expert, Linear, QuantizedLinear, RoutedExperts
 from diptych.runtime.ops.torch_experts import TorchExperts, route
 from diptych.runtime.ops.torch_quantized_linear import DequantizedLinear, TorchQuantizedLinear, multiplies_numbers
@@ -145,7 +145,7 @@ class TorchOps:
         x.div_(cap).tanh_().mul_(cap)
 
     def route(
-        self, logits: torch.Tensor, routing: RoutingConfig, correction: torch.Tensor | None = None
+        self, logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return route(logits, routing, correction)
 
