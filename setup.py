@@ -28,7 +28,8 @@ QUANTIZED_SETS = tuple(f"quantized_{name}" for name in ("avx2", "avx2_vnni", "av
 SOURCES = ("cpu", "threads", "native", "pack", "codec", *SETS, *QUANTIZED_SETS)
 VECTORS = ("vector_avx2", "vector_avx512", "arithmetic", "exponential", "tiles", "amx_tiles", "emulated_tiles")
 QUANTIZED = ("quantized_gemm", "quantized_tiles", "whole_numbers")
-HEADERS = ("kernels", "kernel_set", "gemm", "elementwise", "attention", "decode_step", "barrier", *QUANTIZED, *VECTORS)
+PARTS = ("gemm", "elementwise", "attention", "decode_step", "experts", "barrier")
+HEADERS = ("kernels", "kernel_set", *PARTS, *QUANTIZED, *VECTORS)
 
 
 COMPILES = os.environ.get("DIPTYCH_COMPILE", "0") not in ("", "0")

@@ -44,16 +44,21 @@ PUBLISHED = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (also as `Gemma3ForConditionalGeneration`: the text part)",
     "GraniteForCausalLM": "Granite 3 and 4 without experts and without state-space layers",
+    "GraniteMoeForCausalLM": "Granite 3 with experts (without shared experts)",
     "LlamaForCausalLM": "Llama 2, 3, 3.1 and 3.2, SmolLM2, and others of that architecture",
     "Ministral3ForCausalLM": "Ministral 3 and Devstral 2 (also as `Mistral3ForConditionalGeneration`: the text part)",
     "MistralForCausalLM": "Mistral 7B, with and without a sliding window; Mistral Small 3 (also as "
     "`Mistral3ForConditionalGeneration`: the text part)",
+    "MixtralForCausalLM": "Mixtral",
     "MuseGlimmerForConditionalGeneration": "Muse Glimmer: the text part",
     "Olmo2ForCausalLM": "OLMo 2",
     "Olmo3ForCausalLM": "OLMo 3",
+    "OlmoeForCausalLM": "OLMoE",
     "Phi3ForCausalLM": "Phi-3, Phi-3.5 and Phi-4 mini and medium, Phi-4",
+    "PhimoeForCausalLM": "Phi-3.5-MoE",
     "Qwen2ForCausalLM": "Qwen 2 and 2.5",
     "Qwen3ForCausalLM": "Qwen 3 without experts",
+    "Qwen3MoeForCausalLM": "Qwen 3 with experts: 30B-A3B, 235B-A22B, Coder",
     "SeedOssForCausalLM": "Seed-OSS",
     "SmolLM3ForCausalLM": "SmolLM3",
 }
@@ -65,6 +70,7 @@ REAL = {
 }
 GGUF_NOTES = {  # beside the architecture of that name, or instead of one
     "MistralForCausalLM": "as `llama`, with a window",
+    "MixtralForCausalLM": "as `llama`, with experts",
     "Ministral3ForCausalLM": "as `mistral3`, with a temperature of queries",
     "Olmo3ForCausalLM": "as `olmo2`, with a window",
 }

@@ -18,6 +18,10 @@ ARCHITECTURES = {
     "MistralForCausalLM": (gguf.MODEL_ARCH.LLAMA, "llama"),
     "Qwen2ForCausalLM": (gguf.MODEL_ARCH.QWEN2, "qwen2"),
     "Qwen3ForCausalLM": (gguf.MODEL_ARCH.QWEN3, "qwen3"),
+    "Qwen3MoeForCausalLM": (gguf.MODEL_ARCH.QWEN3MOE, "qwen3moe"),
+    "MixtralForCausalLM": (gguf.MODEL_ARCH.LLAMA, "llama"),
+    "OlmoeForCausalLM": (gguf.MODEL_ARCH.OLMOE, "olmoe"),
+    "GraniteMoeForCausalLM": (gguf.MODEL_ARCH.GRANITE_MOE, "granitemoe"),
     "Gemma2ForCausalLM": (gguf.MODEL_ARCH.GEMMA2, "gemma2"),
     "Gemma3ForCausalLM": (gguf.MODEL_ARCH.GEMMA3, "gemma3"),
     "GraniteForCausalLM": (gguf.MODEL_ARCH.GRANITE, "granite"),
@@ -28,7 +32,11 @@ ARCHITECTURES = {
     "SeedOssForCausalLM": (gguf.MODEL_ARCH.SEED_OSS, "seed_oss"),
     "SmolLM3ForCausalLM": (gguf.MODEL_ARCH.SMOLLM3, "smollm3"),
 }
-INTERLEAVED = ("llama", "granite", "mistral3", "smollm3")
+INTERLEAVED = ("llama", "granite", "granitemoe", "mistral3", "smollm3")
+EXPERT_PARTS = {  # of checkpoints with a tensor for each expert
+    **{"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"},
+    **{"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"},
+}
 VOCABULARY: dict[str, Any] = {  # byte-level BPE of three letters
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "gpt-2",
@@ -117,7 +125,13 @@ def _own_numbers(name: str, config: Mapping[str, Any], ropes: Mapping[str, Any])
         numbers["rope.freq_base_swa"] = sliding.get("rope_theta")
     if name == "smollm3":
         numbers["attention.sliding_window"] = None
-    if name == "granite":
+    if count := config.get("num_experts") or config.get("num_local_experts"):
+        numbers["expert_count"] = count
+        numbers["expert_used_count"] = config["num_experts_per_tok"]
+        numbers["expert_feed_forward_length"] = config.get("moe_intermediate_size")
+    if name == "qwen3moe":
+        numbers |= {"attention.sliding_window": None, "expert_weights_norm": config["norm_topk_prob"]}
+    if name in ("granite", "granitemoe"):
         numbers |= {
             "attention.scale": config["attention_multiplier"],
             "embedding_scale": config["embedding_multiplier"],
@@ -144,6 +158,8 @@ def model_tensors(directory: Path, kind: GGMLQuantizationType = F32, without: st
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     found: dict[str, Any] = {}
     for key, tensor in load_file(directory / "model.safetensors").items():
+        if ".experts." in key or "_linear." in key:
+            continue
         part = key.split(".")[-2]
         if name in INTERLEAVED and part in heads:  # the halves of each head, a row of each in turn
             first, second = tensor.view(heads[part], 2, -1, *tensor.shape[1:]).unbind(1)
@@ -154,6 +170,7 @@ def model_tensors(directory: Path, kind: GGMLQuantizationType = F32, without: st
         if name.startswith("gemma") and "norm" in part:
             tensor = tensor + 1.0
         found[stored] = (gguf.quants.quantize(tensor.float().numpy(), own), own)
+    found |= _expert_tensors(directory, kind)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = np.array(_llama3_factors(rope, config["head_dim"]), dtype=np.float32)
@@ -161,6 +178,26 @@ def model_tensors(directory: Path, kind: GGMLQuantizationType = F32, without: st
         found[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], dtype=np.float32)
     found.pop(without, None)
     return found
+
+
+def _expert_tensors(directory: Path, kind: GGMLQuantizationType) -> dict[str, Any]:
+    """The tensors of all experts of a layer, each as one of three dimensions."""
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(directory / "model.safetensors").items():
+        words = key.split(".")
+        if ".experts." in key:
+            parts.setdefault(f"blk.{words[2]}.{EXPERT_PARTS[words[-2]]}", {})[int(words[-3])] = tensor
+        elif ".input_linear." in key:
+            gate, up = tensor.chunk(2, dim=1)
+            whole |= {f"blk.{words[2]}.ffn_gate_exps": gate, f"blk.{words[2]}.ffn_up_exps": up}
+        elif ".output_linear." in key:
+            whole[f"blk.{words[2]}.ffn_down_exps"] = tensor
+    whole |= {name: torch.stack([one[index] for index in range(len(one))]) for name, one in parts.items()}
+    return {
+        f"{name}.weight": (gguf.quants.quantize(tensor.float().contiguous().numpy(), kind), kind)
+        for name, tensor in whole.items()
+    }
 
 
 def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> list[float]:

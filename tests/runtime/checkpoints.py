@@ -139,6 +139,67 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {  # families with experts
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-window": (
+        "Qwen3Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 50,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 60}),
+    "olmoe": ("Olmoe", {"num_experts": 12, "num_experts_per_tok": 5, "intermediate_size": 64}),
+    "phimoe": (
+        "Phimoe",
+        {
+            "num_local_experts": 5,
+            "intermediate_size": 64,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": 70,
+            "router_jitter_noise": 0.1,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+                "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 8.0, 9.0, 9.5],
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": MAX_POSITIONS,
+            },
+        },
+    ),
+    "granite-moe": (
+        "GraniteMoe",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "attention_multiplier": 0.3,
+            "tie_word_embeddings": True,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+        },
+    ),
+}
+FAMILIES.update(MIXTURES)
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 WHOLES: dict[str, dict[str, Any]] = {  # of architectures that hold a text model beside others: what the others are
     "MuseGlimmer": {

@@ -24,11 +24,13 @@ from tests.runtime.transformers_fields import fields_used, rope_fields_used
 
 OF_IMAGES = {"layer_norm_eps", "merge_size", "patch_size", "patch_temporal", "pos_emb_height", "pos_emb_width"}
 YARN = {"rope_type": "yarn", "factor": 2.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 SCALED_ROPES: dict[str, dict[str, Any]] = {  # of a family that does not take YARN as it is
     "Gemma3ForCausalLM": {"full_attention": YARN},
     "Ministral3ForCausalLM": {**YARN, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1},
     "Olmo3ForCausalLM": {"full_attention": YARN},
-    "Phi3ForCausalLM": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    "Phi3ForCausalLM": LONG,
+    "PhimoeForCausalLM": {**LONG, "short_mscale": 1.1, "long_mscale": 1.2},
 }
 
 

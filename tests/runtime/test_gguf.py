@@ -230,7 +230,7 @@ def test_hostile_lengths_counts_and_types_are_refused(content: bytes, message: s
         ({"general.architecture": 3}, "general.architecture is 3; supported: text"),
         ({"general.type": "adapter"}, "general.type is 'adapter'; supported: model"),
         ({"split.count": 3}, "split.count is 3; supported: 1: the parts"),
-        ({"llama.expert_count": 8}, "llama.expert_count is 8; supported: 0"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count is None; supported: a whole"),
         ({"llama.block_count": None}, "llama.block_count is None; supported: a value"),
         ({"llama.block_count": 4_000_000_000}, "llama.block_count is 4000000000; supported: at most"),
         ({"llama.block_count": "3"}, "llama.block_count is '3'; supported: a whole number"),

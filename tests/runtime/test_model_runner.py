@@ -22,7 +22,7 @@ from diptych.runtime.local_engine import engine_config
 from diptych.runtime.sampling.sampler import RowSampling, sample_row, uniforms
 from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.runtime.step.warm_up import warm_up
-from tests.runtime.checkpoints import FAMILIES, prompt_of, reference, runner
+from tests.runtime.checkpoints import FAMILIES, MIXTURES, prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy
 from tests.runtime.gathering_engine import GatheringEngine
 from tests.runtime.kernel_sets import BFLOAT16, FLOAT32, NATIVE, every_pair
@@ -30,7 +30,7 @@ from tests.runtime.kernel_sets import BFLOAT16, FLOAT32, NATIVE, every_pair
 # families that differ in what a step computes
 KINDS = [
     *("qwen3", "gemma2", "gemma3", "ministral3", "smollm3", "phi3", "phi3-longrope", "granite", "olmo2", "olmo3"),
-    *("seed-oss", "muse-glimmer", "qwen2-window"),
+    *("seed-oss", "muse-glimmer", "qwen2-window", *MIXTURES),
 ]
 
 

@@ -11,7 +11,7 @@ from tests.runtime.checkpoints import reference
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-@pytest.mark.parametrize("family", ["qwen2", "llama", "llama-tied-biased"])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "llama-tied-biased", "qwen3-moe", "granite-moe"])
 def test_the_estimate_is_what_loading_takes(family: str, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     new, keep = PrivateMemory.new, PrivateMemory.keep

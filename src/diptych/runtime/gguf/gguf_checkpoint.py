@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from diptych.control.errors import UnsupportedModelError
-from diptych.runtime.gguf.gguf_families import GGUF_FAMILIES, NAMES, ROTARY_TENSORS
+from diptych.runtime.gguf.gguf_families import NAMES, ROTARY_TENSORS, find_family
 from diptych.runtime.gguf.gguf_file import GgufFile
 from diptych.runtime.models.model_config import AttentionConfig
 from diptych.runtime.weights.stored_tensor import StoredTensor
@@ -17,7 +17,7 @@ class GgufCheckpoint:
         self.path = path
         self.files = [path]
         self.file = GgufFile(path)
-        self._family = GGUF_FAMILIES[self.file.metadata.string("general.architecture") or ""]
+        self._family = find_family(self.file)
         self.stored_names = {self._name(name): name for name in self.file.tensors if name not in ROTARY_TENSORS}
         self.tensors: Mapping[str, StoredTensor] = {name: self._stored(name) for name in self.stored_names}
         self.num_bytes = sum(tensor.num_bytes for tensor in self.tensors.values())
@@ -45,5 +45,5 @@ class GgufCheckpoint:
     def _stored(self, name: str) -> StoredTensor:
         tensor = self.file.tensors[self.stored_names[name]]
         # a vector of whole numbers is read as floating point: layers take only matrices otherwise
-        format = tensor.kind.format if len(tensor.shape) == 2 else None
+        format = tensor.kind.format if len(tensor.shape) > 1 else None
         return StoredTensor(self.path, tensor.kind.name, tensor.shape, tensor.end - tensor.start, format)

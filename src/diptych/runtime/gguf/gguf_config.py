@@ -11,9 +11,11 @@ from typing import Any
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.gguf.gguf_families import (
     DEFAULT_THETA,
+    EXPERT_KEYS,
     FREQUENCY_FACTORS,
     GGUF_FAMILIES,
     WINDOWED,
+    find_family,
     rotary_factors,
 )
 from diptych.runtime.gguf.gguf_file import GgufFile
@@ -60,6 +62,7 @@ HARMLESS: Mapping[str, str] = {
 # Keys behind "ARCHITECTURE." that have no field, with the values that change nothing; of all others, 0 and "" do.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
+    "expert_weights_scale": (0.0, 1.0),
     "attention.causal": (True,),
     "attention.max_alibi_bias": (0.0,),
     "attention.scale": (0.0,),
@@ -86,10 +89,12 @@ class GgufFields(ConfigFields):
         self.model = path
         self._keys = keys
 
+    def name_of(self, name: str) -> str:
+        return self._keys.get(name, name)
+
     def unsupported(self, name: str, supported: str) -> UnsupportedModelError:
-        key = self._keys.get(name, name)
         return UnsupportedModelError(
-            f"{self.path}: {key} is {self.values.get(name)!r}; supported: {supported}", param="model"
+            f"{self.path}: {self.name_of(name)} is {self.values.get(name)!r}; supported: {supported}", param="model"
         )
 
 
@@ -102,7 +107,8 @@ def read_gguf_fields(path: Path) -> GgufFields:
     if architecture not in ARCHITECTURES:
         raise metadata.unsupported("general.architecture", ", ".join(ARCHITECTURES))
     _check_kind(file, architecture)
-    keys = {field: f"{architecture}.{key}" for field, key in (WHOLE_NUMBERS | NUMBERS).items()}
+    keys = {field: f"{architecture}.{key}" for field, key in (WHOLE_NUMBERS | NUMBERS | EXPERT_KEYS).items()}
+    keys["num_local_experts"] = keys["num_experts"]
     values: dict[str, Any] = {field: metadata.integer(keys[field]) for field in WHOLE_NUMBERS}
     values |= {field: metadata.number(keys[field]) for field in NUMBERS}
     for field, value in values.items():
@@ -127,20 +133,20 @@ def read_gguf_fields(path: Path) -> GgufFields:
         "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
     }
-    GGUF_FAMILIES[architecture].complete(file, values)
+    find_family(file).complete(file, values)
     return GgufFields(path, {field: value for field, value in values.items() if value is not None}, keys)
 
 
 def _check_kind(file: GgufFile, architecture: str) -> None:
     """Raise for files that are not one whole model, and for what such a model computes and this engine does not."""
-    metadata = file.metadata
+    metadata, family = file.metadata, find_family(file)
     if metadata.string("general.type") not in (None, "model"):
         raise metadata.unsupported("general.type", "model")
     if (metadata.integer("split.count") or 1) > 1:
         raise metadata.unsupported("split.count", "1: the parts of a split model must be merged into one file first")
     for key, value in metadata.values.items():
         prefix, _, name = key.partition(".")
-        if prefix != architecture or name in READ | GGUF_FAMILIES[architecture].read or name in HARMLESS:
+        if prefix != architecture or name in READ | family.read or name in HARMLESS:
             continue
         if (neutral := NEUTRAL.get(name)) is not None:
             if value not in neutral:

@@ -48,6 +48,21 @@ FUSED_NAMES: Mapping[str, str] = {
     "attn_qkv": "self_attn.qkv_proj",
     "ffn_up": "mlp.gate_up_proj",
 }
+EXPERT_NAMES: Mapping[str, str] = {  # a tensor of three dimensions for all experts of a layer
+    **LAYER_NAMES,
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+}
+EXPERT_KEYS = {  # fields of config.json by the key behind "ARCHITECTURE.", as in gguf_config.py
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+GATING, WEIGHTS_NORM = "expert_gating_func", "expert_weights_norm"
+SOFTMAX = 1  # of GATING
 # tensors of numbers to divide rotary frequencies by
 FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
@@ -65,13 +80,22 @@ class GgufFamily:
     """architecture: in config.json. layer_names: of tensors, for the parts of a layer. is_interleaved: rows of q and k
     are in the order that pairs neighbours in the rotary embedding (layers here pair row i of a head with row i +
     head_dim / 2). read: keys that it reads, and others refuse. complete: puts the
-    fields of these keys into the fields that all architectures have; raises UnsupportedModelError."""
+    fields of these keys into the fields that all architectures have; raises UnsupportedModelError. with_experts: what a
+    file of this architecture is that says how many experts it has."""
 
     architecture: str
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     is_interleaved: bool = False
     read: frozenset[str] = frozenset()
     complete: Callable[[GgufFile, Values], None] = _nothing_more
+    with_experts: GgufFamily | None = None
+
+
+def find_family(file: GgufFile) -> GgufFamily:
+    """The family of a file whose architecture is in GGUF_FAMILIES."""
+    family = GGUF_FAMILIES[file.metadata.string("general.architecture") or ""]
+    has_experts = family.with_experts is not None and bool(file.metadata.integer(_key(file, "expert_count")))
+    return family.with_experts if has_experts and family.with_experts else family
 
 
 def _kinds(file: GgufFile, values: Values, pattern: int) -> list[str]:
@@ -171,6 +195,55 @@ def _complete_phi3(file: GgufFile, values: Values) -> None:
     }
 
 
+def _complete_experts(file: GgufFile, values: Values) -> bool | None:
+    """Whether the file says that weights of experts are divided by their sum."""
+    metadata = file.metadata
+    for field_name, key in EXPERT_KEYS.items():
+        values[field_name] = metadata.integer(_key(file, key))
+        if not values[field_name] and field_name != "moe_intermediate_size":
+            raise metadata.unsupported(_key(file, key), "a whole number of at least 1")
+    if metadata.integer(_key(file, GATING)) not in (None, 0, SOFTMAX):
+        raise metadata.unsupported(_key(file, GATING), f"{SOFTMAX}: softmax")
+    return metadata.flag(_key(file, WEIGHTS_NORM))
+
+
+def _complete_qwen3_moe(file: GgufFile, values: Values) -> None:
+    is_normalized = _complete_experts(file, values)
+    values["norm_topk_prob"] = is_normalized is not False
+    if not values["moe_intermediate_size"]:
+        values["moe_intermediate_size"] = values["intermediate_size"] // values["num_experts_per_tok"]
+
+
+def _complete_wide_experts(file: GgufFile, values: Values) -> bool | None:
+    """Experts that are as wide as feed_forward_length says."""
+    is_normalized = _complete_experts(file, values)
+    if (values.pop("moe_intermediate_size") or values["intermediate_size"]) != values["intermediate_size"]:
+        key = _key(file, EXPERT_KEYS["moe_intermediate_size"])
+        raise file.metadata.unsupported(key, f"feed_forward_length ({values['intermediate_size']})")
+    return is_normalized
+
+
+def _complete_olmoe(file: GgufFile, values: Values) -> None:
+    values["norm_topk_prob"] = bool(_complete_wide_experts(file, values))
+
+
+def _complete_normalized(file: GgufFile, values: Values) -> None:
+    """Experts whose weights are always divided by their sum."""
+    if _complete_wide_experts(file, values) is False:
+        raise file.metadata.unsupported(_key(file, WEIGHTS_NORM), "true")
+
+
+def _complete_mixtral(file: GgufFile, values: Values) -> None:
+    _complete_normalized(file, values)
+    values["architectures"] = ["MixtralForCausalLM"]
+
+
+def _complete_granite_moe(file: GgufFile, values: Values) -> None:
+    _complete_granite(file, values)
+    _complete_normalized(file, values)
+    values["num_local_experts"] = values.pop("num_experts")
+
+
 def rotary_factors(file: GgufFile, name: str, count: int) -> list[float]:
     """The numbers in one of ROTARY_TENSORS. Raises UnsupportedModelError unless their number is
     right and all are above 0."""
@@ -193,6 +266,8 @@ def _key(file: GgufFile, name: str) -> str:
 
 _WINDOWS = frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"})
 _CAPS = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
+_EXPERTS = frozenset({*EXPERT_KEYS.values(), GATING, WEIGHTS_NORM})
+_GRANITE = frozenset({"attention.scale", "embedding_scale", "logit_scale", "residual_scale", "rope.scaling.finetuned"})
 GGUF_FAMILIES: Mapping[str, GgufFamily] = {
     "gemma2": GgufFamily("Gemma2ForCausalLM", AROUND_NAMES, read=_WINDOWS | _CAPS, complete=_complete_gemma2),
     "gemma3": GgufFamily(
@@ -201,12 +276,24 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
     "granite": GgufFamily(
         "GraniteForCausalLM",
         is_interleaved=True,
-        read=frozenset(
-            {"attention.scale", "embedding_scale", "logit_scale", "residual_scale", "rope.scaling.finetuned"}
-        ),
+        read=_GRANITE,
         complete=_complete_granite,
     ),
-    "llama": GgufFamily("LlamaForCausalLM", is_interleaved=True),
+    "granitemoe": GgufFamily(
+        "GraniteMoeForCausalLM",
+        EXPERT_NAMES,
+        is_interleaved=True,
+        read=_GRANITE | _EXPERTS,
+        complete=_complete_granite_moe,
+    ),
+    "llama": GgufFamily(
+        "LlamaForCausalLM",
+        is_interleaved=True,
+        read=frozenset({"expert_count"}),
+        with_experts=GgufFamily(
+            "MixtralForCausalLM", EXPERT_NAMES, is_interleaved=True, read=_EXPERTS, complete=_complete_mixtral
+        ),
+    ),
     "mistral3": GgufFamily(
         "MistralForCausalLM",
         is_interleaved=True,
@@ -214,11 +301,13 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
         complete=_complete_mistral3,
     ),
     "olmo2": GgufFamily("Olmo2ForCausalLM", AROUND_NAMES, read=_WINDOWS, complete=_complete_olmo2),
+    "olmoe": GgufFamily("OlmoeForCausalLM", EXPERT_NAMES, read=_EXPERTS, complete=_complete_olmoe),
     "phi3": GgufFamily(
         "Phi3ForCausalLM", FUSED_NAMES, read=frozenset({"rope.scaling.attn_factor"}), complete=_complete_phi3
     ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
+    "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", EXPERT_NAMES, read=_EXPERTS, complete=_complete_qwen3_moe),
     "seed_oss": GgufFamily("SeedOssForCausalLM", SEED_NAMES),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", is_interleaved=True),
 }

@@ -18,6 +18,7 @@ from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.gguf.ggml_types import GGML_TYPES, READABLE, GgmlType
 from diptych.runtime.gguf.gguf_metadata import GgufMetadata, Value
 from diptych.runtime.weights.mapped_file import MappedFile
+from diptych.runtime.weights.stored_tensor import matrix_range
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -54,15 +55,16 @@ class GgufFile:
         self.metadata = GgufMetadata(path, self._read_metadata(num_entries))
         self.tensors = self._read_tensors(num_tensors)
 
-    def data(self, name: str) -> memoryview:
-        """The bytes of a tensor, writable without changing the file."""
+    def data(self, name: str, index: int | None = None) -> memoryview:
+        """The bytes of a tensor, or of one matrix of it, writable without changing the file."""
         tensor = self.tensors[name]
-        return self._file.view(tensor.start, tensor.end)
+        return self._file.view(*matrix_range(tensor.start, tensor.end, tensor.shape, index))
 
-    def release(self, name: str) -> None:
-        """Give back the memory of the pages that only this tensor touched; later reads fetch them again."""
+    def release(self, name: str, index: int | None = None) -> None:
+        """Give back the memory of the pages that only this tensor, or this matrix of it, touched; later reads fetch
+        them again."""
         tensor = self.tensors[name]
-        self._file.release(tensor.start, tensor.end)
+        self._file.release(*matrix_range(tensor.start, tensor.end, tensor.shape, index))
 
     def _read_head(self) -> tuple[int, int]:
         if bytes(self._bytes(4, "the magic")) != MAGIC:

@@ -14,26 +14,27 @@ class GgufReader:
         self._checkpoint = checkpoint
         self._file = checkpoint.file
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
         tensor = self._file.tensors[self._checkpoint.stored_names[name]]
-        values = read_float(tensor.kind, self._data(name), tensor.shape[-1]).view(tensor.shape)
+        shape = tensor.shape if index is None else tensor.shape[1:]
+        values = read_float(tensor.kind, self._data(name, index), shape[-1]).view(shape)
         order = self._order(name)
         return values if order is None else values[order]
 
-    def read_quantized(self, name: str) -> QuantizedWeight:
+    def read_quantized(self, name: str, index: int | None = None) -> QuantizedWeight:
         tensor = self._file.tensors[self._checkpoint.stored_names[name]]
-        weight = read_quantized(tensor.kind, self._data(name), tensor.shape[-1])
+        weight = read_quantized(tensor.kind, self._data(name, index), tensor.shape[-1])
         order = self._order(name)
         if order is None:
             return weight
         mins = None if weight.mins is None else weight.mins[order]
         return QuantizedWeight(weight.format, weight.values[order], weight.scales[order], mins)
 
-    def release(self, name: str) -> None:
-        self._file.release(self._checkpoint.stored_names[name])
+    def release(self, name: str, index: int | None = None) -> None:
+        self._file.release(self._checkpoint.stored_names[name], index)
 
-    def _data(self, name: str) -> memoryview:
-        return self._file.data(self._checkpoint.stored_names[name])
+    def _data(self, name: str, index: int | None) -> memoryview:
+        return self._file.data(self._checkpoint.stored_names[name], index)
 
     def _order(self, name: str) -> torch.Tensor | None:
         """Which stored row goes where, if not each to its own place: of each head first the even rows, then the odd."""

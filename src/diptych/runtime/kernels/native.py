@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch  # its OpenMP runtime must be in the process first
 
-ABI = 8
+ABI = 9
 KERNELS = Path(__file__).parent.parent / "attention" / "kernels"
 # by the bits of diptych_cpu_features; the first four are sets, of which each needs those before it, the last two are
 # instructions for whole numbers that some processors with the set have
@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "diptych_rope_and_cache": [*[_P] * 10, *[_I] * 8, _F],
     "diptych_attention": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _F, _F],
     "diptych_decode_step": [_P, _P],
+    "diptych_experts": [_P, _P],
     "diptych_kv_encode": [_P, _P, _P, _P, _I, _I],
     "diptych_kv_decode": [_P, _P, _P, _P, _I, _I],
 }

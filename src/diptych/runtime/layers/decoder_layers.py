@@ -1,4 +1,4 @@
-"""The layers of a decoder: attention and a gated MLP, each with a norm before it, behind it, or both.
+"""The layers of a decoder: attention, and an MLP or a mixture of experts, with norms before them, behind them, or both.
 
 One description for all families: native_step.py computes decode steps of such layers in one native call, and the loop
 here computes all other steps part by part, with the same bits.
@@ -10,7 +10,7 @@ import torch
 
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.native_step import DecoderLayer, NativeStep
-from diptych.runtime.layers.parts import RmsNorm
+from diptych.runtime.layers.parts import Norm
 from diptych.runtime.ops.ops import Ops
 
 
@@ -19,7 +19,7 @@ class DecoderLayers:
     whole decode steps (None: nothing does)."""
 
     def __init__(
-        self, ops: Ops, layers: Sequence[DecoderLayer], norm: RmsNorm, multiplier: float, native: NativeStep | None
+        self, ops: Ops, layers: Sequence[DecoderLayer], norm: Norm, multiplier: float, native: NativeStep | None
     ) -> None:
         self._ops = ops
         self.layers = layers
@@ -41,12 +41,10 @@ class DecoderLayers:
             if layer.attention_gate is not None:
                 self._ops.gate(attended, layer.attention_gate(x))
             x = self._add(layer.o_proj(attended), residual, layer.attention_norm, layer.mlp_norm)
-            x = self._add(layer.down(layer.gate_up(x)), residual, layer.output_norm, before[index + 1])
+            x = self._add(layer.mlp(x), residual, layer.output_norm, before[index + 1])
         return x
 
-    def _add(
-        self, x: torch.Tensor, residual: torch.Tensor, after: RmsNorm | None, before: RmsNorm | None
-    ) -> torch.Tensor:
+    def _add(self, x: torch.Tensor, residual: torch.Tensor, after: Norm | None, before: Norm | None) -> torch.Tensor:
         """Add what a part gives to ``residual`` in place; the input of the next part."""
         if after is not None:
             x = after(x)

@@ -10,12 +10,24 @@ import torch
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.layers.decoder_layers import DecoderLayers
 from diptych.runtime.layers.native_step import DecoderLayer, native_step
-from diptych.runtime.layers.parts import Attention, Embedding, QuantizedEmbedding, RmsNorm, RopeAndCache
+from diptych.runtime.layers.parts import (
+    Attention,
+    Embedding,
+    GatedMlp,
+    LayerNorm,
+    MixtureOfExperts,
+    Norm,
+    QuantizedEmbedding,
+    RmsNorm,
+    RopeAndCache,
+)
 from diptych.runtime.layers.rope import RotaryTables
+from diptych.runtime.models.experts import ExpertNames, ExpertsConfig
 from diptych.runtime.models.model_config import AttentionConfig, LayerAttention, RopeConfig
 from diptych.runtime.ops.ops import Activation, Linear, Ops
 from diptych.runtime.weights.loader import Weights
 from diptych.runtime.weights.quantized_weight import QuantizedSource, quantize
+from diptych.runtime.weights.stored_tensor import weight_name
 from diptych.runtime.weights.weight_format import NO_QUANTIZATION, Quantization, WeightFormat
 
 HEAD = "lm_head"
@@ -67,6 +79,10 @@ class LayerLoader:
         """An RMS norm without a weight."""
         return RmsNorm(self._ops, self._memory.new([width], torch.float32, lambda ones: ones.fill_(1.0)), eps)
 
+    def layer_norm(self, name: str, width: int, eps: float) -> LayerNorm:
+        """A norm that subtracts the mean, with weight and bias."""
+        return LayerNorm(self._ops, self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width), eps)
+
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
         """A linear layer."""
         return self.stacked([name], inputs, [outputs], bias=bias)
@@ -93,11 +109,42 @@ class LayerLoader:
         """The first half of a gated MLP: activation(gate(x)) * up(x), ``inner`` wide. fused: the name behind ``name``
         of one tensor that holds both, gates first."""
         names = [f"{name}.{fused}"] if fused else [f"{name}.gate_proj", f"{name}.up_proj"]
-        outputs, ops = [2 * inner] if fused else [inner, inner], self._ops
-        vector = self._bias(names, outputs, bias)
-        if (weight := self._quantized(names, inputs, outputs)) is not None:
-            return ops.pack_quantized_gate_up(weight, vector, self._weights.dtype, self._memory, activation)
-        return ops.pack_gate_up(self._floating(names, inputs, outputs), vector, self._memory, activation)
+        return self._gate_up(names, inputs, inner, bias=bias, activation=activation)
+
+    def gated_mlp(
+        self,
+        name: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        activation: Activation = "silu",
+        fused: str | None = None,
+    ) -> GatedMlp:
+        """A gated MLP, ``inner`` wide within. fused: see gate_up."""
+        gate_up = self.gate_up(name, hidden, inner, bias=bias, activation=activation, fused=fused)
+        return GatedMlp(gate_up, self.linear(f"{name}.down_proj", inner, hidden, bias=bias))
+
+    def find_experts(self, hidden: int, experts: ExpertsConfig) -> list[ExpertNames | None]:
+        """The names of the experts of each layer (None: it is no mixture). Raises ConfigError for anything that is
+        wrong with the tensors of any of them: call it before the first one is loaded."""
+        return self._weights.find_experts(hidden, experts)
+
+    def experts(
+        self, names: ExpertNames, hidden: int, experts: ExpertsConfig, activation: Activation = "silu"
+    ) -> MixtureOfExperts:
+        """The mixture of one layer. The weights of an expert lie side by side, and experts one after the other. The
+        router stays in floating point: a rounding that is small to a sum may choose another expert."""
+        inner = experts.intermediate_size
+        count = experts.routing.num_experts
+        router = self._ops.pack_linear(self._floating([names.router], hidden, [count]), None, self._memory)
+        mlps = [
+            GatedMlp(
+                self._gate_up(gate_up, hidden, inner, activation=activation), self._linear([down], inner, [hidden])
+            )
+            for gate_up, down in zip(names.gate_up, names.down, strict=True)
+        ]
+        return MixtureOfExperts(self._ops, experts.routing, router, self._ops.join_experts(mlps))
 
     def rope(
         self, rope: RopeConfig | None, q_norm: RmsNorm | None = None, k_norm: RmsNorm | None = None
@@ -109,18 +156,18 @@ class LayerLoader:
         """Attention over the cache."""
         return Attention(how)
 
-    def lm_head(self, embedding: Embedding | QuantizedEmbedding, *, is_tied: bool) -> Linear:
+    def lm_head(self, embedding: Embedding | QuantizedEmbedding, *, is_tied: bool, bias: bool = False) -> Linear:
         """Hidden states to logits. is_tied: with the weights of the embedding, unless the checkpoint holds others, as
-        transformers has it."""
+        transformers has it. bias: of an lm_head with weights of its own."""
         head, embedded = f"{HEAD}.weight", f"{self._embedding}.weight"
         if not is_tied or (self._weights.has(head) and not self._weights.are_equal(head, embedded)):
-            return self._linear([HEAD], embedding.width, [embedding.vocab_size], is_vocabulary=True)
+            return self._linear([HEAD], embedding.width, [embedding.vocab_size], bias=bias, is_vocabulary=True)
         self._weights.ignore(head)
         if isinstance(embedding, QuantizedEmbedding):
             return embedding.linear
         return self._ops.pack_linear(embedding.weight, None, self._memory)
 
-    def decoder(self, layers: Sequence[DecoderLayer], norm: RmsNorm, *, multiplier: float = 1.0) -> DecoderLayers:
+    def decoder(self, layers: Sequence[DecoderLayer], norm: Norm, *, multiplier: float = 1.0) -> DecoderLayers:
         """These layers and the norm behind them; decode steps of all of them in one native call where that can be.
         multiplier: of what each part of a layer adds."""
         native = native_step(layers, norm, self._attention, multiplier)
@@ -149,8 +196,18 @@ class LayerLoader:
             return self._ops.pack_quantized(weight, vector, self._weights.dtype, memory)
         return self._ops.pack_linear(self._floating(names, inputs, outputs), vector, memory)
 
+    def _gate_up(
+        self, names: Sequence[str], inputs: int, inner: int, *, bias: bool = False, activation: Activation = "silu"
+    ) -> Linear:
+        """names: of gate and up, or of one tensor that holds both."""
+        outputs, ops = [2 * inner] if len(names) == 1 else [inner, inner], self._ops
+        vector = self._bias(names, outputs, bias)
+        if (weight := self._quantized(names, inputs, outputs)) is not None:
+            return ops.pack_quantized_gate_up(weight, vector, self._weights.dtype, self._memory, activation)
+        return ops.pack_gate_up(self._floating(names, inputs, outputs), vector, self._memory, activation)
+
     def _floating(self, names: Sequence[str], inputs: int, outputs: Sequence[int]) -> torch.Tensor:
-        return self._weights.fused([f"{name}.weight" for name in names], outputs, inputs)
+        return self._weights.fused([weight_name(name) for name in names], outputs, inputs)
 
     def _bias(self, names: Sequence[str], outputs: Sequence[int], is_there: bool) -> torch.Tensor | None:
         return self._memory.keep(self._weights.fused([f"{n}.bias" for n in names], outputs)) if is_there else None

@@ -15,21 +15,20 @@ from diptych.runtime.attention.native_attention import NativeCpuAttention
 from diptych.runtime.kernels.native import NativeWeight
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
-from diptych.runtime.layers.parts import Attention, RmsNorm, RopeAndCache
+from diptych.runtime.layers.parts import Attention, GatedMlp, MixtureOfExperts, Norm, RmsNorm, RopeAndCache
 from diptych.runtime.ops.native_linear import NativeLinear
 from diptych.runtime.ops.ops import Linear
 
 
 class DecoderLayer(Protocol):
-    """x += attention_norm(o_proj(attention(rope(qkv(input_norm(x)))))), then x +=
-    output_norm(down(gate_up(mlp_norm(x)))).
+    """x += attention_norm(o_proj(attention(rope(qkv(input_norm(x)))))), then x += output_norm(mlp(mlp_norm(x))).
 
     A norm that is None is left out. attention_gate: what attention gives is multiplied with sigmoid(attention_gate(.))
     of the layer's normed input before o_proj (None: it is not).
     """
 
     @property
-    def input_norm(self) -> RmsNorm | None: ...
+    def input_norm(self) -> Norm | None: ...
     @property
     def qkv(self) -> Linear: ...
     @property
@@ -41,15 +40,13 @@ class DecoderLayer(Protocol):
     @property
     def o_proj(self) -> Linear: ...
     @property
-    def attention_norm(self) -> RmsNorm | None: ...
+    def attention_norm(self) -> Norm | None: ...
     @property
-    def mlp_norm(self) -> RmsNorm | None: ...
+    def mlp_norm(self) -> Norm | None: ...
     @property
-    def gate_up(self) -> Linear: ...
+    def mlp(self) -> GatedMlp | MixtureOfExperts: ...
     @property
-    def down(self) -> Linear: ...
-    @property
-    def output_norm(self) -> RmsNorm | None: ...
+    def output_norm(self) -> Norm | None: ...
 
 
 def _record(pointers: str, sizes: str, floats: str = "") -> list[tuple[str, type]]:
@@ -87,10 +84,13 @@ class NativeStep:
     """The layers of one model, and the norm behind them, for batches in which every sequence computes one token."""
 
     def __init__(
-        self, layers: Sequence[DecoderLayer], norm: RmsNorm, attention: NativeCpuAttention, multiplier: float
+        self, layers: Sequence[DecoderLayer], norm: Norm, attention: NativeCpuAttention, multiplier: float
     ) -> None:
         self._attention = attention
-        self._layers = (_Layer * len(layers))(*(_describe(layer, attention.geometry.head_dim) for layer in layers))
+        mlps = [mlp for layer in layers if isinstance(mlp := layer.mlp, GatedMlp)]
+        dim = attention.geometry.head_dim
+        described = (_describe(layer, mlp, dim) for layer, mlp in zip(layers, mlps, strict=True))
+        self._layers = (_Layer * len(layers))(*described)
         self._caches: Sequence[LayerCache] = ()  # those that _layers points to
         num_groups = len(attention.geometry.layers.groups)
         self._slots, self._block_tables = (ctypes.c_void_p * num_groups)(), (ctypes.c_void_p * num_groups)()
@@ -99,7 +99,7 @@ class NativeStep:
         geometry = attention.geometry
         self._step = _Step(
             layers=ctypes.addressof(self._layers), norm=_norm(norm), num_layers=len(layers),
-            hidden=norm.weight.shape[0], inner_size=layers[0].gate_up.out_features, heads=attention.num_heads,
+            hidden=norm.weight.shape[0], inner_size=mlps[0].gate_up.out_features, heads=attention.num_heads,
             kv_heads=geometry.num_kv_heads, dim=geometry.head_dim, block_size=geometry.block_size,
             multiplier=multiplier, slots=ctypes.addressof(self._slots),
             block_tables=ctypes.addressof(self._block_tables),
@@ -134,30 +134,36 @@ class NativeStep:
 
 
 def native_step(
-    layers: Sequence[DecoderLayer], norm: RmsNorm, attention: AttentionBackend, multiplier: float
+    layers: Sequence[DecoderLayer], norm: Norm, attention: AttentionBackend, multiplier: float
 ) -> NativeStep | None:
-    """The native step of these layers, or None where a part has no kernel here, or MLPs differ in their width."""
-    if not isinstance(attention, NativeCpuAttention) or len({layer.gate_up.out_features for layer in layers}) != 1:
+    """The native step of these layers, or None where a part has no kernel here (a mixture of experts has none, and a
+    norm that subtracts the mean), or MLPs differ in their width."""
+    if not isinstance(attention, NativeCpuAttention) or not isinstance(norm, RmsNorm):
         return None
     if not all(_has_kernels(layer) for layer in layers):
+        return None
+    if len({layer.mlp.gate_up.out_features for layer in layers if isinstance(layer.mlp, GatedMlp)}) != 1:
         return None
     return NativeStep(layers, norm, attention, multiplier)
 
 
 def _has_kernels(layer: DecoderLayer) -> bool:
-    """Whether all linear layers are packed for the kernels."""
-    linears = (layer.qkv, layer.o_proj, layer.gate_up, layer.down, layer.attention_gate)
+    """Whether all linear layers are packed for the kernels, and all norms are RMS norms."""
+    mlp, norms = layer.mlp, (layer.input_norm, layer.attention_norm, layer.mlp_norm, layer.output_norm)
+    if not isinstance(mlp, GatedMlp) or not all(norm is None or isinstance(norm, RmsNorm) for norm in norms):
+        return False
+    linears = (layer.qkv, layer.o_proj, mlp.gate_up, mlp.down, layer.attention_gate)
     return all(linear is None or isinstance(linear, NativeLinear) for linear in linears)
 
 
-def _describe(layer: DecoderLayer, dim: int) -> _Layer:
-    rope, how, gate_up = layer.rope, layer.attention.how, layer.gate_up
+def _describe(layer: DecoderLayer, mlp: GatedMlp, dim: int) -> _Layer:
+    rope, how, gate_up = layer.rope, layer.attention.how, mlp.gate_up
     assert isinstance(gate_up, NativeLinear), "see _has_kernels"
     norm_of_heads = rope.q_norm or rope.k_norm
     return _Layer(
         input_norm=_norm(layer.input_norm), attention_norm=_norm(layer.attention_norm), mlp_norm=_norm(layer.mlp_norm),
         output_norm=_norm(layer.output_norm), qkv=_weight(layer.qkv), attention_gate=_weight(layer.attention_gate),
-        output=_weight(layer.o_proj), gate_up=gate_up.weight, down=_weight(layer.down), q_norm=_norm(rope.q_norm),
+        output=_weight(layer.o_proj), gate_up=gate_up.weight, down=_weight(mlp.down), q_norm=_norm(rope.q_norm),
         k_norm=_norm(rope.k_norm), cos_sin=rope.table.cos_sin.data_ptr(),
         query_scale=_pointer(rope.table.query_scale), window=how.window or 0, rotary=rope.table.cos_sin.shape[1],
         norms_rows=norm_of_heads is not None and norm_of_heads.weight.shape[0] != dim, gate=gate_up.gate,
@@ -165,9 +171,10 @@ def _describe(layer: DecoderLayer, dim: int) -> _Layer:
     )  # fmt: skip
 
 
-def _norm(norm: RmsNorm | None) -> _Norm:
+def _norm(norm: Norm | None) -> _Norm:
     if norm is None:
         return _Norm()
+    assert isinstance(norm, RmsNorm), "see native_step"
     return _Norm(norm.weight.data_ptr(), norm.weight.dtype is torch.float32, norm.eps)
 
 

@@ -7,8 +7,9 @@ import torch
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.rope import RotaryTable
+from diptych.runtime.models.experts import ExpertRouting
 from diptych.runtime.models.model_config import LayerAttention
-from diptych.runtime.ops.ops import Ops, QuantizedLinear
+from diptych.runtime.ops.ops import Linear, Ops, QuantizedLinear, RoutedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,28 @@ class RmsNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, row by row (Ba, Kiros and Hinton 2016)."""
+
+    ops: Ops
+    weight: torch.Tensor  # [width], as bias, in the dtype of x
+    bias: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, width] -> [rows, width]."""
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor, multiplier: float = 1.0) -> torch.Tensor:
+        """Add multiplier * x to ``residual`` in place; the norm of the sum. All are [rows, width]."""
+        self.ops.add(x, residual, multiplier)
+        return self(residual)
+
+
+Norm = RmsNorm | LayerNorm
+
+
+@dataclass(frozen=True, slots=True)
 class RopeAndCache:
     """Rotates q and k by their positions, normed head by head before if there are norms, and writes k and v into the
     cache."""
@@ -112,3 +135,40 @@ class Attention:
 
     def __call__(self, q: torch.Tensor, cache: LayerCache, step: ForwardPass) -> torch.Tensor:
         return step.attend(q, cache, self.how)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """An MLP, or one expert of a mixture."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, hidden] -> [rows, hidden]."""
+        return self.down(self.gate_up(x))
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """An MLP of which each row takes the experts that the router chooses for it. correction: see Ops.route. shared: an
+    expert of all rows; with a shared_gate, which gives one number for a row, times the sigmoid of that."""
+
+    ops: Ops
+    routing: ExpertRouting
+    router: Linear
+    experts: RoutedExperts
+    correction: torch.Tensor | None = None
+    shared: GatedMlp | None = None
+    shared_gate: Linear | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, hidden] -> [rows, hidden]."""
+        chosen, weights = self.ops.route(self.router(x), self.routing, self.correction)
+        total = self.experts(x, chosen, weights)
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                self.ops.gate(shared, self.shared_gate(x).expand_as(shared).contiguous())
+            self.ops.add(shared, total)
+        return total

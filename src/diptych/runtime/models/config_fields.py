@@ -42,11 +42,15 @@ class ConfigFields:
         """The same object, where fields that are absent (not: null) have these values."""
         return self.with_values(ChainMap(cast(dict[str, Any], self.values), dict(defaults)))
 
+    def name_of(self, name: str) -> str:
+        """A field's name as people find it in the file."""
+        return f"{self._prefix}{name}"
+
     def unsupported(self, name: str, supported: str) -> UnsupportedModelError:
         """The error to raise for a field's value."""
         value = self.values.get(name)
         return UnsupportedModelError(
-            f"{self.path}: {self._prefix}{name} is {value!r}; supported: {supported}", param=name
+            f"{self.path}: {self.name_of(name)} is {value!r}; supported: {supported}", param=name
         )
 
     def integer(self, name: str, default: int | None = None) -> int:

@@ -1,4 +1,5 @@
-"""The decoder that all families here are: attention and a gated MLP in each layer, with their differences as data.
+"""The decoder that all families here are: attention and a gated MLP, or a mixture of experts, in each layer, with their
+differences as data.
 
 A family's file reads its config.json into a DecoderConfig, which says where the norms are, what is rotated, and what is
 multiplied with what. Knows the names of tensors, not the names of families.
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
 from diptych.runtime.models.config_fields import ConfigFields
+from diptych.runtime.models.experts import ExpertNames, ExpertsConfig
 from diptych.runtime.models.model_config import (
     AttentionConfig,
     LayerAttention,
@@ -27,17 +29,18 @@ if TYPE_CHECKING:
 
     from diptych.runtime.layers.forward_pass import ForwardPass
     from diptych.runtime.layers.layer_loader import LayerLoader
-    from diptych.runtime.layers.parts import RmsNorm
+    from diptych.runtime.layers.parts import GatedMlp, MixtureOfExperts, Norm, RmsNorm
     from diptych.runtime.ops.ops import Activation
 
 
-NormKind = Literal["rounded", "wide", "centered", "plain"]
+NormKind = Literal["rounded", "wide", "centered", "plain", "layer"]
 
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
-    """An RMS norm. kind: rounded: the normed value is rounded to the model's dtype, then multiplied with the weight;
-    wide: multiplied in fp32, then rounded; centered: likewise, with 1 + weight; plain: it has no weight."""
+    """A norm of the root mean square. kind: rounded: the normed value is rounded to the model's dtype, then multiplied
+    with the weight; wide: multiplied in fp32, then rounded; centered: likewise, with 1 + weight; plain: it has no
+    weight; layer: of what differs from the mean, with weight and bias."""
 
     eps: float
     kind: NormKind = "rounded"
@@ -52,7 +55,8 @@ class DecoderConfig(ModelConfig):
     where norms_rows of all heads together. embedding_norm: of the embedding. embedding_multiplier, residual_multiplier,
     logits_multiplier: of embeddings (in the model's dtype where rounds_multiplier), of what each part adds to the
     residual stream, of logits. final_softcap: of logits after that. is_fused: the checkpoint holds q, k and v, and gate
-    and up, as one tensor each. has_attention_gate: see DecoderLayer.
+    and up, as one tensor each. has_attention_gate: see DecoderLayer. experts: of the layers that are mixtures (None: no
+    layer is one); intermediate_size is that of the others.
     """
 
     intermediate_size: int
@@ -68,6 +72,7 @@ class DecoderConfig(ModelConfig):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     embedding_multiplier: float = 1.0
     rounds_multiplier: bool = False
     residual_multiplier: float = 1.0
@@ -75,6 +80,7 @@ class DecoderConfig(ModelConfig):
     final_softcap: float | None = None
     is_fused: bool = False
     has_attention_gate: bool = False
+    experts: ExpertsConfig | None = None
 
     def for_context(self, num_positions: int) -> Self:
         ropes = tuple(rope and rope.for_context(num_positions) for rope in self.ropes)
@@ -120,12 +126,15 @@ def read_decoder(
 
 
 class LoadedLayer:
-    """The parts of one layer, loaded from ``model.layers.{index}``; see DecoderLayer."""
+    """The parts of one layer, loaded from ``model.layers.{index}``; see DecoderLayer. experts: the names of the
+    weights of its mixture (None: it has one MLP)."""
 
-    def __init__(self, config: DecoderConfig, load: LayerLoader, index: int) -> None:
-        heads, hidden, inner = config.attention, config.hidden_size, config.intermediate_size
+    def __init__(
+        self, config: DecoderConfig, load: LayerLoader, index: int, experts: ExpertNames | None = None
+    ) -> None:
+        heads, hidden = config.attention, config.hidden_size
         layer = f"model.layers.{index}"
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        attention = f"{layer}.self_attn"
         before, after = config.before_norm, config.after_norm
         key_width = heads.num_kv_heads * heads.head_dim
         self.input_norm = _load_norm(load, f"{layer}.input_layernorm", hidden, before)
@@ -135,8 +144,8 @@ class LoadedLayer:
         else:
             self.qkv = load.qkv(attention, hidden, heads, bias=config.qkv_bias)
         q_width, k_width = (heads.query_width, key_width) if config.norms_rows else (heads.head_dim, heads.head_dim)
-        q_norm = _load_norm(load, f"{attention}.q_norm", q_width, config.qk_norm)
-        k_norm = _load_norm(load, f"{attention}.k_norm", k_width, config.qk_norm)
+        q_norm = _load_rms_norm(load, f"{attention}.q_norm", q_width, config.qk_norm)
+        k_norm = _load_rms_norm(load, f"{attention}.k_norm", k_width, config.qk_norm)
         self.rope = load.rope(config.ropes[index], q_norm, k_norm)
         self.attention = load.attention(heads.layers[index])
         self.attention_gate = (
@@ -146,13 +155,28 @@ class LoadedLayer:
         self.attention_norm = _load_norm(load, f"{layer}.post_attention_layernorm", hidden, after)
         mlp_norm = "post_attention_layernorm" if after is None else "pre_feedforward_layernorm"
         self.mlp_norm = _load_norm(load, f"{layer}.{mlp_norm}", hidden, before)
-        fused = "gate_up_proj" if config.is_fused else None
-        self.gate_up = load.gate_up(mlp, hidden, inner, bias=config.mlp_bias, activation=config.activation, fused=fused)
-        self.down = load.linear(f"{mlp}.down_proj", inner, hidden, bias=config.mlp_bias)
+        self.mlp = _load_mlp(load, f"{layer}.mlp", config, experts)
         self.output_norm = _load_norm(load, f"{layer}.post_feedforward_layernorm", hidden, after)
 
 
-def _load_norm(load: LayerLoader, name: str, width: int, norm: NormConfig | None) -> RmsNorm | None:
+def _load_mlp(
+    load: LayerLoader, name: str, config: DecoderConfig, experts: ExpertNames | None
+) -> GatedMlp | MixtureOfExperts:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    if experts is not None:
+        assert config.experts is not None, "which has the names"
+        return load.experts(experts, hidden, config.experts, config.activation)
+    fused = "gate_up_proj" if config.is_fused else None
+    return load.gated_mlp(name, hidden, inner, bias=config.mlp_bias, activation=config.activation, fused=fused)
+
+
+def _load_norm(load: LayerLoader, name: str, width: int, norm: NormConfig | None) -> Norm | None:
+    if norm is not None and norm.kind == "layer":
+        return load.layer_norm(name, width, norm.eps)
+    return _load_rms_norm(load, name, width, norm)
+
+
+def _load_rms_norm(load: LayerLoader, name: str, width: int, norm: NormConfig | None) -> RmsNorm | None:
     if norm is None:
         return None
     if norm.kind == "plain":
@@ -162,19 +186,21 @@ def _load_norm(load: LayerLoader, name: str, width: int, norm: NormConfig | None
 
 
 class Decoder:
-    """A LanguageModel of equal decoder layers. A family adds ``read_config``."""
-
-    fits_cuda_graphs = True
+    """A LanguageModel of decoder layers. A family adds ``read_config``."""
 
     def __init__(self, config: DecoderConfig, load: LayerLoader) -> None:
         self.config = config
+        self.fits_cuda_graphs = config.experts is None  # which experts there is work for is known on the host
         is_tied, hidden = config.tie_word_embeddings, config.hidden_size
+        experts: Sequence[ExpertNames | None] = [None] * config.num_layers
+        if config.experts is not None:
+            experts = load.find_experts(hidden, config.experts)
         self.embed_tokens = load.embedding("model.embed_tokens", config.vocab_size, hidden, is_tied=is_tied)
         self.embedding_norm = _load_norm(load, "model.embed_norm", hidden, config.embedding_norm)
-        layers = [LoadedLayer(config, load, index) for index in range(config.num_layers)]
+        layers = [LoadedLayer(config, load, index, names) for index, names in enumerate(experts)]
         norm = _load_norm(load, "model.norm", hidden, config.norm)
         assert norm is not None, "config.norm is one"
-        self.lm_head = load.lm_head(self.embed_tokens, is_tied=is_tied)
+        self.lm_head = load.lm_head(self.embed_tokens, is_tied=is_tied, bias=config.head_bias)
         self.layers = load.decoder(layers, norm, multiplier=config.residual_multiplier)
         multiplier = config.embedding_multiplier
         self._multiplier = load.rounded(multiplier) if config.rounds_multiplier else multiplier

@@ -233,6 +233,22 @@ _GEMMA_HARMLESS = {
     "_sliding_window_pattern": "layer_types says it, or sliding_window_pattern",
 }
 
+_EXPERTS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok"})
+_EXPERTS_HARMLESS = {
+    "output_router_logits": _OUTPUT,
+    "router_aux_loss_coef": _TRAINING,
+    "router_jitter_noise": _TRAINING,
+}
+# A file that says so is of another way to route, whatever the class of transformers makes of it.
+_EXPERTS_REFUSED: dict[str, Any] = {
+    "scoring_func": ("softmax", None),
+    "routed_scaling_factor": (1.0, None),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "n_group": (None, 1),
+    "topk_group": (None, 1),
+}
+
 TABLES: Mapping[str, FieldTable] = {
     "Gemma2ForCausalLM": _table("gemma2", _GEMMA, _GEMMA_HARMLESS),
     "Gemma3ForCausalLM": _table(
@@ -246,6 +262,14 @@ TABLES: Mapping[str, FieldTable] = {
         frozenset({"attention_bias", "mlp_bias", "attention_multiplier", "embedding_multiplier"})
         | {"residual_multiplier", "logits_scaling"},
         _NO_WINDOWS,
+    ),
+    "GraniteMoeForCausalLM": _table(
+        "granitemoe",
+        frozenset({"attention_bias", "attention_multiplier", "embedding_multiplier"})
+        | {"residual_multiplier", "logits_scaling"}
+        | _EXPERTS,
+        _NO_WINDOWS | _EXPERTS_HARMLESS,
+        **_EXPERTS_REFUSED,
     ),
     "LlamaForCausalLM": _table(
         "llama",
@@ -264,6 +288,13 @@ TABLES: Mapping[str, FieldTable] = {
         frozenset({"layer_types", "sliding_window"}),
         _EVERY_WINDOW,
         attention_bias=(False, None),
+    ),
+    "MixtralForCausalLM": _table(
+        "mixtral",
+        frozenset({"sliding_window"}) | _EXPERTS,
+        _EVERY_WINDOW | {"layer_types": "sliding_window alone says it"} | _EXPERTS_HARMLESS,
+        attention_bias=(False, None),
+        **_EXPERTS_REFUSED,
     ),
     "MuseGlimmerForConditionalGeneration": _table(
         "muse_glimmer_text",
@@ -286,6 +317,12 @@ TABLES: Mapping[str, FieldTable] = {
         },
         unread=frozenset(_BY_KIND),
     ),
+    "OlmoeForCausalLM": _table(
+        "olmoe",
+        frozenset({"attention_bias", "norm_topk_prob"}) | _EXPERTS,
+        _NO_WINDOWS | _EXPERTS_HARMLESS,
+        **_EXPERTS_REFUSED,
+    ),
     "Phi3ForCausalLM": _table(
         "phi3",
         frozenset({"sliding_window", "partial_rotary_factor"}),
@@ -297,6 +334,19 @@ TABLES: Mapping[str, FieldTable] = {
             "resid_pdrop": _TRAINING,
         },
         rope_read=frozenset({"long_factor", "short_factor", "partial_rotary_factor"}),
+    ),
+    "PhimoeForCausalLM": _table(
+        "phimoe",
+        frozenset({"attention_bias", "lm_head_bias", "router_jitter_noise", "sliding_window"}) | _EXPERTS,
+        {
+            **_EVERY_WINDOW,
+            "layer_types": "sliding_window alone says it",
+            "input_jitter_noise": _TRAINING,
+            "output_router_logits": _OUTPUT,
+            "router_aux_loss_coef": _TRAINING,
+        },
+        rope_read=frozenset({"long_factor", "short_factor", "long_mscale", "short_mscale"}),
+        **_EXPERTS_REFUSED,
     ),
     "Qwen2ForCausalLM": _table(
         "qwen2",
@@ -310,6 +360,21 @@ TABLES: Mapping[str, FieldTable] = {
         qk_norm=(True, None),
         use_qk_norm=(True, None),
         qk_layernorm=(True, None),
+    ),
+    "Qwen3MoeForCausalLM": _table(
+        "qwen3_moe",
+        frozenset({"attention_bias", "sliding_window", "use_sliding_window"})
+        | {"moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"}
+        | _EXPERTS,
+        {
+            "max_window_layers": "every layer has the window",
+            "layer_types": "sliding_window alone says it",
+            **_EXPERTS_HARMLESS,
+        },
+        qk_norm=(True, None),
+        use_qk_norm=(True, None),
+        qk_layernorm=(True, None),
+        **_EXPERTS_REFUSED,
     ),
     "SeedOssForCausalLM": _table(
         "seed_oss",
@@ -351,6 +416,8 @@ ROPE_REFUSED: Neutral = {
     "alpha": (None,),
     "long_factor": (None,),
     "short_factor": (None,),
+    "long_mscale": (None,),
+    "short_mscale": (None,),
 }
 ROPE_HARMLESS: Mapping[str, str] = {
     "finetuned": _LABEL,

@@ -32,14 +32,19 @@ class Granite(Decoder):
     @classmethod
     def read_config(cls, fields: ConfigFields) -> DecoderConfig:
         fields = fields.with_defaults(DEFAULTS)
-        bias = fields.flag("attention_bias")
-        return read_llama_config(
-            fields,
-            scale=fields.number("attention_multiplier"),
-            qkv_bias=bias,
-            output_bias=bias,
-            mlp_bias=fields.flag("mlp_bias"),
-            embedding_multiplier=fields.number("embedding_multiplier"),
-            residual_multiplier=fields.number("residual_multiplier"),
-            logits_multiplier=1.0 / fields.number("logits_scaling"),
-        )
+        return read_granite(fields, mlp_bias=fields.flag("mlp_bias"))
+
+
+def read_granite(fields: ConfigFields, **differences: Any) -> DecoderConfig:
+    """What the models with and without experts read alike. fields: with DEFAULTS. differences: see read_decoder."""
+    bias = fields.flag("attention_bias")
+    return read_llama_config(
+        fields,
+        scale=fields.number("attention_multiplier"),
+        qkv_bias=bias,
+        output_bias=bias,
+        embedding_multiplier=fields.number("embedding_multiplier"),
+        residual_multiplier=fields.number("residual_multiplier"),
+        logits_multiplier=1.0 / fields.number("logits_scaling"),
+        **differences,
+    )

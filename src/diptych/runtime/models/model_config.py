@@ -23,7 +23,8 @@ class RopeConfig:
     """Rotary embedding. original_max_positions: the context length before scaling (llama3, yarn, longrope, and
     llama_4_scaling_beta). factors: what each frequency is divided by (factors; longrope once ``for_context`` has
     chosen). short_factors, long_factors: likewise, for a longest context of up to original_max_positions and for one
-    beyond it (longrope). rotary: how many values of a head are rotated (None: all). llama_4_scaling_beta: see
+    beyond it (longrope); short_attention_factor, long_attention_factor: likewise, of a family whose attention_factor
+    depends on it. rotary: how many values of a head are rotated (None: all). llama_4_scaling_beta: see
     rope.query_scale."""
 
     theta: float = 10_000.0
@@ -41,6 +42,8 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    short_attention_factor: float | None = None
+    long_attention_factor: float | None = None
     rotary: int | None = None
     llama_4_scaling_beta: float = 0.0
 
@@ -53,8 +56,18 @@ class RopeConfig:
         one of them for all lengths, so that the KV of a token is the same however long its sequence becomes."""
         if self.kind != "longrope":
             return self
-        chosen = self.long_factors if num_positions > self.original_max_positions else self.short_factors
-        return replace(self, factors=chosen, short_factors=(), long_factors=())
+        is_long = num_positions > self.original_max_positions
+        chosen = self.long_factors if is_long else self.short_factors
+        own = self.long_attention_factor if is_long else self.short_attention_factor
+        return replace(
+            self,
+            factors=chosen,
+            attention_factor=self.attention_factor if own is None else own,
+            short_factors=(),
+            long_factors=(),
+            short_attention_factor=None,
+            long_attention_factor=None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

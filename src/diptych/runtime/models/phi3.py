@@ -32,7 +32,7 @@ class Phi3(Decoder):
         fields = fields.with_defaults(DEFAULTS)
         num_layers = fields.integer("num_hidden_layers")
         return read_decoder(
-            fields, (_read_rope(fields),) * num_layers, windows=(_window(fields),) * num_layers, is_fused=True
+            fields, (read_longrope(fields),) * num_layers, windows=(_window(fields),) * num_layers, is_fused=True
         )
 
 
@@ -44,13 +44,14 @@ def _window(fields: ConfigFields) -> int | None:
     return None if window >= fields.integer("max_position_embeddings") else window
 
 
-def _read_rope(fields: ConfigFields) -> RopeConfig:
+def read_longrope(fields: ConfigFields, *, theta: float = 10_000.0, is_partial: bool = True) -> RopeConfig:
+    """A rotation with or without factors for short and for long contexts. theta, is_partial: see read_rope."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = fields.nested(name).values
         key = "rope_type" if "rope_type" in scaling else "type"
         if scaling.get(key) in OLD_NAMES:
             fields = fields.with_defaults({}).with_values({**fields.values, name: {**scaling, key: "longrope"}})
-    rope = read_rope(fields, kinds=("default", "longrope", "factors"), is_partial=True)
+    rope = read_rope(fields, kinds=("default", "longrope", "factors"), theta=theta, is_partial=is_partial)
     count = rope.rotary_of(read_heads(fields)[-1]) // 2
     for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
         if rope.kind == "longrope" and len(factors) != count:

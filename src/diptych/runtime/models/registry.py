@@ -13,16 +13,21 @@ from diptych.runtime.models.field_table import check_fields
 from diptych.runtime.models.gemma2 import Gemma2
 from diptych.runtime.models.gemma3 import Gemma3
 from diptych.runtime.models.granite import Granite
+from diptych.runtime.models.granite_moe import GraniteMoe
 from diptych.runtime.models.llama import Llama
 from diptych.runtime.models.ministral3 import Ministral3
 from diptych.runtime.models.mistral import Mistral
+from diptych.runtime.models.mixtral import Mixtral
 from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.models.muse_glimmer import MuseGlimmer
 from diptych.runtime.models.olmo2 import Olmo2
 from diptych.runtime.models.olmo3 import Olmo3
+from diptych.runtime.models.olmoe import Olmoe
 from diptych.runtime.models.phi3 import Phi3
+from diptych.runtime.models.phimoe import Phimoe
 from diptych.runtime.models.qwen2 import Qwen2
 from diptych.runtime.models.qwen3 import Qwen3
+from diptych.runtime.models.qwen3_moe import Qwen3Moe
 from diptych.runtime.models.seed_oss import SeedOss
 from diptych.runtime.models.smollm3 import SmolLM3
 from diptych.runtime.models.wrappers import WRAPPERS, TextPart, read_text_fields
@@ -71,15 +76,20 @@ MODELS: dict[str, type[LanguageModel]] = {
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
     "GraniteForCausalLM": Granite,
+    "GraniteMoeForCausalLM": GraniteMoe,
     "LlamaForCausalLM": Llama,
     "Ministral3ForCausalLM": Ministral3,
     "MistralForCausalLM": Mistral,
+    "MixtralForCausalLM": Mixtral,
     "MuseGlimmerForConditionalGeneration": MuseGlimmer,
     "Olmo2ForCausalLM": Olmo2,
     "Olmo3ForCausalLM": Olmo3,
+    "OlmoeForCausalLM": Olmoe,
     "Phi3ForCausalLM": Phi3,
+    "PhimoeForCausalLM": Phimoe,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
     "SeedOssForCausalLM": SeedOss,
     "SmolLM3ForCausalLM": SmolLM3,
 }

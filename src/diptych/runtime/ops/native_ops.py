@@ -4,14 +4,18 @@ A row's result does not depend on the other rows of the call, bitwise. Each call
 work, so a layer is few calls.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from diptych.runtime.attention.layout import head_shape_cpu
 from diptych.runtime.kernels.native import NativeKernels
+from diptych.runtime.models.experts import ExpertRouting
+from diptych.runtime.ops.native_experts import NativeExperts, native_layers
 from diptych.runtime.ops.native_linear import GATES, has_kernel, pack_native, pack_native_quantized
-from diptych.runtime.ops.ops import Activation, Linear, QuantizedLinear
+from diptych.runtime.ops.ops import Activation, Expert, Linear, QuantizedLinear, RoutedExperts
+from diptych.runtime.ops.torch_experts import TorchExperts, route
 from diptych.runtime.ops.torch_ops import GatedLinear, TorchOps
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
@@ -104,6 +108,15 @@ class NativeOps:
 
     def softcap(self, x: torch.Tensor, cap: float) -> None:
         self._kernels.functions.diptych_softcap(self._kernels.handle, x.data_ptr(), *x.shape, cap)
+
+    def route(
+        self, logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return route(logits, routing, correction)
+
+    def join_experts(self, experts: Sequence[Expert]) -> RoutedExperts:
+        layers = native_layers(experts)
+        return TorchExperts(experts) if layers is None else NativeExperts(self._kernels, layers)
 
     def rope_and_cache(
         self,

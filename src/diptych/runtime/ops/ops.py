@@ -1,9 +1,11 @@
 """The operations of a transformer layer around attention. Rows are tokens; tensors are contiguous in the last dim."""
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
 
+from diptych.runtime.models.experts import ExpertRouting
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
 
@@ -34,6 +36,30 @@ class QuantizedLinear(Linear, Protocol):
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """numbers [count] int64 -> these rows of the weight [count, in_features], in the dtype that is computed in."""
+        ...
+
+
+class Expert(Protocol):
+    """A gated MLP: down(gate_up(x))."""
+
+    @property
+    def gate_up(self) -> Linear:
+        """[rows, hidden] -> [rows, width of the expert]."""
+        ...
+
+    @property
+    def down(self) -> Linear:
+        """[rows, width of the expert] -> [rows, hidden]."""
+        ...
+
+
+class RoutedExperts(Protocol):
+    """The experts of one layer."""
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The sum of what the chosen experts give for each row, times their weights: x [num_tokens, hidden] ->
+        [num_tokens, hidden]. chosen, weights [num_tokens, top_k]: as from Ops.route, but in any order. A row's experts
+        are added in ascending order in fp32, whatever the batch, and their sum is rounded once."""
         ...
 
 
@@ -109,6 +135,18 @@ class Ops(Protocol):
 
     def softcap(self, x: torch.Tensor, cap: float) -> None:
         """x = cap * tanh(x / cap) in place. x [num_rows, dim]."""
+        ...
+
+    def route(
+        self, logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [num_tokens, num_experts] -> the experts of each token [num_tokens, top_k] int64, in ascending order,
+        and their weights [num_tokens, top_k] fp32. correction [num_experts] fp32: what is added to scores to choose by,
+        but not to weights. Of equal scores, that of the lowest index is the larger one."""
+        ...
+
+    def join_experts(self, experts: Sequence[Expert]) -> RoutedExperts:
+        """Experts whose layers this has packed, of one shape and one activation, to be computed together."""
         ...
 
     def rope_and_cache(

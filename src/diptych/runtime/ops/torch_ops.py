@@ -1,6 +1,6 @@
 """The operations in plain torch: any device, any dtype. The reference that the native kernels are tested against."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from diptych.runtime.attention.layout import head_shape_cpu, write_cpu, write_cuda
-from diptych.runtime.ops.ops import Activation, Linear, QuantizedLinear
+from diptych.runtime.models.experts import ExpertRouting
+from diptych.runtime.ops.ops import Activation, Expert, Linear, QuantizedLinear, RoutedExperts
+from diptych.runtime.ops.torch_experts import TorchExperts, route
 from diptych.runtime.ops.torch_quantized_linear import DequantizedLinear, TorchQuantizedLinear, multiplies_numbers
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
@@ -141,6 +143,14 @@ class TorchOps:
 
     def softcap(self, x: torch.Tensor, cap: float) -> None:
         x.div_(cap).tanh_().mul_(cap)
+
+    def route(
+        self, logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return route(logits, routing, correction)
+
+    def join_experts(self, experts: Sequence[Expert]) -> RoutedExperts:
+        return TorchExperts(experts)
 
     def rope_and_cache(
         self,

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from diptych.control.errors import ConfigError
+from diptych.runtime.models.experts import ExpertNames, ExpertsConfig, find_experts
 from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.weights.checkpoint import Checkpoint, resolve_dtype_name
 from diptych.runtime.weights.quantized_weight import QuantizedSource, QuantizedWeight, stack
-from diptych.runtime.weights.stored_tensor import StoredTensor
+from diptych.runtime.weights.stored_tensor import StoredTensor, split_index, weight_name
 from diptych.runtime.weights.tensor_reader import make_reader
 from diptych.runtime.weights.weight_format import common_format
 from diptych.runtime.weights.weight_memory import PrivateMemory, WeightMemory
@@ -46,6 +47,7 @@ class Weights:
         self._device = device
         self._progress = progress
         self._left = dict.fromkeys(checkpoint.tensors)
+        self._taken_matrices: set[str] = set()
         self._done_bytes = 0
 
     def tensor(
@@ -63,7 +65,8 @@ class Weights:
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *shape: int) -> torch.Tensor:
         """Tensors of shape [rows[i], *shape] stacked along the first dimension, to pack or to give to
-        ``memory.keep``. Without values (device "meta") where the memory is filled."""
+        ``memory.keep``. names: whole ones, or of one matrix (see split_index). Without values (device "meta") where the
+        memory is filled."""
         device = torch.device("meta") if self.memory.is_filled else self._device
         target = torch.empty((sum(rows), *shape), dtype=self.dtype, device=device)
         for name, part in zip(names, torch.split(target, list(rows)), strict=True):
@@ -74,8 +77,9 @@ class Weights:
 
     def quantized(self, names: Sequence[str], rows: Sequence[int], columns: int) -> QuantizedSource | None:
         """Weights of shape [rows[i], columns] stacked along the first dimension, as the checkpoint holds them in whole
-        numbers; None where it holds any of them in floating point (then see ``fused``). names: without ``.weight``."""
-        tensors = [f"{name}.weight" for name in names]
+        numbers; None where it holds any of them in floating point (then see ``fused``). names: as weight_name takes
+        them."""
+        tensors = [weight_name(name) for name in names]
         formats = [format for tensor in tensors if (format := self._stored(tensor).format) is not None]
         if len(formats) < len(tensors):
             return None
@@ -90,6 +94,10 @@ class Weights:
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""
         return name in self._checkpoint.tensors
+
+    def find_experts(self, hidden: int, experts: ExpertsConfig) -> list[ExpertNames | None]:
+        """The names of the experts of each layer (None: it has none), all of them checked before one is read."""
+        return find_experts(self._checkpoint.tensors, self._checkpoint.path, hidden, experts)
 
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors of the checkpoint are stored alike, in floating point, and hold the same values."""
@@ -118,9 +126,11 @@ class Weights:
         return not bool(self._reader.read(name).any())
 
     def _stored(self, name: str) -> StoredTensor:
-        if name not in self._checkpoint.tensors:
-            raise ConfigError(f"{self._checkpoint.path}: tensor {name} is missing in the checkpoint", param="model")
-        return self._checkpoint.tensors[name]
+        tensor, index = split_index(name)
+        if tensor not in self._checkpoint.tensors:
+            raise ConfigError(f"{self._checkpoint.path}: tensor {tensor} is missing in the checkpoint", param="model")
+        stored = self._checkpoint.tensors[tensor]
+        return stored if index is None else stored.matrix()
 
     def _take(self, name: str, shape: tuple[int, ...]) -> None:
         """Check that the tensor is there, has this shape, and was not asked for before."""
@@ -130,21 +140,24 @@ class Weights:
                 f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}; the config asks for {list(shape)}",
                 param="model",
             )
-        if name not in self._left:
+        whole, index = split_index(name)
+        if name in self._taken_matrices or (index is None and whole not in self._left):
             raise ConfigError(f"tensor {name} was asked for twice")
-        del self._left[name]
+        if index is not None:
+            self._taken_matrices.add(name)
+        self._left.pop(whole, None)
 
     def _read(self, name: str, target: torch.Tensor) -> None:
-        target.copy_(self._reader.read(name))
+        target.copy_(self._reader.read(*split_index(name)))
         self._finish_reading(name)
 
     def _read_quantized(self, name: str) -> QuantizedWeight:
-        weight = self._reader.read_quantized(name)
+        weight = self._reader.read_quantized(*split_index(name))
         self._finish_reading(name)
         return weight
 
     def _finish_reading(self, name: str) -> None:
-        self._reader.release(name)
+        self._reader.release(*split_index(name))
         self._done_bytes += self._stored(name).num_bytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._checkpoint.num_bytes)

@@ -12,6 +12,7 @@ from typing import Any
 from diptych.control.errors import ConfigError
 from diptych.runtime.dtypes import STORED_DTYPES_BY_CODE
 from diptych.runtime.weights.mapped_file import MappedFile
+from diptych.runtime.weights.stored_tensor import matrix_range
 
 MAX_HEADER_BYTES = 100_000_000
 
@@ -47,10 +48,11 @@ class SafetensorsFile:
         entry = self.entries[name]
         return self._file.view(entry.start, entry.end)
 
-    def release(self, name: str) -> None:
-        """Give back the memory of the pages that only this tensor touched; later reads fetch them again."""
+    def release(self, name: str, index: int | None = None) -> None:
+        """Give back the memory of the pages that only this tensor, or this matrix of it, touched; later reads fetch
+        them again."""
         entry = self.entries[name]
-        self._file.release(entry.start, entry.end)
+        self._file.release(*matrix_range(entry.start, entry.end, entry.shape, index))
 
     def _read_header(self) -> dict[str, TensorEntry]:
         size = len(self._file)

@@ -26,7 +26,7 @@ class SafetensorsReader:
     def __init__(self, directory: SafetensorsDirectory) -> None:
         self._directory = directory
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
         if name in self._directory.packed:
             return self.read_quantized(name).dequantize()
         file = self._directory.file_of(name)
@@ -35,9 +35,11 @@ class SafetensorsReader:
             raise UnsupportedModelError(
                 f"{file.path}: tensor {name} has dtype {dtype}; supported: {', '.join(DTYPES_BY_CODE)}", param="dtype"
             )
-        return read_tensor(file, name)
+        tensor = read_tensor(file, name)
+        return tensor if index is None else tensor[index]
 
-    def read_quantized(self, name: str) -> QuantizedWeight:
+    def read_quantized(self, name: str, index: int | None = None) -> QuantizedWeight:
+        assert index is None, "packed weights are matrices"
         packed = self._directory.packed[name]
         parts = {
             suffix: read_tensor(self._directory.file_of(part), part)
@@ -46,6 +48,6 @@ class SafetensorsReader:
         }
         return unpack_weight(packed, parts)
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, index: int | None = None) -> None:
         for part in self._directory.parts_of(name):
-            self._directory.file_of(part).release(part)
+            self._directory.file_of(part).release(part, index)

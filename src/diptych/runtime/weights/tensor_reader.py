@@ -13,18 +13,19 @@ from diptych.runtime.weights.safetensors_reader import SafetensorsReader
 
 
 class TensorReader(Protocol):
-    """The values of one checkpoint's tensors, by their names in Checkpoint.tensors."""
+    """The values of one checkpoint's tensors, by their names in Checkpoint.tensors. index: of one matrix in a tensor of
+    several (None: all of it)."""
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """A tensor in floating point, of the dtype that is stored, or fp32 for a weight in whole numbers. May be a view
         of the file, good until ``release``. Raises UnsupportedModelError for a dtype that cannot be read."""
         ...
 
-    def read_quantized(self, name: str) -> QuantizedWeight:
+    def read_quantized(self, name: str, index: int | None = None) -> QuantizedWeight:
         """A weight in whole numbers, in its ``StoredTensor.format``."""
         ...
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, index: int | None = None) -> None:
         """Give back the memory that reading took; later reads fetch it again."""
         ...
 

@@ -3,10 +3,12 @@
 Imports no torch: the front end sizes the KV cache by what is left.
 """
 
+import math
 from pathlib import Path
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.dtypes import DTYPES
+from diptych.runtime.models.experts import ROUTERS
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.weights.checkpoint import open_checkpoint, resolve_dtype_name
 from diptych.runtime.weights.weight_format import QUANTIZATIONS
@@ -25,11 +27,12 @@ def loaded_weight_bytes(model: str | Path, dtype: str, quantize: str) -> int:
     total = 0
     for name, tensor in checkpoint.tensors.items():
         is_vocabulary = name in (EMBEDDING, HEAD)
-        if len(tensor.shape) != 2:
+        if len(tensor.shape) < 2:
             total += tensor.shape[0] * itemsize if tensor.shape else itemsize
             continue
-        rows, columns = tensor.shape
-        number = tensor.format or quantization.format_of(columns, is_vocabulary=is_vocabulary)
+        rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+        is_router = name.removesuffix(".weight").endswith(ROUTERS)
+        number = None if is_router else tensor.format or quantization.format_of(columns, is_vocabulary=is_vocabulary)
         if number is not None:
             total += number.num_bytes(rows, columns)
         else:

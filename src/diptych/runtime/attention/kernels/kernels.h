@@ -2,7 +2,7 @@
 // dtype (T: fp32 or bf16). Pointers of void and char are to T.
 //
 // Each set is a translation unit of its own (avx2.cpp, amx.cpp ...) that instantiates the templates of gemm.h,
-// elementwise.h, attention.h and decode_step.h for its instructions. All of them lie in anonymous namespaces, and nothing
+// elementwise.h, attention.h, decode_step.h and experts.h for its instructions. All of them lie in anonymous namespaces, and nothing
 // from the C++ library is instantiated: a function compiled for AVX-512 must not be picked by the linker for code that
 // runs elsewhere.
 //
@@ -46,6 +46,21 @@ struct Linear {
     char *y;           // [m, n], or [m, n / 2] when gated
     int64_t m, n, k, x_stride, y_stride;  // strides in elements
     int64_t gate;      // a Gate
+};
+
+// the gated MLP of an expert
+struct Expert {
+    Weight gate_up, down;  // [2 inner, hidden], gated; [hidden, inner]
+};
+
+// y = the sum of what the chosen experts give for each row, times their weights: see experts.h
+struct Experts {
+    const Expert *experts;  // [count]
+    const char *x;          // [rows, hidden], rows x_stride apart (in elements)
+    const int64_t *chosen;  // [rows, top_k], each expert of a row once
+    const float *weights;   // [rows, top_k]
+    char *y;                // [rows, hidden]
+    int64_t rows, count, top_k, hidden, inner, x_stride, gate;
 };
 
 // of an RMS norm. is_wide: in fp32, and the product is rounded to T once; else in T, and the normed value is rounded
@@ -157,6 +172,7 @@ struct Kernels {
     void (*rope_and_cache)(const Rope &);
     void (*attention)(const Attention &);
     void (*decode_step)(const Kernels &, const Step &);
+    void (*experts)(const Kernels &, const Experts &);
     TeamLinear *quantized;  // of weights in whole numbers
 };
 

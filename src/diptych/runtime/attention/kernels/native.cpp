@@ -89,5 +89,7 @@ void diptych_attention(const Kernels *kernels, const void *q, const void *k_cach
 
 void diptych_decode_step(const Kernels *kernels, const Step *step) { kernels->decode_step(*kernels, *step); }
 
-int64_t diptych_abi() { return 8; }
+void diptych_experts(const Kernels *kernels, const Experts *experts) { kernels->experts(*kernels, *experts); }
+
+int64_t diptych_abi() { return 9; }
 }

@@ -1,0 +1,203 @@
+"""Mixtures of experts as data: how a router chooses, which layers have experts, and which tensors of a checkpoint they
+are. Everything that can be wrong with these tensors is said here, by tensor and field, before any of them is read.
+
+Imports no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from diptych.control.errors import ConfigError
+from diptych.runtime.models.config_fields import ConfigFields
+from diptych.runtime.weights.stored_tensor import StoredTensor, split_index, weight_name
+
+Scoring = Literal["softmax", "softmax_of_top", "sigmoid", "sparsemixer"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRouting:
+    """How the logits of a router, one for each expert, become the top_k experts of a token and their weights.
+
+    scoring: softmax: of all logits, and the largest are taken; softmax_of_top: the largest logits are taken, and their
+    softmax is that of these alone; sigmoid: of each logit by itself; sparsemixer: top_k is 2, and the weight of each is
+    that of a softmax over the experts that are nearly as good (Liu et al. 2024). is_normalized: weights are divided by
+    their sum. scale: what they are multiplied with then. jitter: of sparsemixer, what nearly as good is.
+
+    Of experts that are equally good, the one with the lowest index is taken.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Scoring = "softmax"
+    is_normalized: bool = False
+    scale: float = 1.0
+    jitter: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The mixture of experts of a model. intermediate_size: of each expert. layers: whether each layer is a mixture;
+    others have one MLP. count_field, width_field: where the file says how many experts there are and how wide, for
+    messages."""
+
+    routing: ExpertRouting
+    intermediate_size: int
+    layers: tuple[bool, ...]
+    count_field: str = field(compare=False, repr=False)
+    width_field: str = field(compare=False, repr=False)
+
+
+def read_routing(
+    fields: ConfigFields,
+    count: int,
+    top_k: int,
+    *,
+    scoring: Scoring = "softmax",
+    is_normalized: bool = False,
+    jitter: float = 0.0,
+) -> tuple[ExpertRouting, str]:
+    """The routing, and the field that says how many experts there are. count, top_k: where the file does not say them.
+    Files have two names for the number of experts; where both are there, they must agree."""
+    found = [name for name in ("num_experts", "num_local_experts") if fields.values.get(name) is not None]
+    name = found[0] if found else "num_experts"
+    num_experts = fields.integer(name, count)
+    for other in found[1:]:
+        if fields.integer(other) != num_experts:
+            raise fields.unsupported(other, f"{num_experts}, as {fields.name_of(name)} says")
+    top_k = fields.integer("num_experts_per_tok", top_k)
+    if top_k > num_experts:
+        raise fields.unsupported("num_experts_per_tok", f"at most {num_experts}, the value of {fields.name_of(name)}")
+    routing = ExpertRouting(num_experts, top_k, scoring, is_normalized=is_normalized, jitter=jitter)
+    return routing, fields.name_of(name)
+
+
+def read_experts(
+    fields: ConfigFields,
+    routing: tuple[ExpertRouting, str],
+    *,
+    width_field: str = "intermediate_size",
+    width: int | None = None,
+    layers: Sequence[bool] = (),
+) -> ExpertsConfig:
+    """routing: from read_routing. width: where the file does not say how wide an expert is. layers: see ExpertsConfig
+    (none given: each is a mixture)."""
+    return ExpertsConfig(
+        routing[0],
+        fields.integer(width_field, width),
+        tuple(layers) or (True,) * fields.integer("num_hidden_layers"),
+        routing[1],
+        fields.name_of(width_field),
+    )
+
+
+# ---------------------------------------------------------------- the tensors
+
+# Behind "model.layers.N.". A name that ends in an index is a whole one: a matrix in a tensor of three dimensions.
+ROUTERS = (
+    "mlp.gate",
+    "mlp.router",
+    "block_sparse_moe.gate",
+    "block_sparse_moe.router.layer",
+    "block_sparse_moe.router",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """How a checkpoint names the weights of expert {}. gate_up: two tensors, or one that holds both, gates first."""
+
+    gate_up: tuple[str, ...]
+    down: str
+
+
+_SPELLINGS = (
+    # a tensor for each expert
+    _Spelling(("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"), "mlp.experts.{}.down_proj"),
+    _Spelling(("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"), "block_sparse_moe.experts.{}.w2"),
+    # a tensor for all experts: transformers 5 in memory, the files of Granite, GGUF with and without a fused gate_up
+    _Spelling(("mlp.experts.gate_up_proj[{}]",), "mlp.experts.down_proj[{}]"),
+    _Spelling(("block_sparse_moe.experts.gate_up_proj[{}]",), "block_sparse_moe.experts.down_proj[{}]"),
+    _Spelling(("block_sparse_moe.input_linear.weight[{}]",), "block_sparse_moe.output_linear.weight[{}]"),
+    _Spelling(("mlp.experts.gate_up_proj.weight[{}]",), "mlp.experts.down_proj.weight[{}]"),
+    _Spelling(
+        ("mlp.experts.gate_proj.weight[{}]", "mlp.experts.up_proj.weight[{}]"), "mlp.experts.down_proj.weight[{}]"
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The weights of one layer's router and experts, by the names that a loader takes: without ``.weight``, unless a
+    name ends in an index. gate_up, down: of each expert, in order."""
+
+    router: str
+    gate_up: tuple[tuple[str, ...], ...]
+    down: tuple[str, ...]
+
+
+def find_experts(
+    tensors: Mapping[str, StoredTensor], path: Path, hidden: int, experts: ExpertsConfig
+) -> list[ExpertNames | None]:
+    """The names of each layer (None: it is no mixture). tensors, path: of the checkpoint. Raises ConfigError for
+    tensors that are missing, that are too many, or whose shapes are not those that the config asks for."""
+    check = _Check(tensors, path, hidden, experts)
+    return [check.layer(index) if is_mixture else None for index, is_mixture in enumerate(experts.layers)]
+
+
+class _Check:
+    """The search in one checkpoint."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], path: Path, hidden: int, experts: ExpertsConfig) -> None:
+        self._tensors, self._path, self._hidden, self._experts = tensors, path, hidden, experts
+
+    def layer(self, index: int) -> ExpertNames:
+        layer, count = f"model.layers.{index}", self._experts.routing.num_experts
+        spelling = max(_SPELLINGS, key=lambda one: self._num_found(layer, one))  # the first of several
+        router = next((name for name in ROUTERS if f"{layer}.{name}.weight" in self._tensors), ROUTERS[0])
+        self._check_shape(f"{layer}.{router}.weight", count, self._hidden)  # first: it bounds the count
+        names = ExpertNames(
+            f"{layer}.{router}",
+            tuple(tuple(f"{layer}.{part.format(e)}" for part in spelling.gate_up) for e in range(count)),
+            tuple(f"{layer}.{spelling.down.format(e)}" for e in range(count)),
+        )
+        width = self._experts.intermediate_size
+        rows = 2 * width if len(spelling.gate_up) == 1 else width
+        for gate_up, down in zip(names.gate_up, names.down, strict=True):
+            for name in gate_up:
+                self._check_shape(weight_name(name), rows, self._hidden)
+            self._check_shape(weight_name(down), self._hidden, width)
+        for part in (*spelling.gate_up, spelling.down):
+            self._check_no_more(weight_name(f"{layer}.{part.format(count)}"))
+        return names
+
+    def _num_found(self, layer: str, spelling: _Spelling) -> int:
+        """How many weights of the first and of the last expert are named so."""
+        ends = (0, self._experts.routing.num_experts - 1)
+        names = [weight_name(f"{layer}.{part.format(e)}") for part in (*spelling.gate_up, spelling.down) for e in ends]
+        return sum(split_index(name)[0] in self._tensors for name in names)
+
+    def _check_shape(self, name: str, rows: int, columns: int) -> None:
+        tensor_name, index = split_index(name)
+        tensor = self._tensors.get(tensor_name)
+        if tensor is None:
+            raise ConfigError(f"{self._path}: tensor {tensor_name} is missing in the checkpoint", param="model")
+        count = self._experts.routing.num_experts
+        wanted = (rows, columns) if index is None else (count, rows, columns)
+        if tensor.shape != wanted:
+            raise ConfigError(
+                f"{tensor.path}: tensor {tensor_name} has shape {list(tensor.shape)}; the config asks for "
+                f"{list(wanted)}, by {self._experts.count_field} ({count}), {self._experts.width_field} "
+                f"({self._experts.intermediate_size}) and hidden_size ({self._hidden})",
+                param="model",
+            )
+
+    def _check_no_more(self, name: str) -> None:
+        """Raise for an expert beyond the last one. (One tensor of all experts has a shape that says it.)"""
+        if name in self._tensors:
+            raise ConfigError(
+                f"{self._tensors[name].path}: tensor {name} is of an expert beyond the last one; "
+                f"{self._experts.count_field} is {self._experts.routing.num_experts}",
+                param="model",
+            )

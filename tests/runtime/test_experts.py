@@ -1,0 +1,424 @@
+"""Routed experts: who computes a row and with which weight, with the same bits in any batch, from any kind of file."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+from diptych.control.errors import ConfigError, UnsupportedModelError
+from diptych.runtime.layers.parts import GatedMlp, MixtureOfExperts
+from diptych.runtime.models.experts import ExpertRouting
+from diptych.runtime.models.registry import read_model_config
+from diptych.runtime.ops import make_ops
+from diptych.runtime.ops.native_experts import NativeExperts
+from diptych.runtime.ops.ops import Ops
+from diptych.runtime.ops.torch_experts import TorchExperts, clamped_swish
+from diptych.runtime.ops.torch_ops import GatedLinear, TorchOps
+from diptych.runtime.step.model_runner import RunnerConfig, load_runner
+from diptych.runtime.weights.quantized_weight import QuantizedSource, quantize
+from diptych.runtime.weights.weight_format import WeightFormat
+from diptych.runtime.weights.weight_memory import PrivateMemory
+from tests import gguf_files
+from tests.runtime.checkpoints import MIXTURES, make_model, prompt_of, reference, runner
+from tests.runtime.driving import generate, greedy
+from tests.runtime.kernel_sets import NATIVE, every_pair
+
+ROUTINGS = {
+    "softmax": ExpertRouting(12, 4),
+    "softmax-normalized": ExpertRouting(12, 4, is_normalized=True, scale=2.5),
+    "softmax-of-top": ExpertRouting(12, 3, "softmax_of_top"),
+    "sigmoid": ExpertRouting(12, 4, "sigmoid", is_normalized=True, scale=1.8),
+    "sigmoid-raw": ExpertRouting(12, 1, "sigmoid"),
+    "sparsemixer": ExpertRouting(12, 2, "sparsemixer", jitter=0.1),
+    "all": ExpertRouting(5, 5, is_normalized=True),
+}
+HIDDEN, INNER = 64, 96
+
+
+def logits_of(routing: ExpertRouting, rows: int = 200) -> torch.Tensor:
+    """Random ones."""
+    return torch.randn(rows, routing.num_experts, generator=torch.Generator().manual_seed(3))
+
+
+def expected_weights(logits: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
+    """The weight of each expert for each row in float64, 0 where it is not chosen: [rows, num_experts]."""
+    wide = logits.double()
+    scores = {"softmax": wide.softmax(-1), "softmax_of_top": wide, "sigmoid": wide.sigmoid()}[routing.scoring]
+    best, chosen = scores.topk(routing.top_k)
+    if routing.scoring == "softmax_of_top":
+        best = best.softmax(-1)
+    if routing.is_normalized:
+        best = best / best.sum(-1, keepdim=True)
+    return torch.zeros_like(wide).scatter(-1, chosen, best * routing.scale)
+
+
+# ---------------------------------------------------------------- the choice
+
+
+@pytest.mark.parametrize("name", [name for name in ROUTINGS if name != "sparsemixer"])
+def test_experts_and_weights_are_those_of_the_formula(name: str) -> None:
+    routing = ROUTINGS[name]
+    logits = logits_of(routing)
+    chosen, weights = TorchOps().route(logits, routing)
+    assert chosen.shape == weights.shape == (200, routing.top_k) and weights.dtype is torch.float32
+    assert bool((chosen.diff(dim=-1) > 0).all())  # ascending, each once
+    found = torch.zeros(logits.shape, dtype=torch.float64).scatter(-1, chosen, weights.double())
+    torch.testing.assert_close(found, expected_weights(logits, routing), rtol=1e-5, atol=1e-7)
+
+
+def test_sparsemixer_is_that_of_transformers() -> None:
+    for jitter in (0.01, 0.1, 0.5):
+        routing = replace(ROUTINGS["sparsemixer"], jitter=jitter)
+        logits = logits_of(routing)
+        theirs, experts = sparsemixer(logits, jitter_eps=jitter, training=False, top_k=2)
+        chosen, weights = TorchOps().route(logits, routing)
+        order = experts.argsort(-1)
+        assert torch.equal(chosen, experts.gather(-1, order))
+        torch.testing.assert_close(weights, theirs.gather(-1, order))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_of_equal_experts_the_first_are_taken(name: str) -> None:
+    routing = ROUTINGS[name]
+    first = torch.arange(routing.top_k).expand(3, -1)
+    assert torch.equal(TorchOps().route(torch.full((3, routing.num_experts), 0.5), routing)[0], first)
+    some = torch.full((2, routing.num_experts), -1.0)
+    some[:, -1] = 1.0  # the best; all others are equal
+    expected = [*range(routing.top_k - 1), routing.num_experts - 1]
+    assert TorchOps().route(some, routing)[0].tolist() == [expected, expected]
+
+
+def test_a_correction_chooses_and_does_not_weigh() -> None:
+    routing = ROUTINGS["sigmoid-raw"]
+    logits = logits_of(routing)
+    correction = torch.zeros(routing.num_experts)
+    correction[7] = 10.0
+    chosen, weights = TorchOps().route(logits, routing, correction)
+    assert bool((chosen == 7).all())
+    torch.testing.assert_close(weights, logits[:, 7:8].sigmoid())
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_the_choice_for_a_row_is_bitwise_the_same_in_any_batch(name: str) -> None:
+    routing = ROUTINGS[name]
+    logits, order = logits_of(routing), torch.randperm(200)
+    chosen, weights = TorchOps().route(logits, routing)
+    for part in (slice(0, 1), slice(7, 8), slice(0, 17), slice(100, 200), order):
+        again = TorchOps().route(logits[part], routing)
+        assert torch.equal(again[0], chosen[part]) and torch.equal(again[1], weights[part])
+
+
+# ---------------------------------------------------------------- the sum
+
+
+def make_experts(ops: Ops, dtype: torch.dtype, kind: str, count: int) -> tuple[list[GatedMlp], list[Any]]:
+    """Packed experts, and the (gate_up, down) that each of them stands for."""
+    packed, weights = [], []
+    for _ in range(count):
+        pair = [(torch.randn(2 * INNER, HIDDEN) * 0.2).to(dtype), (torch.randn(HIDDEN, INNER) * 0.2).to(dtype)]
+        if kind == "floating":
+            packed.append(GatedMlp(ops.pack_gate_up(pair[0].clone(), None), ops.pack_linear(pair[1].clone(), None)))
+        else:
+            number = WeightFormat(8 if kind == "int8" else 4, 32)
+            made = [quantize(weight, number) for weight in pair]
+            sources = [QuantizedSource(number, *one.values.shape, lambda one=one: one) for one in made]
+            gate_up = ops.pack_quantized_gate_up(sources[0], None, dtype)
+            packed.append(GatedMlp(gate_up, ops.pack_quantized(sources[1], None, dtype)))
+            pair = [one.dequantize() for one in made]
+        weights.append(pair)
+    return packed, weights
+
+
+def sum_of(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Sequence[Callable[..., Any]]) -> Any:
+    """Each row's experts in ascending order, in the dtype of what they give."""
+    total = torch.zeros_like(experts[0](x))
+    for index, expert in enumerate(experts):
+        factor = (weights * (chosen == index)).sum(-1, keepdim=True).to(total.dtype)
+        total += factor * expert(x)
+    return total
+
+
+def exact(pair: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """One expert in float64."""
+    gate, up = (x.double() @ pair[0].double().t()).chunk(2, -1)
+    return (F.silu(gate) * up) @ pair[1].double().t()
+
+
+@pytest.mark.parametrize(("kind", "dtype", "instruction_set"), every_pair(["floating", "int8", "int4"], NATIVE))
+def test_a_row_of_experts_is_their_weighted_sum_and_bitwise_the_same_in_any_batch(
+    kind: str, dtype: str, instruction_set: str
+) -> None:
+    computed = getattr(torch, dtype)
+    ops, routing = make_ops(computed, instruction_set), ExpertRouting(20, 3, is_normalized=True)
+    experts, pairs = make_experts(ops, computed, kind, routing.num_experts)
+    joined = ops.join_experts(experts)
+    x, logits = torch.randn(450, HIDDEN).to(computed), logits_of(routing, 450)
+    logits[:, 2] += 4.0  # one expert of nearly all rows
+    chosen, weights = ops.route(logits, routing)
+    whole = joined(x, chosen, weights)
+    wanted = sum_of(x, chosen, weights, [partial(exact, pair) for pair in pairs])
+    lost = (whole.double() - wanted).norm() / wanted.norm()
+    assert isinstance(joined, NativeExperts) and torch.equal(whole, TorchExperts(experts)(x, chosen, weights))
+    assert lost < (1e-5 if (kind, dtype) == ("floating", "float32") else 0.03)
+    in_order = sum_of(x, chosen, weights, [lambda rows, one=one: one(rows).float() for one in experts])
+    assert torch.equal(whole, in_order.to(computed))
+    for part in (slice(0, 1), slice(9, 10), slice(3, 20), slice(50, 450), torch.randperm(450)):
+        rows = x[part].contiguous()
+        assert torch.equal(joined(rows, chosen[part], weights[part]), whole[part])
+    turned = joined(x, chosen.flip(1), weights.flip(1))  # in whatever order a router names them
+    assert torch.equal(turned, whole)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(joined(x, chosen, weights), whole)
+    finally:
+        torch.set_num_threads(before)
+    assert joined(x[:0], chosen[:0], weights[:0]).shape == (0, HIDDEN)
+
+
+def test_a_shared_expert_is_added_with_its_gate_or_without() -> None:
+    ops, routing = TorchOps(), ExpertRouting(4, 2)
+    experts, pairs = make_experts(ops, torch.float32, "floating", 5)
+    router, gate = torch.randn(4, HIDDEN), torch.randn(1, HIDDEN)
+    bias = torch.randn(4)
+    x = torch.randn(40, HIDDEN)
+    mixture = MixtureOfExperts(ops, routing, ops.pack_linear(router, bias), ops.join_experts(experts[:4]))
+    logits = F.linear(x, router, bias)
+    routed = sum_of(x, *ops.route(logits, routing), [partial(exact, pair) for pair in pairs[:4]])
+    torch.testing.assert_close(mixture(x).double(), routed, rtol=1e-4, atol=1e-4)
+    shared = exact(pairs[4], x)
+    both = replace(mixture, shared=experts[4])
+    torch.testing.assert_close(both(x).double(), routed + shared, rtol=1e-4, atol=1e-4)
+    gated = replace(both, shared_gate=ops.pack_linear(gate, None))
+    expected = routed + shared * (x.double() @ gate.double().t()).sigmoid()
+    torch.testing.assert_close(gated(x).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_with_biases_and_a_clamped_activation() -> None:
+    ops, routing, limit, alpha = TorchOps(), ExpertRouting(3, 2, "softmax_of_top"), 1.5, 1.702
+    made, wanted = [], []
+    for _ in range(3):
+        up, down = torch.randn(2 * INNER, HIDDEN) * 0.3, torch.randn(HIDDEN, INNER)
+        biases = torch.randn(2 * INNER), torch.randn(HIDDEN)
+        activate = partial(clamped_swish, limit=limit, alpha=alpha)
+        made.append(GatedMlp(GatedLinear(ops.pack_linear(up, biases[0]), activate), ops.pack_linear(down, biases[1])))
+
+        def expert(x: torch.Tensor, up: Any = up, down: Any = down, biases: Any = biases) -> torch.Tensor:
+            gate, value = F.linear(x.double(), up.double(), biases[0].double()).chunk(2, -1)
+            gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
+            inner = (value + 1) * gate * (alpha * gate).sigmoid()
+            return F.linear(inner, down.double(), biases[1].double())
+
+        wanted.append(expert)
+    x = torch.randn(30, HIDDEN)
+    chosen, weights = ops.route(logits_of(routing, 30), routing)
+    found = ops.join_experts(made)(x, chosen, weights)
+    torch.testing.assert_close(found.double(), sum_of(x, chosen, weights, wanted), rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def load(path: Path, **changes: Any) -> Any:
+    """A small runner."""
+    return load_runner(RunnerConfig(path, num_blocks=16, **changes))
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_in_one_tensor_are_those_of_many(family: str, tmp_path: Path) -> None:
+    prompt, expected = prompt_of(60), generate(runner(family), prompt_of(60), [60], greedy(12))[0]
+    model = make_model(*MIXTURES[family])
+    model.load_state_dict(reference(family).model.state_dict())
+    model.save_pretrained(tmp_path, save_original_format=False)
+    names = load_file(tmp_path / "model.safetensors")
+    assert any(name.endswith("experts.gate_up_proj") for name in names)
+    assert generate(load(tmp_path), prompt, [60], greedy(12))[0] == expected
+
+
+@pytest.mark.parametrize("quantize_to", ["int8", "int4"])
+def test_experts_are_quantised_one_by_one_and_the_router_is_not(quantize_to: str) -> None:
+    shared = runner("qwen3-moe", dtype="bfloat16", quantize=quantize_to)
+    mixture = shared.model.layers.layers[0].mlp
+    assert isinstance(mixture, MixtureOfExperts) and mixture.routing.num_experts == 8
+    assert isinstance(shared.model.layers.layers[1].mlp, GatedMlp)
+    assert not shared.model.fits_cuda_graphs and shared.model.layers.native_step is None
+    assert len(generate(shared, prompt_of(40), [40], greedy(5))[0]) == 5
+
+
+def changed(tmp_path: Path, family: str, change: Callable[[dict[str, torch.Tensor]], Any], **config: Any) -> Path:
+    """The checkpoint of a family with other tensors, or another config."""
+    directory = tmp_path / "model"
+    shutil.copytree(reference(family).directory, directory)
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    fields = json.loads((directory / "config.json").read_text()) | config
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
+EXPERTS = "model.layers.2.mlp.experts"
+WRONG: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "missing": (
+        "qwen3-moe",
+        lambda t: t.pop(f"{EXPERTS}.5.up_proj.weight"),
+        r"tensor model\.layers\.2\.mlp\.experts\.5\.up_proj\.weight is missing",
+    ),
+    "first missing": (
+        "qwen3-moe",
+        lambda t: t.pop(f"{EXPERTS}.0.down_proj.weight"),
+        r"tensor model\.layers\.2\.mlp\.experts\.0\.down_proj\.weight is missing",
+    ),
+    "router missing": (
+        "mixtral",
+        lambda t: t.pop("model.layers.1.block_sparse_moe.gate.weight"),
+        r"tensor model\.layers\.1\..*gate\.weight is missing",
+    ),
+    "other shape": (
+        "qwen3-moe",
+        lambda t: t.update({f"{EXPERTS}.7.down_proj.weight": torch.zeros(64, 48)}),
+        r"experts\.7\.down_proj\.weight has shape \[64, 48\]; .* asks for \[64, 64\], by num_\w*experts \(8\), "
+        r"moe_intermediate_size \(64\) and hidden_size \(64\)",
+    ),
+    "too many": (
+        "mixtral",
+        lambda t: t.update({"model.layers.0.block_sparse_moe.experts.4.w2.weight": torch.zeros(64, 112)}),
+        r"experts\.4\.w2\.weight is of an expert beyond the last one; num_local_experts is 4",
+    ),
+    "other count": (
+        "granite-moe",
+        lambda t: t.update({"model.layers.2.block_sparse_moe.input_linear.weight": torch.zeros(6, 128, 64)}),
+        r"input_linear\.weight has shape \[6, 128, 64\]; .* \[5, 128, 64\], by num_local_experts \(5\)",
+    ),
+    "flat": (
+        "granite-moe",
+        lambda t: t.update({"model.layers.0.block_sparse_moe.output_linear.weight": torch.zeros(64, 64)}),
+        r"output_linear\.weight has shape \[64, 64\]; .* \[5, 64, 64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_experts_that_disagree_are_refused_before_memory_is_taken(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, change, message = WRONG[name]
+    taken: list[object] = []
+    monkeypatch.setattr(PrivateMemory, "new", lambda *arguments: taken.append(arguments))
+    with pytest.raises(ConfigError, match=message):
+        load(changed(tmp_path, family, change))
+    assert not taken
+
+
+def test_a_tensor_that_is_no_expert_is_left_over(tmp_path: Path) -> None:
+    more = {f"{EXPERTS}.0.bias_proj.weight": torch.zeros(2, 2)}
+    with pytest.raises(ConfigError, match=r"experts\.0\.bias_proj\.weight is not part of this architecture"):
+        load(changed(tmp_path, "qwen3-moe", lambda t: t.update(more)))
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        ("qwen3-moe", {"num_experts_per_tok": 9}, r"num_experts_per_tok is 9; supported: at most 8, the value of num_"),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0; supported: a whole number of at least 1"),
+        ("mixtral", {"num_experts": 3}, "num_local_experts is 4; supported: 3, as num_experts says"),
+        ("qwen3-moe", {"mlp_only_layers": ["1"]}, r"mlp_only_layers is \['1'\]; supported: a list of the numbers"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; supported: a whole number"),
+        ("qwen3-moe", {"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; supported: true or false"),
+        ("qwen3-moe", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; supported: softmax"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; supported: null"),
+        ("granite-moe", {"n_shared_experts": 1}, "n_shared_experts is 1; supported: "),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_field(
+    family: str, config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_model_config(changed(tmp_path, family, lambda _: None, **config))
+
+
+def test_weights_are_normalised_where_the_file_says_it(tmp_path: Path) -> None:
+    plain = read_model_config(changed(tmp_path, "qwen3-moe", lambda _: None, norm_topk_prob=None))
+    assert not plain.experts.routing.is_normalized  # type: ignore[attr-defined]
+    assert read_model_config(reference("qwen3-moe").directory).experts.routing.is_normalized  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- GGUF
+
+
+def write_model(path: Path, family: str, **changes: Any) -> Path:
+    """The checkpoint of a family. Layers without experts have no entry of their own in the format, so all have them."""
+    return gguf_files.write_model(path, reference(family).directory, **changes)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "granite-moe"])
+def test_a_gguf_file_answers_as_its_checkpoint(family: str, tmp_path: Path) -> None:
+    prompt, path = prompt_of(40), write_model(tmp_path / "m.gguf", family)
+    config, expected = read_model_config(path), read_model_config(reference(family).directory)
+    assert config.experts == expected.experts  # type: ignore[attr-defined]
+    tokens, _ = generate(load(path), prompt, [40], greedy(20))
+    reference(family).check_greedy(prompt, tokens)
+
+
+def test_quantised_experts_of_a_gguf_file_are_read_one_by_one(tmp_path: Path) -> None:
+    prompt = prompt_of(40)
+    floating = generate(load(write_model(tmp_path / "a.gguf", "olmoe")), prompt, [40], greedy(1, logprobs=5))
+    path = write_model(tmp_path / "b.gguf", "olmoe", kind=Kind.Q8_0)
+    shared = load(path, dtype="float32")
+    [mlp] = {type(layer.mlp) for layer in shared.model.layers.layers}
+    assert mlp is MixtureOfExperts
+    found = generate(shared, prompt, [40], greedy(1, logprobs=5))
+    best = [dict(results[0].payload.logprobs[0].top) for _, results in (floating, found)]
+    common = best[0].keys() & best[1].keys()
+    assert common and all(abs(best[0][token] - best[1][token]) < 0.5 for token in common)
+
+
+def test_gates_and_ups_may_lie_in_one_tensor_of_a_gguf_file(tmp_path: Path) -> None:
+    directory, prompt = reference("olmoe").directory, prompt_of(30)
+    tensors: dict[str, Any] = dict(gguf_files.model_tensors(directory))
+    for layer in range(3):
+        gate, up = (tensors.pop(f"blk.{layer}.ffn_{part}_exps.weight")[0] for part in ("gate", "up"))
+        both = torch.cat([torch.from_numpy(gate), torch.from_numpy(up)], dim=1)
+        tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = both.numpy()
+    path = gguf_files.write_gguf(tmp_path / "m.gguf", gguf_files.model_metadata(directory), tensors)
+    tokens, _ = generate(load(path), prompt, [30], greedy(12))
+    reference("olmoe").check_greedy(prompt, tokens)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("olmoe", {"olmoe.expert_gating_func": 2}, r"olmoe\.expert_gating_func is 2; supported: 1: softmax"),
+        ("olmoe", {"olmoe.expert_used_count": 13}, r"olmoe\.expert_used_count is 13; supported: at most 12, the value"),
+        ("olmoe", {"olmoe.expert_used_count": None}, r"olmoe\.expert_used_count is None; supported: a whole number"),
+        ("olmoe", {"olmoe.expert_count": 0}, r"olmoe\.expert_count is 0; supported: a whole number"),
+        ("olmoe", {"olmoe.expert_feed_forward_length": 32}, r"length is 32; supported: feed_forward_length \(64\)"),
+        ("olmoe", {"olmoe.expert_weights_scale": 2.5}, r"expert_weights_scale is 2.5; supported: 0.0 or 1.0"),
+        ("mixtral", {"llama.expert_weights_norm": False}, r"expert_weights_norm is False; supported: true"),
+        ("mixtral", {"llama.expert_shared_count": 1}, r"expert_shared_count is 1; supported: no such key"),
+    ],
+)
+def test_what_a_gguf_file_of_experts_asks_for_beyond_that_is_refused(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_model_config(write_model(tmp_path / "m.gguf", family, **changes))
+
+
+def test_experts_of_a_gguf_file_whose_shapes_disagree_are_named(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", "olmoe", **{"olmoe.expert_count": 11, "olmoe.expert_used_count": 5})
+    with pytest.raises(
+        ConfigError, match=r"has shape \[12, .*; the config asks for \[11, .*olmoe\.expert_count \(11\)"
+    ):
+        load(path)
