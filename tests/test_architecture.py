@@ -61,7 +61,7 @@ TORCH_FREE_RUNTIME = {
     "weights.stored_tensor", "weights.weight_bytes", "weights.weight_format",
     "quantization", "quantization.packed_weight", "quantization.quantization_config",
     "gguf", "gguf.ggml_types", "gguf.gguf_checkpoint", "gguf.gguf_config",
-    "gguf.gguf_families", "gguf.gguf_file", "gguf.gguf_metadata",
+    "gguf.gguf_families", "gguf.gguf_file", "gguf.gguf_metadata", "gguf.gguf_model",
     "gguf.gguf_vocabulary", "sampling.grammar", "tiers", "tiers.extent_format",
     "transfer", "transfer.connector", "transfer.kv_format",
     "models", *(f"models.{path.stem}" for path in (SOURCE / "runtime" / "models").glob("[a-z]*.py")),

@@ -1,4 +1,4 @@
-"""Reads the values of a GGUF file's tensors, with the rows of queries and keys in the order that the layers expect."""
+"""Reads the values of tensors in GGUF files, with the rows of queries and keys in the order that the layers expect."""
 
 import torch
 
@@ -8,20 +8,20 @@ from diptych.runtime.weights.quantized_weight import QuantizedWeight
 
 
 class GgufReader:
-    """A TensorReader of one GGUF file."""
+    """A TensorReader of GGUF files."""
 
     def __init__(self, checkpoint: GgufCheckpoint) -> None:
         self._checkpoint = checkpoint
-        self._file = checkpoint.file
+        self._model = checkpoint.model
 
     def read(self, name: str) -> torch.Tensor:
-        tensor = self._file.tensors[self._checkpoint.stored_names[name]]
+        tensor = self._model.tensors[self._checkpoint.stored_names[name]]
         values = read_float(tensor.kind, self._data(name), tensor.shape[-1]).view(tensor.shape)
         order = self._order(name)
         return values if order is None else values[order]
 
     def read_quantized(self, name: str) -> QuantizedWeight:
-        tensor = self._file.tensors[self._checkpoint.stored_names[name]]
+        tensor = self._model.tensors[self._checkpoint.stored_names[name]]
         weight = read_quantized(tensor.kind, self._data(name), tensor.shape[-1])
         order = self._order(name)
         if order is None:
@@ -30,10 +30,10 @@ class GgufReader:
         return QuantizedWeight(weight.format, weight.values[order], weight.scales[order], mins)
 
     def release(self, name: str) -> None:
-        self._file.release(self._checkpoint.stored_names[name])
+        self._model.release(self._checkpoint.stored_names[name])
 
     def _data(self, name: str) -> memoryview:
-        return self._file.data(self._checkpoint.stored_names[name])
+        return self._model.data(self._checkpoint.stored_names[name])
 
     def _order(self, name: str) -> torch.Tensor | None:
         """Which stored row goes where, if not each to its own place: of each head first the even rows, then the odd."""
