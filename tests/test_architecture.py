@@ -59,7 +59,7 @@ TORCH_FREE_RUNTIME = {
     "kv_cache.checkpoint_geometry", "kv_cache.kv_geometry",
     "weights.checkpoint", "weights.mapped_file", "weights.safetensors_directory", "weights.safetensors_file",
     "weights.stored_tensor", "weights.weight_bytes", "weights.weight_format",
-    "quantization", "quantization.packed_weight", "quantization.quantization_config",
+    "quantization", "quantization.fp8_weight", "quantization.packed_weight", "quantization.quantization_config",
     "gguf", "gguf.ggml_types", "gguf.gguf_checkpoint", "gguf.gguf_config",
     "gguf.gguf_families", "gguf.gguf_file", "gguf.gguf_metadata", "gguf.gguf_model",
     "gguf.gguf_vocabulary", "sampling.grammar", "tiers", "tiers.extent_format",

@@ -95,7 +95,7 @@ def test_a_template_that_does_not_compile_is_said(tmp_path: Path) -> None:
         {"hidden_act": "gelu"},
         {"num_attention_heads": 7},
         {"vocab_size": "many"},
-        {"quantization_config": {"quant_method": "fp8"}},
+        {"quantization_config": {"quant_method": "hqq"}},
         {"quantization_config": {"quant_method": "gptq", "bits": 3}},
     ],
     ids=lambda changes: "-".join(changes) or "none",

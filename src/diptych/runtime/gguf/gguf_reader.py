@@ -20,6 +20,9 @@ class GgufReader:
         order = self._order(name)
         return values if order is None else values[order]
 
+    def read_rows(self, name: str, target: torch.Tensor, first_row: int = 0) -> None:
+        target.copy_(self.read(name)[first_row : first_row + len(target)])
+
     def read_quantized(self, name: str) -> QuantizedWeight:
         tensor = self._model.tensors[self._checkpoint.stored_names[name]]
         weight = read_quantized(tensor.kind, self._data(name), tensor.shape[-1])

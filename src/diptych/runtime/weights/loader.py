@@ -4,17 +4,24 @@ Owns: converting, fusing, and every complaint about a tensor. Never knows a mode
 shapes. At any moment at most one fused weight exists twice.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from diptych.control.errors import ConfigError
+from diptych.runtime.dtypes import FP8
 from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.weights.checkpoint import Checkpoint, resolve_dtype_name
-from diptych.runtime.weights.quantized_weight import QuantizedSource, QuantizedWeight, stack
+from diptych.runtime.weights.quantized_weight import (
+    ROWS_AT_ONCE,
+    QuantizedSource,
+    QuantizedWeight,
+    quantize_parts,
+    stack,
+)
 from diptych.runtime.weights.stored_tensor import StoredTensor
 from diptych.runtime.weights.tensor_reader import make_reader
-from diptych.runtime.weights.weight_format import common_format
+from diptych.runtime.weights.weight_format import WeightFormat, common_format
 from diptych.runtime.weights.weight_memory import PrivateMemory, WeightMemory
 
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old exports hold; computed from the config instead
@@ -87,6 +94,18 @@ class Weights:
 
         return QuantizedSource(common_format(formats), sum(rows), columns, read)
 
+    def rounded(self, names: Sequence[str], rows: Sequence[int], columns: int, wanted: WeightFormat) -> QuantizedSource:
+        """Weights of shape [rows[i], columns] stacked along the first dimension, which become whole numbers as they are
+        read. names: without ``.weight``."""
+        tensors = [f"{name}.weight" for name in names]
+        for tensor, count in zip(tensors, rows, strict=True):
+            self._take(tensor, (count, columns))
+
+        def read() -> QuantizedWeight:
+            return quantize_parts(self._parts(tensors), sum(rows), columns, wanted)
+
+        return QuantizedSource(wanted, sum(rows), columns, read)
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""
         return name in self._checkpoint.tensors
@@ -134,8 +153,26 @@ class Weights:
             raise ConfigError(f"tensor {name} was asked for twice")
         del self._left[name]
 
+    def _parts(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        """The rows of matrices, some at a time, as the model's dtype holds them; those of FP8 in fp32, so that they are
+        rounded only once more. At any moment about one part of a file is in memory."""
+        for name in names:
+            stored = self._stored(name)
+            rows, columns = stored.shape
+            step = ROWS_AT_ONCE if stored.format is None else rows
+            dtype = torch.float32 if stored.dtype == FP8 else self.dtype
+            for start in range(0, rows, step):
+                part = torch.empty(min(step, rows - start), columns, dtype=dtype)
+                self._reader.read_rows(name, part, start)
+                self._reader.release(name)
+                yield part
+            self._finish_reading(name)
+
     def _read(self, name: str, target: torch.Tensor) -> None:
-        target.copy_(self._reader.read(name))
+        if target.dim() == 2:
+            self._reader.read_rows(name, target)
+        else:
+            target.copy_(self._reader.read(name))
         self._finish_reading(name)
 
     def _read_quantized(self, name: str) -> QuantizedWeight:

@@ -16,8 +16,12 @@ class TensorReader(Protocol):
     """The values of one checkpoint's tensors, by their names in Checkpoint.tensors."""
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor in floating point, of the dtype that is stored, or fp32 for a weight in whole numbers. May be a view
-        of the file, good until ``release``. Raises UnsupportedModelError for a dtype that cannot be read."""
+        """A tensor in floating point, of the dtype that is stored, or fp32 for a weight in whole numbers or FP8. May be
+        a view of the file, good until ``release``."""
+        ...
+
+    def read_rows(self, name: str, target: torch.Tensor, first_row: int = 0) -> None:
+        """Fill ``target`` [n, columns] with rows of a matrix, from ``first_row`` on, as ``read`` gives them."""
         ...
 
     def read_quantized(self, name: str) -> QuantizedWeight:
