@@ -160,7 +160,7 @@ ACTIVATIONS = ("config_groups", "group_0", "input_activations")
     ("config", "path", "value", "message"),
     [
         (GPTQ, ("quant_method",), "bitsandbytes", "quant_method is 'bitsandbytes'; supported: compressed-tensors, gp"),
-        (GPTQ, ("quant_method",), "hqq", "quant_method is 'hqq'; supported: compressed-tensors, gptq, awq, fp8, modelopt"),
+        (GPTQ, ("quant_method",), "hqq", "quant_method is 'hqq'; supported: compressed-tensors, gptq, awq, fp8, mod"),
         (GPTQ, ("bits",), 3, "bits is 3; supported: 8, 4"),
         (GPTQ, ("bits",), None, "bits is None; supported: a whole number"),
         (GPTQ, ("group_size",), 16, "group_size is 16; supported: -1 and multiples of 32"),

@@ -98,13 +98,12 @@ def _fp8(config: ConfigFields) -> Fp8Quantization:
 
 
 def _modelopt(config: ConfigFields) -> Fp8Quantization | None:
-    """Of NVIDIA's Model Optimizer. None where it has quantised the KV cache alone."""
-    if config.values.get("quant_algo") is None:
-        return None
-    config.require("quant_algo", *MODELOPT_ALGORITHMS)
-    is_static = config.values["quant_algo"] == "FP8"
+    """Of NVIDIA's Model Optimizer, which may have quantised the KV cache alone."""
     has_kv_cache = any(config.values.get(name) for name in ("kv_cache_quant_algo", "kv_cache_scheme"))
-    return Fp8Quantization(DEFAULT_BLOCK, _notes_of_fp8(is_static, has_kv_cache))
+    if config.values.get("quant_algo") is None:
+        return Fp8Quantization(DEFAULT_BLOCK, (NO_KV_CACHE,)) if has_kv_cache else None
+    config.require("quant_algo", *MODELOPT_ALGORITHMS)
+    return Fp8Quantization(DEFAULT_BLOCK, _notes_of_fp8(config.values["quant_algo"] == "FP8", has_kv_cache))
 
 
 def _float_quantized(config: ConfigFields, group: ConfigFields) -> Fp8Quantization:
