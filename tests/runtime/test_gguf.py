@@ -116,7 +116,7 @@ def test_a_file_answers_as_its_checkpoint(family: str, tmp_path: Path) -> None:
     reference(family).check_greedy(prompt, tokens)
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q5_1])
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q5_1, Kind.MXFP4])
 def test_quantised_rows_of_queries_and_keys_come_in_the_order_of_the_layers(kind: Kind, tmp_path: Path) -> None:
     config = read_model_config(write_model(tmp_path / "m.gguf", kind=kind))
     checkpoint, directory = open_checkpoint(config), open_checkpoint(read_model_config(reference("llama").directory))

@@ -48,7 +48,8 @@ def find_fp8_weights(files: Mapping[str, SafetensorsFile], quantization: Fp8Quan
     Raises ConfigError for a scale that is missing, of another shape or dtype, or without a weight, and
     UnsupportedModelError for other tensors in FP8.
     """
-    found = {name: _weight(files, name, quantization) for name, file in files.items() if _dtype(file, name) == FP8}
+    in_fp8 = [name for name, file in files.items() if file.entries[name].dtype == FP8]
+    found = {name: _weight(files, name, quantization) for name in in_fp8}
     scales = {weight.scale for weight in found.values()}
     for name, file in files.items():
         if name.rpartition(".")[2] in SCALES and name not in scales:
@@ -65,7 +66,7 @@ def _weight(files: Mapping[str, SafetensorsFile], name: str, quantization: Fp8Qu
             f"{file.path}: tensor {name} is {FP8} {list(shape)}; supported: weights (.weight) of two dimensions",
             param="model",
         )
-    scale = next((scale for part in SCALES if (scale := f"{module}.{part}") in files), None)
+    scale = next((scale for scale in (f"{module}.{part}" for part in SCALES) if scale in files), None)
     if scale is None:
         raise ConfigError(
             f"{file.path}: tensor {module}.{SCALES[0]} or .{SCALES[1]} is missing in the checkpoint, which holds "
@@ -79,7 +80,8 @@ def _weight(files: Mapping[str, SafetensorsFile], name: str, quantization: Fp8Qu
 def _block(file: SafetensorsFile, scale: str, shape: tuple[int, int], quantization: Fp8Quantization) -> tuple[int, int]:
     """The rows and columns that share one of these scales."""
     rows, columns = shape
-    shapes = {(): shape, (1,): shape, (1, 1): shape, (rows,): (1, columns), (rows, 1): (1, columns)}
+    shapes: dict[tuple[int, ...], tuple[int, int]] = {(rows,): (1, columns), (rows, 1): (1, columns)}
+    shapes |= dict.fromkeys([(), (1,), (1, 1)], shape)
     wanted = f"[], [1], [{rows}] or [{rows}, 1]"
     if quantization.block is not None:
         counts = -(-rows // quantization.block[0]), -(-columns // quantization.block[1])
@@ -93,7 +95,3 @@ def _block(file: SafetensorsFile, scale: str, shape: tuple[int, int], quantizati
             param="model",
         )
     return shapes[entry.shape]
-
-
-def _dtype(file: SafetensorsFile, name: str) -> str:
-    return file.entries[name].dtype
