@@ -150,7 +150,7 @@ def _looked_up(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
     """[num_blocks, 256] fp32. Each 16 values have a scale in the lower half of a byte and a minimum in the upper."""
-    values = (blocks[:, 16:80].view(-1, 2, 1, GROUP) >> _SHIFTS.view(4, 1) & 3).view(-1, 16, 16).float()
+    values = (blocks[:, 16:80].view(-1, 2, 1, GROUP) >> _SHIFTS.view(4, 1) & 3).reshape(-1, 16, 16).float()
     scales = _half(blocks, 80) * (blocks[:, :16] & 15).float()
     mins = _half(blocks, 82) * (blocks[:, :16] >> 4).float()
     return (values * scales.unsqueeze(-1) - mins.unsqueeze(-1)).flatten(1)
