@@ -15,13 +15,12 @@ class GgufReader:
         self._model = checkpoint.model
 
     def read(self, name: str) -> torch.Tensor:
-        tensor = self._model.tensors[self._checkpoint.stored_names[name]]
-        values = read_float(tensor.kind, self._data(name), tensor.shape[-1]).view(tensor.shape)
-        order = self._order(name)
+        values, order = self._values(name), self._order(name)
         return values if order is None else values[order]
 
     def read_rows(self, name: str, target: torch.Tensor, first_row: int = 0) -> None:
-        target.copy_(self.read(name)[first_row : first_row + len(target)])
+        values, order, kept = self._values(name), self._order(name), slice(first_row, first_row + len(target))
+        target.copy_(values[kept] if order is None else values[order[kept]])
 
     def read_quantized(self, name: str) -> QuantizedWeight:
         tensor = self._model.tensors[self._checkpoint.stored_names[name]]
@@ -34,6 +33,11 @@ class GgufReader:
 
     def release(self, name: str) -> None:
         self._model.release(self._checkpoint.stored_names[name])
+
+    def _values(self, name: str) -> torch.Tensor:
+        """A tensor in floating point, its rows as they are stored."""
+        tensor = self._model.tensors[self._checkpoint.stored_names[name]]
+        return read_float(tensor.kind, self._data(name), tensor.shape[-1]).view(tensor.shape)
 
     def _data(self, name: str) -> memoryview:
         return self._model.data(self._checkpoint.stored_names[name])

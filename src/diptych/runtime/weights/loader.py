@@ -155,22 +155,31 @@ class Weights:
 
     def _parts(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
         """The rows of matrices, some at a time, as the model's dtype holds them; those of FP8 in fp32, so that they are
-        rounded only once more. At any moment about one part of a file is in memory."""
+        rounded only once more."""
         for name in names:
             stored = self._stored(name)
             rows, columns = stored.shape
-            step = ROWS_AT_ONCE if stored.format is None else rows
             dtype = torch.float32 if stored.dtype == FP8 else self.dtype
-            for start in range(0, rows, step):
-                part = torch.empty(min(step, rows - start), columns, dtype=dtype)
-                self._reader.read_rows(name, part, start)
-                self._reader.release(name)
+            for start, end in self._pieces(name, rows):
+                part = torch.empty(end - start, columns, dtype=dtype)
+                self._read_rows(name, part, start)
                 yield part
             self._finish_reading(name)
 
+    def _pieces(self, name: str, rows: int) -> Iterator[tuple[int, int]]:
+        """First and last rows to read at once: all where the file has to be decoded whole."""
+        step = ROWS_AT_ONCE if self._stored(name).format is None else rows
+        return ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def _read_rows(self, name: str, target: torch.Tensor, first_row: int) -> None:
+        """Little more of the file is in memory than these rows, and not for long."""
+        self._reader.read_rows(name, target, first_row)
+        self._reader.release(name)
+
     def _read(self, name: str, target: torch.Tensor) -> None:
         if target.dim() == 2:
-            self._reader.read_rows(name, target)
+            for start, end in self._pieces(name, len(target)):
+                self._read_rows(name, target[start:end], start)
         else:
             target.copy_(self._reader.read(name))
         self._finish_reading(name)
