@@ -27,7 +27,7 @@ def _scale(wide: torch.Tensor, scales: torch.Tensor, block_columns: int) -> None
     """Multiply rows [n, columns] by scales [n, blocks] in place; the last block may be a shorter one."""
     whole = wide.shape[1] // block_columns
     if whole:
-        wide[:, : whole * block_columns].unflatten(1, (whole, block_columns)).mul_(scales[:, :whole].unsqueeze(-1))
+        wide[:, : whole * block_columns].view(len(wide), whole, block_columns).mul_(scales[:, :whole].unsqueeze(-1))
     wide[:, whole * block_columns :] *= scales[:, whole:]
 
 
