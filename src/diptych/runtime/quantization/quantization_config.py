@@ -88,7 +88,7 @@ def _awq(config: ConfigFields) -> QuantizationConfig:
 
 
 def _fp8(config: ConfigFields) -> Fp8Quantization:
-    """Of DeepSeek, Mistral, transformers (FineGrainedFP8Config) and AutoFP8."""
+    """The FP8 of DeepSeek, Mistral, transformers (FineGrainedFP8Config) and AutoFP8."""
     config.require("fmt", "e4m3", None)
     config.require("activation_scheme", "dynamic", "static")
     config.require("scale_fmt", "float", "ue8m0", None)
@@ -98,7 +98,7 @@ def _fp8(config: ConfigFields) -> Fp8Quantization:
 
 
 def _modelopt(config: ConfigFields) -> Fp8Quantization | None:
-    """Of NVIDIA's Model Optimizer, which may have quantised the KV cache alone."""
+    """The FP8 of NVIDIA's Model Optimizer, which may have quantised the KV cache alone."""
     has_kv_cache = any(config.values.get(name) for name in ("kv_cache_quant_algo", "kv_cache_scheme"))
     if config.values.get("quant_algo") is None:
         return Fp8Quantization(DEFAULT_BLOCK, (NO_KV_CACHE,)) if has_kv_cache else None
@@ -107,7 +107,7 @@ def _modelopt(config: ConfigFields) -> Fp8Quantization | None:
 
 
 def _float_quantized(config: ConfigFields, group: ConfigFields) -> Fp8Quantization:
-    """Of compressed-tensors."""
+    """The FP8 of compressed-tensors."""
     weights, activations = group.nested("weights"), group.nested("input_activations")
     weights.require("type", "float")
     weights.require("num_bits", 8)
@@ -152,7 +152,7 @@ def _compressed_tensors(config: ConfigFields) -> QuantizationConfig | Fp8Quantiz
 
 
 def _int_quantized(config: ConfigFields, group: ConfigFields, layout: str) -> QuantizationConfig:
-    """Of compressed-tensors, packed or not."""
+    """The whole numbers of compressed-tensors, packed or not."""
     _require_absent(config, "kv_cache_scheme")
     weights = group.nested("weights")
     if group.values.get("input_activations"):
