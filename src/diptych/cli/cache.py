@@ -17,13 +17,14 @@ from diptych.cli.options import (
     KERNELS_HELP,
     KV_DISK_CODEC_HELP,
     KV_DISK_GB_HELP,
+    KV_DTYPE_HELP,
     QUANTIZE_AS_SERVE_HELP,
     THREADS_HELP,
     model_path,
     tier_memory,
 )
 from diptych.cli.output import print_tables
-from diptych.control.config import DTypeName, QuantizeName
+from diptych.control.config import DTypeName, KVDTypeName, QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.report.text import Table
 from diptych.runtime.tiers import folder_view
@@ -106,6 +107,7 @@ def warm(
         Path | None, typer.Option(help="Model directory, or GGUF file. Default: the bundled model.")
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 32,
+    kv_dtype: Annotated[KVDTypeName, typer.Option(help=KV_DTYPE_HELP)] = "auto",
     dtype: Annotated[DTypeName, typer.Option(help=DTYPE_HELP)] = "auto",
     threads: Annotated[int | None, typer.Option(help=THREADS_HELP)] = None,
     instruction_set: Annotated[
@@ -116,7 +118,7 @@ def warm(
 ) -> None:
     """Compute prompts ahead of time, so that a server that starts on this folder finds them.
 
-    Model, block size, arithmetic, kernels and quantization must be those of the server.
+    Model, block size, arithmetic, kernels, quantization and dtype of the cache must be those of the server.
     """
     with errors_in_words():
         entries = read_prompts(file)
@@ -125,7 +127,7 @@ def warm(
         options = EngineOptions(
             model=str(model_path(model)),
             device=DeviceOptions(dtype=dtype, threads=threads, instruction_set=instruction_set, quantize=quantize),
-            memory=MemoryOptions(block_size=block_size, **tier_memory(given)),
+            memory=MemoryOptions(block_size=block_size, kv_dtype=kv_dtype, **tier_memory(given)),
         )
         from diptych.control.request import SamplingParams
         from diptych.serving.llm import LLM

@@ -20,6 +20,7 @@ from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import (
     KERNEL_NAMES,
     KERNELS_HELP,
+    KV_DTYPE_HELP,
     MAX_MODEL_LEN_HELP,
     QUANTIZE_AS_SERVE_HELP,
     SAME_MODEL_HELP,
@@ -29,7 +30,7 @@ from diptych.cli.options import (
     model_path,
 )
 from diptych.cli.output import check_folders, drawn, progress_bar
-from diptych.control.config import QuantizeName
+from diptych.control.config import KVDTypeName, QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.serving.front.engine_spec import parse_engine
 from diptych.serving.front.kv_events import require_zmq
@@ -111,6 +112,7 @@ def calibrate(
     max_model_len: Annotated[int | None, typer.Option(help=MAX_MODEL_LEN_HELP)] = None,
     kv_cache_memory: Annotated[str | None, typer.Option(help="KV cache, such as 2GiB. Default: as for serve.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 32,
+    kv_dtype: Annotated[KVDTypeName, typer.Option(help=KV_DTYPE_HELP)] = "auto",
     threads: Annotated[int | None, typer.Option(help=THREADS_HELP)] = None,
     cores: Annotated[
         str | None, typer.Option(help="CPUs to compute on, such as 0-3. Default: all that are allowed.")
@@ -135,6 +137,7 @@ def calibrate(
             refuse_others(
                 {"model": model, "max_model_len": max_model_len, "kv_cache_memory": kv_cache_memory}
                 | {"threads": threads, "cores": cores, "quantize": quantize != "none", "isa": instruction_set != "auto"}
+                | {"kv_dtype": kv_dtype != "auto"}
             )
             _show_calibration(calibrate_engine(engine, output, seconds, steps_output), output)
             return
@@ -146,7 +149,7 @@ def calibrate(
         options = EngineOptions(
             model=str(path),
             device=DeviceOptions(threads=threads, cores=cores, instruction_set=instruction_set, quantize=quantize),
-            memory=MemoryOptions(block_size=block_size, kv_cache_bytes=memory),
+            memory=MemoryOptions(block_size=block_size, kv_dtype=kv_dtype, kv_cache_bytes=memory),
             max_model_len=max_model_len,
         )
         check_start(options)
@@ -185,6 +188,7 @@ def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Cali
             "threads": options.device.threads,
             "cores": options.device.cores,
             "quantize": options.device.quantize,
+            "kv_dtype": options.memory.kv_dtype,
         },
     )
 

@@ -138,6 +138,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
         device=DeviceOptions(**picked(given, "device", "dtype", "threads", "cores", "instruction_set", "quantize")),
         memory=MemoryOptions(
             block_size=given["block_size"],
+            kv_dtype=given["kv_dtype"],
             kv_cache_bytes=None if memory is None else parse_bytes(memory, "kv_cache_memory"),
             prefix_cache=given["prefix_cache"],
             **tier_memory(given),

@@ -14,6 +14,7 @@ from diptych.cli.options import (
     KERNEL_NAMES,
     KV_DISK_CODEC_HELP,
     KV_DISK_GB_HELP,
+    KV_DTYPE_HELP,
     LONG_PREFILL_THRESHOLD_HELP,
     MAX_BATCHED_TOKENS_HELP,
     MAX_LONG_PARTIAL_PREFILLS_HELP,
@@ -33,7 +34,15 @@ from diptych.cli.options import (
     option,
 )
 from diptych.control.cluster.cluster_config import OnFailure
-from diptych.control.config import BudgetName, DTypeName, OrderName, PreemptionName, PresetName, QuantizeName
+from diptych.control.config import (
+    BudgetName,
+    DTypeName,
+    KVDTypeName,
+    OrderName,
+    PreemptionName,
+    PresetName,
+    QuantizeName,
+)
 from diptych.control.planner.planner_config import PlanMode
 from diptych.control.router.routing import Disaggregate, LocalPrefill, RoutingName
 from diptych.runtime.tiers.extent_format import DiskCodecName
@@ -191,6 +200,7 @@ class ServeOptions:
     preempt_for_priority: Annotated[bool, option("Displace running requests of lower priority.", SCHEDULER)] = False
     block_size: Annotated[int, option("Tokens per KV block.", MEMORY)] = 32
     kv_cache_memory: Annotated[Text, option(KV_CACHE_HELP, MEMORY)] = None
+    kv_dtype: Annotated[KVDTypeName, option(KV_DTYPE_HELP, MEMORY)] = "auto"
     kv_host_gb: Annotated[float, option(KV_HOST_HELP, MEMORY)] = 0.0
     kv_disk: Annotated[
         Path | None, option("Folder that keeps KV over restarts, such as ~/.cache/kv. Default: none.", MEMORY)

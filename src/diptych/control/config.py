@@ -16,6 +16,7 @@ PreemptionName = Literal["recompute", "swap"]
 AdmissionName = Literal["expected", "greedy"]
 PresetName = Literal["unified", "chunked"]
 DTypeName = Literal["auto", "bfloat16", "float32"]  # in which a worker computes
+KVDTypeName = Literal["auto", "int8"]  # of the KV cache; auto: in which the worker computes
 QuantizeName = Literal["none", "int8", "int4"]  # whole numbers instead of those in floating point
 DEFAULT_SHAPE: PresetName = "chunked"
 PREFILL_STEP_NS, MIN_PREFILL_STEP_NS, MAX_PREFILL_STEP_NS = 400 * NS_PER_MS, 100 * NS_PER_MS, 1000 * NS_PER_MS

@@ -76,10 +76,10 @@ class RunnerConfig:
     dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks.
     max_model_len: None for what the checkpoint supports. instruction_set: the kernels, a name that
     instruction_set.choose takes for the device. quantize: weights in floating point become whole numbers, one of
-    QUANTIZATIONS. shared_pool: the KV cache lies in a pool that other workers map, too; ``num_blocks`` of its blocks
-    are this worker's. shared_weights: the descriptor of a file in memory that holds the weights for all workers, or
-    will when the first of them has loaded. shared_host: of one for the host blocks, which other workers read. These
-    four on the cpu only.
+    QUANTIZATIONS. kv_dtype: of the KV cache, auto (as dtype) or int8. shared_pool: the KV cache lies in a pool that
+    other workers map, too; ``num_blocks`` of its blocks are this worker's. shared_weights: the descriptor of a file in
+    memory that holds the weights for all workers, or will when the first of them has loaded. shared_host: of one for
+    the host blocks, which other workers read. These five on the cpu only.
     speculation: see SPECULATIONS. frees_windows: layers are dealt into groups, and blocks that lie before the window of
     a group are free for other sequences; then prefixes of prompts are found at boundaries alone (see Hit), and none is
     handed off.
@@ -96,6 +96,7 @@ class RunnerConfig:
     max_model_len: int | None = None
     instruction_set: str = AUTO
     quantize: str = "none"
+    kv_dtype: str = "auto"
     shared_pool: SharedPool | None = None
     shared_weights: int | None = None
     shared_host: int | None = None
@@ -394,7 +395,9 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     instruction_set = choose(dtype, config.instruction_set, device.type)
     ops = make_ops(dtype, instruction_set)
     layers = deal(model_config.attention.layers, config.block_size, max_model_len) if config.frees_windows else None
-    attention = make_attention(model_config.attention, config.block_size, dtype, device, instruction_set, layers)
+    attention = make_attention(
+        model_config.attention, config.block_size, dtype, device, instruction_set, layers, config.kv_dtype
+    )
     num_blocks = config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
     quantization = QUANTIZATIONS[config.quantize]
     rotary = RotaryTables(model_config.attention.head_dim, max_model_len, device)
@@ -433,6 +436,7 @@ def speculates(speculation: str, instruction_set: str) -> bool:
 def _check_cpu_only(config: RunnerConfig, device: torch.device) -> None:
     for name, default in (
         ("quantize", "none"),
+        ("kv_dtype", "auto"),
         ("shared_pool", None),
         ("shared_weights", None),
         ("shared_host", None),

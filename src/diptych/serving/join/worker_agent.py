@@ -303,7 +303,7 @@ class WorkerAgent:
         address = f"[{own_host}]" if ":" in own_host else own_host
         # The number is the front end's; another gives another, and here there is one worker.
         place = msgspec.structs.replace(place, number=0, listen=own.kv_listen or f"tcp://{address}:0")
-        memory = options.memory
+        memory = options.memory  # the front end's dtype of the cache, too
         if own.kv_cache_bytes is not None:
             memory = msgspec.structs.replace(memory, kv_cache_bytes=own.kv_cache_bytes)
         device = msgspec.structs.replace(own.device, dtype=options.device.dtype, quantize=options.device.quantize)

@@ -10,7 +10,7 @@ import msgspec
 
 import diptych
 from diptych.base.processor import parse_cpu_list
-from diptych.control.config import DTypeName, QuantizeName, SchedulerConfig
+from diptych.control.config import DTypeName, KVDTypeName, QuantizeName, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
 from diptych.control.slo import Slo
@@ -44,9 +44,10 @@ class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache and the tiers below it. kv_cache_bytes None: a share of the free memory. host_bytes: host memory of
     each worker for evicted blocks and preempted requests. disk: a folder for KV (None: none), which all its files
     together fill up to disk_bytes at most, also those of other workers and other servers. disk_codec: how blocks lie
-    there."""
+    there. kv_dtype: of the cache; int8: whole numbers of 8 bits, with a scale for each token of a head, on a cpu."""
 
     block_size: int = 32
+    kv_dtype: KVDTypeName = "auto"
     kv_cache_bytes: int | None = None
     host_bytes: int = 0
     disk: str | None = None

@@ -16,7 +16,6 @@ from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
 from diptych.control.recent_rows import RecentRows
 from diptych.runtime.device.compute_device import ComputeDevice, UndividedDevice
-from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.models.registry import read_model_config
@@ -30,6 +29,7 @@ from diptych.serving.answers.grammar.grammar_checker import is_installed
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.failures.recorded_cores import recent_of_engine, written_to
 from diptych.serving.fleet.shared_memory import default_num_blocks
+from diptych.serving.kv_memory import kv_geometry_of
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.messages import Ready
 from diptych.serving.link.recorder import Recorder, record_engine
@@ -84,7 +84,7 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
         os.nice(PREFILL_NICENESS)  # before there are threads: they inherit it
     threads = configure_threads(options.device.threads, cores, bind=owns_process and device == "cpu")
     memory = options.memory
-    geometry = read_kv_geometry(options.model, options.device.dtype, memory.block_size)
+    geometry = kv_geometry_of(options)
     config = _runner_config(options, device, geometry)
     runner = load_runner(config, lambda done, total: report("loading weights", done / max(1, total)))
     settings = engine_config(runner, options.scheduler, enable_prefix_cache=memory.prefix_cache, slo=options.slo)
@@ -187,6 +187,7 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         max_model_len=options.max_model_len,
         instruction_set=options.device.instruction_set,
         quantize=options.device.quantize,
+        kv_dtype=memory.kv_dtype,
         shared_pool=pool,
         shared_weights=place.weights_fd if place else None,
         shared_host=place.host_fds.get(place.number) if place and device == "cpu" else None,
@@ -215,13 +216,13 @@ def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path
 def kv_format(runner: "ModelRunner") -> KVFormat:
     """What the bytes of this runner's KV cache mean."""
     model = runner.model_config
-    caches = runner.kv.layers[0]
+    geometry = runner.attention.geometry
     return KVFormat(
         model=fingerprint(model, runner.loaded.weights),
         num_layers=model.num_layers,
         num_kv_heads=model.attention.num_kv_heads,
         head_dim=model.attention.head_dim,
-        dtype=str(caches[0].dtype).removeprefix("torch."),
+        dtype=geometry.dtype,
         block_size=runner.block_size,
-        layout=caches[0].device.type,
+        layout=runner.kv.layers[0][0].device.type,
     )

@@ -1,0 +1,20 @@
+"""The KV cache of a worker by its options: what a block of it takes. Imports no torch."""
+
+from diptych.control.errors import ConfigError
+from diptych.runtime.dtypes import INT8
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
+from diptych.serving.link.engine_options import EngineOptions
+
+
+def kv_geometry_of(options: EngineOptions) -> KVGeometry:
+    """The cache of a worker with these options. Raises ConfigError or UnsupportedModelError for what it would refuse,
+    too."""
+    memory = options.memory
+    if memory.kv_dtype == INT8 and memory.disk_codec != "none":
+        raise ConfigError(
+            f"kv_disk_codec is {memory.disk_codec} and kv_dtype is {INT8}: blocks are in 8 bits already; "
+            "supported: none",
+            param="kv_disk_codec",
+        )
+    return read_kv_geometry(options.model, options.device.dtype, memory.block_size, kv_dtype=memory.kv_dtype)
