@@ -7,9 +7,9 @@
 MODEL_DIR is a Hugging Face directory (scripts/make_random_model.py makes one of a real shape with random weights).
 --vllm VENV and --llamacpp FOLDER (scripts/bench-peers makes both) measure these in the same run: the engines take
 turns, so that a noisy machine disturbs all alike. vLLM computes in bf16; llama.cpp has bf16 weights, or q8_0 beside
-int8 and q4_0 beside int4. Quantised weights are measured beside our own bf16, too, and a KV cache of 8 bits beside one of
-the dtype of the model. --torch: torch's own kernels, kept
-to the instructions of --isa (with AVX2 alone, oneDNN has no fast product in bf16: it would be faster in fp32).
+int8 and q4_0 beside int4. Quantised weights are measured beside our own bf16, too, and a KV cache of 8 bits beside one
+of the dtype of the model. --torch: torch's own kernels, kept to the instructions of --isa (with AVX2 alone, oneDNN has
+no fast product in bf16: it would be faster in fp32).
 Reported: medians, spreads, ratios of medians, and for each rate the share of its ceiling and what limits it. The
 ceilings are measured in this run, with as many threads:
 
