@@ -135,6 +135,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
     slo = default_slo(given)
     return EngineOptions(
         model=str(path),
+        model_impl=given["model_impl"],
         device=DeviceOptions(**picked(given, "device", "dtype", "threads", "cores", "instruction_set", "quantize")),
         memory=MemoryOptions(
             block_size=given["block_size"],

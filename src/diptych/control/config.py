@@ -16,6 +16,7 @@ PreemptionName = Literal["recompute", "swap"]
 AdmissionName = Literal["expected", "greedy"]
 PresetName = Literal["unified", "chunked"]
 DTypeName = Literal["auto", "bfloat16", "float32"]  # in which a worker computes
+ModelImplName = Literal["auto", "transformers"]  # what computes a model; auto: the engine's own families
 KVDTypeName = Literal["auto", "int8"]  # of the KV cache; auto: in which the worker computes
 QuantizeName = Literal["none", "int8", "int4"]  # whole numbers instead of those in floating point
 DEFAULT_SHAPE: PresetName = "chunked"

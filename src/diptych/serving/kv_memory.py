@@ -17,4 +17,10 @@ def kv_geometry_of(options: EngineOptions) -> KVGeometry:
             "supported: none",
             param="kv_disk_codec",
         )
-    return read_kv_geometry(options.model, options.device.dtype, memory.block_size, kv_dtype=memory.kv_dtype)
+    return read_kv_geometry(
+        options.model,
+        options.device.dtype,
+        memory.block_size,
+        kv_dtype=memory.kv_dtype,
+        model_impl=options.model_impl,
+    )

@@ -22,7 +22,7 @@ GPU = Path("/dev/nvidiactl")  # where there is one, memory may be that of a GPU
 def check_start(options: EngineOptions, processor: Processor | None = None) -> None:
     """Raises ConfigError or UnsupportedModelError for what no worker could serve with."""
     require_packages()
-    open_checkpoint(read_model_config(options.model))
+    open_checkpoint(read_model_config(options.model, options.model_impl))
     device, kv_cache_bytes = options.device, options.memory.kv_cache_bytes
     geometry = kv_geometry_of(options)
     if kv_cache_bytes is not None:

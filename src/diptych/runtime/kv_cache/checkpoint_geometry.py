@@ -10,12 +10,14 @@ from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.weights.checkpoint import open_checkpoint, resolve_dtype_name
 
 
-def read_kv_geometry(model: str | Path, dtype: str, block_size: int, *, kv_dtype: str = "auto") -> KVGeometry:
+def read_kv_geometry(
+    model: str | Path, dtype: str, block_size: int, *, kv_dtype: str = "auto", model_impl: str = "auto"
+) -> KVGeometry:
     """The geometry of a checkpoint directory's KV cache; dtype: auto | bfloat16 | float32. kv_dtype: auto (as dtype) |
-    int8.
+    int8. model_impl: see read_model_config.
 
     Raises ConfigError or UnsupportedModelError for what a worker would refuse, too.
     """
-    config = read_model_config(model)
+    config = read_model_config(model, model_impl)
     name, _ = resolve_dtype_name(dtype, config, open_checkpoint(config))
     return KVGeometry.of(config.attention, block_size, name if kv_dtype == "auto" else kv_dtype)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from diptych.control.errors import ConfigError
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.layers.decoder_layers import DecoderLayers
 from diptych.runtime.layers.native_step import DecoderLayer, native_step
@@ -52,6 +53,19 @@ class LayerLoader:
         self._attention = attention
         self._rotary = rotary
         self._embedding = ""  # the name of the embedding, once it is loaded
+
+    @property
+    def attention_backend(self) -> AttentionBackend:
+        """What the model attends with."""
+        return self._attention
+
+    def leave_to_others(self) -> torch.dtype:
+        """Leave all tensors of the checkpoint to code that reads the files by itself. Returns the dtype to read them
+        to. Raises ConfigError where their quantization was asked for."""
+        if self._quantization is not NO_QUANTIZATION:
+            raise ConfigError("quantize has no effect on models that other code computes: none", param="quantize")
+        self._weights.ignore_all()
+        return self._weights.dtype
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """A tensor as it is in the checkpoint, in the model's dtype."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from diptych.control.errors import ConfigError
 from diptych.runtime.gguf.gguf_config import read_gguf_fields
 from diptych.runtime.gguf.gguf_file import is_gguf
 from diptych.runtime.models.config_fields import ConfigFields
@@ -30,6 +31,8 @@ from diptych.runtime.models.qwen3 import Qwen3
 from diptych.runtime.models.qwen3_moe import Qwen3Moe
 from diptych.runtime.models.seed_oss import SeedOss
 from diptych.runtime.models.smollm3 import SmolLM3
+from diptych.runtime.models.transformers_config import TransformersConfig
+from diptych.runtime.models.transformers_model import TransformersModel
 from diptych.runtime.models.wrappers import WRAPPERS, TextPart, read_text_fields
 
 if TYPE_CHECKING:
@@ -95,18 +98,32 @@ MODELS: dict[str, type[LanguageModel]] = {
 }
 
 
-def read_model_config(path: str | Path) -> ModelConfig:
-    """Read the config of the checkpoint ``path``, a directory or a GGUF file.
+TRANSFORMERS = "transformers"
+MODEL_IMPLS = ("auto", TRANSFORMERS)  # auto: the families above
+
+
+def read_model_config(path: str | Path, model_impl: str = "auto") -> ModelConfig:
+    """Read the config of the checkpoint ``path``, a directory or a GGUF file. model_impl: one of MODEL_IMPLS.
 
     Raises ConfigError when the file is missing or not JSON, UnsupportedModelError when it asks for something that
     this engine does not have.
     """
     path = Path(path)
+    if model_impl not in MODEL_IMPLS:
+        raise ConfigError(f"model_impl is {model_impl!r}; one of {', '.join(MODEL_IMPLS)}", param="model_impl")
+    if model_impl == TRANSFORMERS:
+        if is_gguf(path):
+            raise ConfigError(f"model_impl is {TRANSFORMERS}; it reads directories, not {path}", param="model_impl")
+        return TransformersModel.read_config(ConfigFields.of_file(path / "config.json"))
     fields = read_gguf_fields(path) if is_gguf(path) else ConfigFields.of_file(path / "config.json")
     names = fields.values.get("architectures")
     known = dict.fromkeys((*MODELS, *WRAPPERS))
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
-        raise fields.unsupported("architectures", "one of " + ", ".join(known))
+        raise fields.unsupported(
+            "architectures",
+            f"one of {', '.join(known)}; others that the package transformers has may be computed by it "
+            f"(model_impl {TRANSFORMERS})",
+        )
     architecture = names[0]
     wrapper = WRAPPERS.get(architecture)
     if wrapper is not None:
@@ -118,3 +135,8 @@ def read_model_config(path: str | Path) -> ModelConfig:
         return config
     note = f"{names[0]} is served as a model of text: its other parts ({', '.join(wrapper.others)}) are not loaded"
     return replace(config, text_part=TextPart(wrapper.others), notes=(*config.notes, note))
+
+
+def family_of(config: ModelConfig) -> type[LanguageModel]:
+    """What computes the model of a config that read_model_config has read."""
+    return TransformersModel if isinstance(config, TransformersConfig) else MODELS[config.architecture]

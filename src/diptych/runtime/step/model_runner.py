@@ -49,7 +49,8 @@ from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.layer_loader import LayerLoader
 from diptych.runtime.layers.rope import RotaryTables
 from diptych.runtime.models.model_config import ModelConfig
-from diptych.runtime.models.registry import MODELS, LanguageModel, read_model_config
+from diptych.runtime.models.registry import LanguageModel, family_of, read_model_config
+from diptych.runtime.models.transformers_model import TransformersModel
 from diptych.runtime.ops import make_ops
 from diptych.runtime.sampling.sampler import row_as_float32, token_logprobs
 from diptych.runtime.sampling.step_sampling import Sampled, StepSampling
@@ -73,7 +74,8 @@ SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a wh
 class RunnerConfig:
     """What to load and how much memory it may use.
 
-    dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks.
+    model_impl: see read_model_config. dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless
+    ``num_blocks`` says it in blocks.
     max_model_len: None for what the checkpoint supports. instruction_set: the kernels, a name that
     instruction_set.choose takes for the device. quantize: weights in floating point become whole numbers, one of
     QUANTIZATIONS. kv_dtype: of the KV cache, auto (as dtype) or int8. shared_pool: the KV cache lies in a pool that
@@ -86,6 +88,7 @@ class RunnerConfig:
     """
 
     model: str | Path
+    model_impl: str = "auto"
     dtype: str = "auto"
     device: str = "cpu"
     block_size: int = 32
@@ -385,7 +388,7 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
 
     Raises ConfigError or UnsupportedModelError when the directory, its config or a tensor is not what it should be.
     """
-    model_config = read_model_config(config.model)
+    model_config = read_model_config(config.model, config.model_impl)
     max_model_len = _max_model_len(config.max_model_len, model_config)
     model_config = model_config.for_context(max_model_len)
     checkpoint = open_checkpoint(model_config)
@@ -400,16 +403,18 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     )
     num_blocks = config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
     quantization = QUANTIZATIONS[config.quantize]
+    family = family_of(model_config)
     rotary = RotaryTables(model_config.attention.head_dim, max_model_len, device)
 
     def load(memory: WeightMemory) -> tuple[LanguageModel, str]:
         weights = Weights(checkpoint, dtype, device, progress, memory)
         layer_loader = LayerLoader(weights, ops, attention, rotary, quantization)
-        model = MODELS[model_config.architecture](model_config, layer_loader)
+        model = family(model_config, layer_loader)
         weights.finish()
         return model, ", ".join(map(str, layer_loader.formats)) or str(dtype).removeprefix("torch.")
 
-    if config.shared_weights is None:
+    is_own = family is not TransformersModel  # which reads the files by itself
+    if config.shared_weights is None or not is_own:
         (model, formats), why_private = load(PrivateMemory(device)), ""
     else:
         key = weights_key(model_config, checkpoint, dtype, f"{ops.name} {config.quantize}")
@@ -421,7 +426,7 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     loaded = LoadedModel(
         model, formats, instruction_set, "; ".join(filter(None, (note, why_private, *model_config.notes, empty)))
     )
-    drafted = DraftTokens(drafts=speculates(config.speculation, instruction_set))
+    drafted = DraftTokens(drafts=speculates(config.speculation, instruction_set if is_own else TORCH))
     return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, drafted)
 
 

@@ -129,6 +129,10 @@ class Weights:
         """A tensor that the checkpoint may hold but the model does not need."""
         self._left.pop(name, None)
 
+    def ignore_all(self) -> None:
+        """All tensors are read by other code."""
+        self._left.clear()
+
     def finish(self) -> None:
         """Raise ConfigError when tensors are left that the model did not ask for."""
         left = [name for name in self._left if not name.endswith(IGNORED_SUFFIXES) and not self._is_zero_bias(name)]

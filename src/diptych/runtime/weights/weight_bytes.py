@@ -16,12 +16,12 @@ from diptych.runtime.weights.weight_format import QUANTIZATIONS
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def loaded_weight_bytes(model: str | Path, dtype: str, quantize: str) -> int:
+def loaded_weight_bytes(model: str | Path, dtype: str, quantize: str, model_impl: str = "auto") -> int:
     """Bytes of all weights in the formats that ``dtype`` and ``quantize`` (a name in QUANTIZATIONS) give them.
 
     An embedding in floating point that the lm_head shares is there twice: as rows to look up, and packed to multiply.
     """
-    config = read_model_config(model)
+    config = read_model_config(model, model_impl)
     checkpoint, quantization = open_checkpoint(config), QUANTIZATIONS[quantize]
     itemsize = DTYPES[resolve_dtype_name(dtype, config, checkpoint)[0]].itemsize
     total = 0

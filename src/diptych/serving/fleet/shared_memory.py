@@ -85,11 +85,13 @@ def default_num_blocks(
     this machine and in its container, between all of them, at most 2 GiB each and at most what 32 sequences at full
     length use (touching memory for the first time takes long on some machines). root: see ``diptych.base.cgroups``.
     Raises ConfigError for weights that do not fit into memory."""
-    max_model_len = options.max_model_len or read_model_config(options.model).max_position_embeddings
+    max_model_len = (
+        options.max_model_len or read_model_config(options.model, options.model_impl).max_position_embeddings
+    )
     useful = DEFAULT_FULL_SEQUENCES * (max_model_len // geometry.block_size + 2)
     free_bytes = available_memory_bytes(root)
     if device == "cpu":
-        weights = loaded_weight_bytes(options.model, options.device.dtype, options.device.quantize)
+        weights = loaded_weight_bytes(options.model, options.device.dtype, options.device.quantize, options.model_impl)
         free_bytes = memory_beside_weights(options.model, weights, free_bytes)
     share = min(free_bytes // (4 * num_workers), DEFAULT_KV_BYTES) // geometry.block_bytes
     return max(min(share, useful), MIN_BLOCKS)

@@ -10,7 +10,7 @@ import msgspec
 
 import diptych
 from diptych.base.processor import parse_cpu_list
-from diptych.control.config import DTypeName, KVDTypeName, QuantizeName, SchedulerConfig
+from diptych.control.config import DTypeName, KVDTypeName, ModelImplName, QuantizeName, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
 from diptych.control.slo import Slo
@@ -95,7 +95,8 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a worker needs to load a model and to serve it. record: a file for its recording (None: none).
+    """Everything a worker needs to load a model and to serve it. model_impl: what computes it, this engine's families
+    or the package transformers with this engine's attention. record: a file for its recording (None: none).
     failures: the folder for what a core leaves that fails (empty: one of this user in the folder for temporary files).
     speculation: whether tokens are guessed and verified several at a time; auto: where answers stay bitwise the same.
     place: None for a worker that is alone (it takes no part in handoffs). explains_misses: report what enters and
@@ -103,6 +104,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     template says, else generic), generic, none, or the name of a format (serving/answers/response/answer_format.py)."""
 
     model: str = str(BUNDLED_MODEL)
+    model_impl: ModelImplName = "auto"
     device: DeviceOptions = DeviceOptions()
     memory: MemoryOptions = MemoryOptions()
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)

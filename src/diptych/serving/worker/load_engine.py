@@ -130,7 +130,7 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
 
 
 def _max_model_len(options: EngineOptions) -> int:
-    return options.max_model_len or read_model_config(options.model).max_position_embeddings
+    return options.max_model_len or read_model_config(options.model, options.model_impl).max_position_embeddings
 
 
 def _load_grammars(options: EngineOptions, model: ModelConfig) -> "Grammars | None":
@@ -178,6 +178,7 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         num_blocks = default_num_blocks(options, geometry, 1, device)
     return RunnerConfig(
         model=options.model,
+        model_impl=options.model_impl,
         dtype=options.device.dtype,
         device=device,
         block_size=memory.block_size,
