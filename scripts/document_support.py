@@ -73,7 +73,7 @@ Other architectures whose attention goes through the attention interface of the 
 it with `--model-impl transformers`, at PyTorch's speed and without the promise of equal bits
 ([checkpoints.md](checkpoints.md#other-classes-of-transformers)). Proven by random weights against transformers, in
 fp32: Apertus, Arcee, BitNet, Cohere, Cohere2, Dots1, Ernie4_5, Ernie4_5_Moe, Exaone4, FlexOlmo, GPTNeoX, Gemma, Glm,
-Glm4, Glm4Moe, Helium, HunYuanDenseV1, Jais2, MiniMaxM2, Nemotron, OPT, Olmo, Persimmon, Phi, Qwen2Moe and Starcoder2.
+Glm4, Glm4Moe, Helium, HunYuanDenseV1, Jais2, MiniMaxM2, OPT, Olmo, Persimmon, Phi, Qwen2Moe and Starcoder2.
 """
 GGUF_NOTES = {  # beside the architecture of that name, or instead of one
     "MistralForCausalLM": "as `llama`, with a window",

@@ -47,7 +47,6 @@ CLASSES: dict[str, dict[str, Any]] = {  # names without ForCausalLM; what differ
     "HunYuanDenseV1": {"head_dim": 16},
     "Jais2": {"head_dim": 16},
     "MiniMaxM2": {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
-    "Nemotron": {},
     "OPT": {"word_embed_proj_dim": 64, "ffn_dim": 112, "num_key_value_heads": None},
     "Olmo": {},
     "Persimmon": {"num_key_value_heads": None},

@@ -30,7 +30,6 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {  # fields whose other val
     "attention_chunk_size": ((None,), "attention within chunks"),
     "is_encoder_decoder": ((None, False), "an encoder"),
     "use_bidirectional_attention": ((None, False), "attention to later tokens"),
-    "is_decoder": ((None, True), "attention to later tokens"),
     "quantization_config": ((None,), "quantised weights"),
 }
 ROPES_BY_LENGTH = ("dynamic", "longrope")  # rotations that change when the longest sequence of a batch grows

@@ -261,17 +261,17 @@ def _head_of(model: Any) -> Any:
     import torch
 
     class Layers(torch.nn.Module):  # type: ignore[misc]
-        """Gives what it was told to."""
+        """Gives what it was told to, also as any of its parts."""
 
         hidden: torch.Tensor
 
         def forward(self, *_: Any, **__: Any) -> Any:
-            outputs = import_outputs()
             return outputs(last_hidden_state=self.hidden)
 
-    def import_outputs() -> Any:
-        return load_package().modeling_outputs.BaseModelOutputWithPast
+        def __getattr__(self, name: str) -> Any:
+            return self if name in model.base_model._modules else super().__getattr__(name)
 
+    outputs = load_package().modeling_outputs.MoeModelOutputWithPast  # the fields of all
     layers, head = Layers(), copy.copy(model)
     head._modules = {**model._modules, model.base_model_prefix: layers}
 
