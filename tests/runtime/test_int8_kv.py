@@ -225,7 +225,7 @@ def test_a_model_is_nearly_the_one_with_a_cache_of_its_dtype(instruction_set: st
         _, results = generate(shared, prompt, [200], greedy(1, logprobs=8))
         found.append(dict(results[0].payload.logprobs[0].top))
     common = found[0].keys() & found[1].keys()
-    assert common and all(abs(found[0][token] - found[1][token]) < 0.1 for token in common)
+    assert common and all(abs(found[0][token] - found[1][token]) < 0.25 for token in common)
 
 
 def test_blocks_left_by_a_broken_request_do_no_harm() -> None:

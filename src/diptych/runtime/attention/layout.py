@@ -86,7 +86,8 @@ def to_numbers(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     head_dim]. The scale of a row that is not finite is not a number."""
     wide = rows.float()
     largest = wide.abs().amax(-1)
-    steps = torch.where(largest > 1e-30, 127.0 / largest, 0.0)
+    top = torch.full_like(largest, 127.0)  # of a number, torch would multiply the reciprocal, which rounds twice
+    steps = torch.where(largest > 1e-30, top / largest, 0.0)
     numbers = (wide * steps.unsqueeze(-1)).round().nan_to_num(0.0).clamp(-128, 127).to(torch.int8)
     return largest / 127.0 + (wide * 0.0).sum(-1), numbers
 
