@@ -125,7 +125,7 @@ class Refused:
 REFUSED = [
     Refused("DeepseekV3", {"n_routed_experts": 4, "kv_lora_rank": 16, "q_lora_rank": None}, "no latent attention"),
     Refused("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, r"layer_types is \['conv'.*full_attention"),
-    Refused("Mamba", {}, "num_attention_heads is None"),
+    Refused("Mamba", {}, r"layer_types is \['linear_attention'"),
     Refused("GptOss", {"num_local_experts": 4}, "s_aux"),
     Refused("Phi3", {"rope_parameters": checkpoints.LONG_ROPE}, "sequences of every length"),
 ]
