@@ -82,7 +82,8 @@ def _weight(files: Mapping[str, SafetensorsFile], name: str, quantization: Fp8Qu
             f"{file.path}: tensor {' or '.join(names)} is missing in the checkpoint, which holds {name} in {FP8}",
             param="model",
         )
-    return Fp8Weight(file.path, *shape[-2:], name, scale, _block(files[scale], scale, shape, quantization))
+    rows, columns = shape[-2:]
+    return Fp8Weight(file.path, rows, columns, name, scale, _block(files[scale], scale, shape, quantization))
 
 
 def _block(file: SafetensorsFile, scale: str, shape: tuple[int, ...], quantization: Fp8Quantization) -> tuple[int, int]:
