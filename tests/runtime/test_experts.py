@@ -303,7 +303,7 @@ def experts_in_fp8(tensors: dict[str, torch.Tensor], *, is_together: bool, is_ex
             tensors |= {
                 name: values,
                 f"{name}_scale_inv": scale,
-                f"{name}_activation_scale".replace("weight_", ""): scale,
+                f"{name}_activation_scale".replace("weight_", ""): torch.ones(1),
             }
 
 
@@ -452,12 +452,12 @@ def test_quantised_experts_of_a_gguf_file_are_read_one_by_one(tmp_path: Path) ->
     assert common and all(abs(best[0][token] - best[1][token]) < 0.5 for token in common)
 
 
-@pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.IQ4_NL])
+@pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q4_0])
 def test_quantised_experts_may_lie_in_several_files(kind: Kind, tmp_path: Path) -> None:
-    prompt, directory = prompt_of(30), reference("mixtral").directory
+    prompt, directory = prompt_of(30), reference("olmoe").directory
     parts = gguf_files.split_model(tmp_path, directory, kind=kind)
     assert len(parts) == 3
-    whole = write_model(tmp_path / "m.gguf", "mixtral", kind=kind)
+    whole = write_model(tmp_path / "m.gguf", "olmoe", kind=kind)
     shared = load(parts[0], dtype="float32")
     assert isinstance(shared.model.layers.layers[0].mlp, MixtureOfExperts)
     assert (

@@ -82,7 +82,8 @@ def _weight(files: Mapping[str, SafetensorsFile], name: str, quantization: Fp8Qu
             f"{file.path}: tensor {' or '.join(names)} is missing in the checkpoint, which holds {name} in {FP8}",
             param="model",
         )
-    return Fp8Weight(file.path, *shape[-2:], name, scale, _block(files[scale], scale, shape, quantization))
+    rows, columns = shape[-2:]
+    return Fp8Weight(file.path, rows, columns, name, scale, _block(files[scale], scale, shape, quantization))
 
 
 def _block(file: SafetensorsFile, scale: str, shape: tuple[int, ...], quantization: Fp8Quantization) -> tuple[int, int]:
@@ -101,7 +102,7 @@ def _block(file: SafetensorsFile, scale: str, shape: tuple[int, ...], quantizati
     if entry.dtype not in SCALE_DTYPES or entry.shape[: len(front)] != front or own not in shapes:
         raise ConfigError(
             f"{file.path}: tensor {scale} is {entry.dtype} {list(entry.shape)}; for a weight {list(shape)} it must be "
-            f"{' or '.join(SCALE_DTYPES)}, and {' or '.join(str([*front, *one]) for one in wanted)}",
+            f"{' or '.join(SCALE_DTYPES)}, and {' or '.join(str([*front, *extents]) for extents in wanted)}",
             param="model",
         )
     return shapes[own]
