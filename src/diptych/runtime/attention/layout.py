@@ -97,7 +97,7 @@ def _numbers(cache: torch.Tensor, *, is_k: bool) -> torch.Tensor:
     dim / 2, 16, 2], V [num_blocks, heads, block_size / 2, dim, 2]."""
     block_size, dim = cache.shape[2], cache.shape[3] - SCALE_BYTES
     shape = (block_size // GROUP, dim // 2, GROUP, 2) if is_k else (block_size // 2, dim, 2)
-    return cache.flatten(2)[:, :, : block_size * dim].unflatten(2, shape)
+    return torch.unflatten(cache.flatten(2)[:, :, : block_size * dim], 2, shape)
 
 
 def _scales(cache: torch.Tensor) -> torch.Tensor:

@@ -260,7 +260,7 @@ def _head_of(model: Any) -> Any:
     stand-in for these."""
     import torch
 
-    class Layers(torch.nn.Module):  # type: ignore[misc]
+    class Layers(torch.nn.Module):
         """Gives what it was told to, also as any of its parts."""
 
         hidden: torch.Tensor
