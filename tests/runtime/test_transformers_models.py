@@ -14,10 +14,10 @@ import transformers
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.control.request import SamplingParams
 from diptych.runtime import required_packages
+from diptych.runtime.layers.transformers_layers import INTERFACE, attend_paged
 from diptych.runtime.local_engine import engine_config
 from diptych.runtime.models import transformers_config
 from diptych.runtime.models.registry import MODELS, read_model_config
-from diptych.runtime.models.transformers_model import INTERFACE, attend_paged
 from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.start_checks import check_start

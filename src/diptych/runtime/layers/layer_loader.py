@@ -23,8 +23,10 @@ from diptych.runtime.layers.parts import (
     RopeAndCache,
 )
 from diptych.runtime.layers.rope import RotaryTables
+from diptych.runtime.layers.transformers_layers import TransformersLayers
 from diptych.runtime.models.experts import ExpertNames, ExpertsConfig
 from diptych.runtime.models.model_config import AttentionConfig, LayerAttention, RopeConfig
+from diptych.runtime.models.transformers_config import TransformersConfig
 from diptych.runtime.ops.ops import Activation, Linear, Ops
 from diptych.runtime.weights.loader import Weights
 from diptych.runtime.weights.quantized_weight import QuantizedSource
@@ -66,6 +68,10 @@ class LayerLoader:
             raise ConfigError("quantize has no effect on models that other code computes: none", param="quantize")
         self._weights.ignore_all()
         return self._weights.dtype
+
+    def transformers_layers(self, config: TransformersConfig) -> TransformersLayers:
+        """A whole model of the package transformers, which reads its weights by itself."""
+        return TransformersLayers(config, self)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """A tensor as it is in the checkpoint, in the model's dtype."""

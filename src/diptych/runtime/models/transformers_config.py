@@ -1,8 +1,8 @@
 """Models that the package transformers computes: what the engine knows of them, from transformers' own config classes.
 
-Only their attention is the engine's (transformers_model.py). What would keep more between steps than keys and values of
-each layer, or let a token depend on others beyond attention, is refused by the field that says it; what no field says
-is found when the model is tried at its start. Imports no torch by itself.
+Only their attention is the engine's (layers/transformers_layers.py). What would keep more between steps than keys and
+values of each layer, or let a token depend on others beyond attention, is refused by the field that says it; what no
+field says is found when the model is tried at its start. Imports no torch by itself.
 """
 
 from collections.abc import Mapping
