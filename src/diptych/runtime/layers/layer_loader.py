@@ -56,22 +56,13 @@ class LayerLoader:
         self._rotary = rotary
         self._embedding = ""  # the name of the embedding, once it is loaded
 
-    @property
-    def attention_backend(self) -> AttentionBackend:
-        """What the model attends with."""
-        return self._attention
-
-    def leave_to_others(self) -> torch.dtype:
-        """Leave all tensors of the checkpoint to code that reads the files by itself. Returns the dtype to read them
-        to. Raises ConfigError where their quantization was asked for."""
-        if self._quantization is not NO_QUANTIZATION:
-            raise ConfigError("quantize has no effect on models that other code computes: none", param="quantize")
-        self._weights.ignore_all()
-        return self._weights.dtype
-
     def transformers_layers(self, config: TransformersConfig) -> TransformersLayers:
-        """A whole model of the package transformers, which reads its weights by itself."""
-        return TransformersLayers(config, self)
+        """A whole model of the package transformers, which reads the checkpoint by itself. Raises ConfigError where a
+        quantization was asked for."""
+        if self._quantization is not NO_QUANTIZATION:
+            raise ConfigError("quantize has no effect on models that transformers computes: none", param="quantize")
+        self._weights.ignore_all()
+        return TransformersLayers(config, self.rope(None), self._attention, self._weights.dtype)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """A tensor as it is in the checkpoint, in the model's dtype."""

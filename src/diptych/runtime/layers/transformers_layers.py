@@ -21,7 +21,7 @@ from diptych.runtime.models.transformers_config import TransformersConfig, load_
 
 if TYPE_CHECKING:
     from diptych.runtime.attention.attention_backend import AttentionBackend
-    from diptych.runtime.layers.layer_loader import LayerLoader
+    from diptych.runtime.layers.parts import RopeAndCache
 
 INTERFACE = "diptych"  # the name of this attention in transformers' table
 ATTEND = "diptych_attend"  # the argument that brings it to the layers of one model
@@ -34,14 +34,16 @@ class TransformersLayers:
     """The layers of one model and what comes behind them. Making them reads the weights, and raises
     UnsupportedModelError for a model whose attention cannot be replaced."""
 
-    def __init__(self, config: TransformersConfig, load: LayerLoader) -> None:
+    def __init__(
+        self, config: TransformersConfig, rope: RopeAndCache, backend: AttentionBackend, dtype: torch.dtype
+    ) -> None:
         self.config = config
-        self._rope = load.rope(None)  # keys and values come rotated
-        self._model = _read_model(config, load)
+        self._rope = rope  # without a rotation: keys and values come rotated
+        self._model = _read_model(config, dtype, backend.device)
         self._head = _head_of(self._model)
         self._windows: dict[int, int | None] = {}  # that a layer has asked for
         try:
-            self._try(load)
+            self._try(backend)
         except (ConfigError, UnsupportedModelError):
             raise
         except Exception as error:  # of any kind: it is not our code
@@ -88,16 +90,16 @@ class TransformersLayers:
 
     # ---------------------------------------------------------------- the trial
 
-    def _try(self, load: LayerLoader) -> None:
+    def _try(self, backend: AttentionBackend) -> None:
         """Raise UnsupportedModelError unless the model computes with this attention what it does with its own."""
         tokens = [7919 * (place + 1) % self.config.vocab_size for place in range(TRIAL_TOKENS + TRIAL_OTHER)]
         first, other = tokens[:TRIAL_TOKENS], tokens[TRIAL_TOKENS:]
         with torch.inference_mode():
             self._model.set_attn_implementation("eager")
-            ids = torch.tensor([first], device=load.attention_backend.device)
+            ids = torch.tensor([first], device=backend.device)
             own = self._model.base_model(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state[0]
             self._model.set_attn_implementation(INTERFACE)
-            backend, layers = load.attention_backend, self.config.num_layers
+            layers = self.config.num_layers
             both = self.hidden(Trial(backend, layers).step((0, 0, first), (1, 0, other)))[:TRIAL_TOKENS]
             trial = Trial(backend, layers)
             begun = self.hidden(trial.step((0, 0, first[:TRIAL_SPLIT])))
@@ -207,7 +209,7 @@ def attend_paged(
     return attend(module, (query, key, value), how), None
 
 
-def _read_model(config: TransformersConfig, load: LayerLoader) -> Any:
+def _read_model(config: TransformersConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """The model of the directory. Raises UnsupportedModelError for a class that transformers has not, or whose
     attention cannot be replaced, ConfigError for tensors that are missing or too many."""
     package = load_package()
@@ -220,7 +222,6 @@ def _read_model(config: TransformersConfig, load: LayerLoader) -> Any:
             f"has {'no such class' if made is None else 'it, but its attention cannot be replaced'}",
             param="model_impl",
         )
-    dtype = load.leave_to_others()
     model, info = made.from_pretrained(
         config.path, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
     )
@@ -231,7 +232,7 @@ def _read_model(config: TransformersConfig, load: LayerLoader) -> Any:
         if names := sorted(info[kind]):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ConfigError(f"{config.path}: tensor {names[0]}{more} is {what}", param="model")
-    return model.to(load.attention_backend.device).eval()
+    return model.to(device).eval()
 
 
 def _head_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
