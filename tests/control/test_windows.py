@@ -8,8 +8,9 @@ import pytest
 
 from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig, shape_preset
 from diptych.control.engine.engine_core import EngineCore
+from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import ConfigError
-from diptych.control.events import RequestAdmitted, RequestFinished
+from diptych.control.events import Event, KVEvents, KVSnapshot, RequestAdmitted, RequestFinished
 from diptych.control.kv_layout import GroupKind, KVGroup, KVLayout
 from diptych.control.request import FinishReason, Request
 from diptych.control.step import SchedulerOutput
@@ -67,6 +68,27 @@ class Watched(Driver):
 @law(weight=1.0)
 def test_nothing_that_is_read_expires_and_nothing_is_lost_whatever_happens(seed: int) -> None:
     check_scenario(run_scenario(seed, config_of=random_windows, make=Watched))
+
+
+def published(events: list[Event]) -> set[bytes]:
+    """The boundaries of which a worker has said that they are there."""
+    known: set[bytes] = set()
+    for event in events:
+        if isinstance(event, KVEvents):
+            known = (known - set(event.evicted)) | set(event.stored)
+        elif isinstance(event, KVSnapshot):
+            assert known == set(event.hashes)
+    return known
+
+
+@law(weight=0.3)
+def test_what_a_worker_says_of_its_boundaries_is_what_it_has(seed: int) -> None:
+    driver = run_scenario(seed, config_of=random_windows, make=Watched)
+    kv = driver.core.kv
+    assert published(driver.log + driver.core.kv_snapshot(driver.now)) == set(kv.boundaries)
+    for block_hash in kv.boundaries:
+        for key in kv.boundaries.window_pages(block_hash):
+            assert kv.pool.prefix_cache.get(key) is not None, "a boundary is there and its window is not"
 
 
 @law(weight=0.5)
@@ -229,6 +251,36 @@ def test_a_prompt_that_only_fits_without_what_is_cached_is_computed_anew() -> No
     driver.add("long", prompt + tokens_of(290, 2), 8)
     driver.run()
     assert driver.finished()["long"].reason is FinishReason.LENGTH
+
+
+def test_a_conversation_is_lost_from_its_end() -> None:
+    """What is left of it while memory is short can be gone on from."""
+    driver = long_runner(200)
+    prompt = tokens_of(496, 1)
+    driver.add("first", prompt, 60)
+    driver.run()
+    kv = driver.core.kv
+    for _ in range(5):
+        kv.pool.release(kv.pool.allocate(kv.pool.num_free + 4))
+    turn = Request("next turn", 600, 8, block_hashes=hash_blocks(answered(prompt, 60) + tokens_of(44, 2), 16))
+    assert kv.longest_hit(turn).num_tokens == 480, "what leads to 544 is gone, and nothing else"
+
+
+def test_what_many_begin_with_stays_while_a_conversation_goes_on() -> None:
+    """A conversation that began with the system prompt goes on behind it and never looks at its windows again."""
+    driver = long_runner(420)
+    system = tokens_of(320, 1)
+    for number in range(4):
+        driver.add(f"r{number}", system + tokens_of(40, 10 + number), 8)
+        driver.run()
+    talk = system + tokens_of(40, 13)
+    for turn in range(20):
+        talk = answered(talk, 8) + tokens_of(24, 100 + turn)
+        driver.add(f"turn{turn}", talk, 8)
+        driver.run()
+    driver.add("new", system + tokens_of(40, 99), 8)
+    driver.run()
+    assert cached_tokens(driver)["new"] == 320
 
 
 @law(weight=0.3)

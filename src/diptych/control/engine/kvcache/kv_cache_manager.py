@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
+from diptych.control.engine.kvcache.boundaries import Boundaries
 from diptych.control.engine.kvcache.demand import future_peak_blocks
 from diptych.control.engine.kvcache.prefix_cache import Hit, page_key
 from diptych.control.engine.kvcache.tier_loads import WorkNs
@@ -32,12 +33,13 @@ class KVCacheManager:
         self.longest_chunk = self.layout.longest_chunk(config.window_chunk)  # of one prompt, in a step
         room = config.num_blocks - config.watermark_blocks
         self.capacity_tokens = self.layout.capacity_tokens(room, self.longest_chunk)  # of a sequence that is alone
+        self.boundaries = Boundaries()  # of models with windows
         self.pool = BlockPool(
             config.num_blocks,
             enable_prefix_cache=config.enable_prefix_cache,
             first_block=config.first_block,
             names_evictors=config.names_evictors,
-            reports_changes=self.is_dense,
+            boundaries=None if self.is_dense else self.boundaries,
         )
         self.tiers = Tiers(config, self.pool)
         self.host = self.tiers.host
@@ -45,10 +47,7 @@ class KVCacheManager:
         self.hit_tokens = 0
         self._num_reserved = 0  # sum of num_reserved_blocks over the holders of blocks
         self._in_progress: dict[bytes, int] = {}  # hashes that admitted prefills are about to compute
-        # Of models with windows: the last hashes of prefixes behind which computing may go on, as long as all the
-        # blocks that it needs can be found.
-        self._boundaries: dict[bytes, None] = {}
-        self._computing: dict[bytes, Request] = {}  # likewise: hashes that an admitted prompt is about to compute
+        self._computing: dict[bytes, Request] = {}  # with windows: hashes that an admitted prompt is about to compute
 
     @property
     def usage(self) -> float:
@@ -97,13 +96,13 @@ class KVCacheManager:
     def _longest_boundary(self, request: Request, limit: int) -> Hit:
         """The deepest boundary in the first ``limit`` blocks of a prompt whose blocks can all be found, and are not so
         many that the prompt would never fit beside them."""
-        hashes = request.block_hashes[:limit] if self._boundaries else []
+        hashes = request.block_hashes[:limit] if len(self.boundaries) else []
         room = self.pool.num_blocks - self.config.watermark_blocks
         for count in range(len(hashes), 0, -1):
-            if hashes[count - 1] in self._boundaries:
+            if hashes[count - 1] in self.boundaries:
                 tables = self._boundary_tables(hashes[:count])
                 if tables is None:
-                    del self._boundaries[hashes[count - 1]]  # what was evicted does not come back by itself
+                    self.pool.end_boundary(hashes[count - 1])  # what was evicted does not come back by itself
                     continue
                 blocks = [block_id for block_ids in tables for block_id in block_ids]
                 if len(blocks) + sum(self._new_counts(request.num_tokens, self._tokens(count))) <= room:
@@ -294,6 +293,8 @@ class KVCacheManager:
         request.num_shared_blocks = num_hit_blocks * self.layout.num_growing
         request.num_computed_tokens = request.num_scheduled_tokens = hit.num_tokens
         request.boundary_blocks = self._boundaries_of(request, num_hit_blocks)
+        if num_hit_blocks:
+            self.boundaries.use(request.block_hashes[num_hit_blocks - 1])
         self._expect(request)
         self.queried_tokens += request.num_tokens
         self.hit_tokens += hit.num_tokens
@@ -453,17 +454,20 @@ class KVCacheManager:
                 live.append((number, start, num_blocks - first))
         if goes_on and not self._replace(request, [(number, stop - start) for number, start, stop in live]):
             return
+        window_pages = []
         for number, start, stop in live:
             first = request.first_blocks[number]
             hashes = request.block_hashes[first + start : num_blocks]
             for block_hash, block_id in zip(hashes, request.block_tables[number][start:stop], strict=True):
-                self.pool.remember(page_key(block_hash, number), block_id)
-        self._boundaries[request.block_hashes[num_blocks - 1]] = None
-        if len(self._boundaries) > 2 * self.config.num_blocks:
-            numbers, get = range(len(self.layout.groups)), self.pool.prefix_cache.get
-            for block_hash in list(self._boundaries):
-                if all(get(page_key(block_hash, number)) is None for number in numbers):
-                    del self._boundaries[block_hash]
+                key = page_key(block_hash, number)
+                self.pool.remember(key, block_id)
+                window_pages.append(key)
+        last_hash = request.block_hashes[num_blocks - 1]
+        if last_hash not in self.boundaries:
+            groups = self.layout.groups
+            last_pages = [page_key(last_hash, number) for number, group in enumerate(groups) if not group.window_tokens]
+            self.boundaries.add(last_hash, window_pages, last_pages)
+            self.pool.report_boundary(last_hash)
 
     def _replace(self, request: Request, counts: list[tuple[int, int]]) -> bool:
         """Append up to so many blocks to tables of a request, as (group, count), as far as its prompt needs them;
@@ -495,6 +499,8 @@ class KVCacheManager:
                 request.boundary_blocks = ()
             for block_ids in request.block_tables:
                 self.pool.release(block_ids)
+            if not self.is_dense and self._finds_hits:
+                self._age(request)
             request.first_blocks = ()
             self._hold(request, [])
             self._num_reserved -= request.num_reserved_blocks
@@ -502,6 +508,25 @@ class KVCacheManager:
         if request.host_block_ids:
             self.host.release(request.host_block_ids)
             request.host_block_ids = []
+
+    def _age(self, request: Request) -> None:
+        """Order what can be found of a request that has given up its blocks, for eviction: from the deepest boundary to
+        the first one, and of each what leads to it from the one before, then its windows. A boundary is of no use
+        without its windows, nor these without the rest. Of those that other requests have made, only those count that
+        sequences have in common."""
+        boundaries, hashes, get = self.boundaries, request.block_hashes, self.pool.prefix_cache.get
+        end = request.num_hashed_blocks
+        own = request.num_shared_blocks // max(1, self.layout.num_growing)  # where it began
+        counts = [count for count in range(1, end + 1) if hashes[count - 1] in boundaries]
+        full = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
+        while counts:
+            count = counts.pop()
+            first = counts[-1] if counts else 0
+            keys = [page_key(hashes[at], number) for number in full for at in range(count - 1, first - 1, -1)]
+            if count >= own or boundaries.is_shared(hashes[count - 1]):
+                keys += boundaries.window_pages(hashes[count - 1])
+            found = [get(key) for key in keys]
+            self.pool.evict_last([block_id for block_id in found if block_id is not None])
 
     def swap_out(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
         """Move the KV of ``num_tokens`` tokens to the host: (device, host) copies, or None without room."""
