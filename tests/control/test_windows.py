@@ -199,14 +199,41 @@ def test_a_prompt_that_comes_again_is_found_and_so_is_the_next_turn(shape: str) 
     assert cached_tokens(driver) == {"first": 0, "again": 496, "next turn": 544}
 
 
-def test_what_prompts_begin_with_is_found_from_the_third_on() -> None:
-    """The second shows where they part."""
+def test_what_prompts_begin_with_is_found_from_the_second_on_while_there_is_memory() -> None:
     driver = long_runner(2000)
     system = tokens_of(320, 1)
     for number in range(6):
         driver.add(f"r{number}", system + tokens_of(100, 10 + number), 20)
         driver.run()
-    assert [*cached_tokens(driver).values()] == [0, 0, 320, 320, 320, 320]
+    assert [*cached_tokens(driver).values()] == [0, 320, 320, 320, 320, 320]
+
+
+def test_what_prompts_begin_with_is_found_from_the_third_on_in_memory_that_is_full() -> None:
+    """The second shows where they part."""
+    driver = long_runner(230)
+    for number in range(4):
+        driver.add(f"f{number}", tokens_of(700, 50 + number), 20)
+        driver.run()
+    assert not driver.core.kv.pool.num_free
+    system = tokens_of(320, 1)
+    for number in range(6):
+        driver.add(f"r{number}", system + tokens_of(100, 10 + number), 20)
+        driver.run()
+    assert [*cached_tokens(driver).values()][6:] == [320, 320, 320, 320]
+
+
+def test_what_is_left_of_windows_takes_no_memory_from_others() -> None:
+    """It is evicted before anything that was cached on purpose."""
+    driver = long_runner(44 + 5 * 9 + 40)
+    driver.add("first", tokens_of(300, 1), 8)
+    driver.run()
+    kv = driver.core.kv
+    before = set(kv.boundaries)
+    assert kv.pool.num_available == kv.pool.num_blocks
+    kept = len(kv.pool.prefix_cache) - 18 - sum(len(kv.boundaries.window_pages(found)) for found in before)
+    assert kept > 0, "there is memory that nothing is in"
+    kv.pool.release(kv.pool.allocate(kv.pool.num_free + kept))
+    assert set(kv.boundaries) == before
 
 
 def test_prompts_that_come_together_wait_for_what_they_share() -> None:

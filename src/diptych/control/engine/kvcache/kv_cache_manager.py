@@ -95,19 +95,34 @@ class KVCacheManager:
 
     def _longest_boundary(self, request: Request, limit: int) -> Hit:
         """The deepest boundary in the first ``limit`` blocks of a prompt whose blocks can all be found, and are not so
-        many that the prompt would never fit beside them."""
+        many that the prompt would never fit beside them; or the place where it leaves what was computed before, if
+        nothing has needed the memory of the windows there yet."""
         hashes = request.block_hashes[:limit] if len(self.boundaries) else []
         room = self.pool.num_blocks - self.config.watermark_blocks
+        parting = self._parting(hashes)
         for count in range(len(hashes), 0, -1):
-            if hashes[count - 1] in self.boundaries:
+            is_boundary = hashes[count - 1] in self.boundaries
+            if is_boundary or count == parting:
                 tables = self._boundary_tables(hashes[:count])
                 if tables is None:
-                    self.pool.end_boundary(hashes[count - 1])  # what was evicted does not come back by itself
+                    if is_boundary:
+                        self.pool.end_boundary(hashes[count - 1])  # what was evicted does not come back by itself
                     continue
                 blocks = [block_id for block_ids in tables for block_id in block_ids]
                 if len(blocks) + sum(self._new_counts(request.num_tokens, self._tokens(count))) <= room:
                     return Hit(blocks, self._tokens(count), tables)
         return Hit([], 0)
+
+    def _parting(self, hashes: list[bytes]) -> int:
+        """How many of these blocks, from the first on, were computed before, and are still there in a group that keeps
+        all tokens."""
+        number, get, count = self._full_group, self.pool.prefix_cache.get, 0
+        if number is None:  # windows alone: up to the deepest that can be found
+            known = (count for count in range(len(hashes), 0, -1) if get(page_key(hashes[count - 1], 0)) is not None)
+            return next(known, 0)
+        while count < len(hashes) and get(page_key(hashes[count], number)) is not None:
+            count += 1
+        return count
 
     def _boundary_tables(self, hashes: list[bytes]) -> tuple[list[int], ...] | None:
         """By group, the blocks that a sequence needs which goes on behind these hashes; None where one is missing."""
@@ -294,6 +309,7 @@ class KVCacheManager:
         request.num_computed_tokens = request.num_scheduled_tokens = hit.num_tokens
         request.boundary_blocks = self._boundaries_of(request, num_hit_blocks)
         if num_hit_blocks:
+            self._note_boundary(request.block_hashes[:num_hit_blocks])
             self.boundaries.use(request.block_hashes[num_hit_blocks - 1])
         self._expect(request)
         self.queried_tokens += request.num_tokens
@@ -306,11 +322,7 @@ class KVCacheManager:
         if not self._finds_hits:
             return ()
         end = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
-        number, parting = self._full_group, 0
-        if number is not None:
-            get = self.pool.prefix_cache.get
-            while parting < end and get(page_key(request.block_hashes[parting], number)) is not None:
-                parting += 1
+        parting = self._parting(request.block_hashes[:end])
         return tuple(sorted({count for count in (parting, end) if count > num_hit_blocks}))
 
     def begin_chunk(self, request: Request) -> None:
@@ -324,8 +336,10 @@ class KVCacheManager:
 
     def _expire(self, request: Request, num_committed: int, num_tokens: int) -> None:
         """Blocks that no token behind ``num_committed`` reads are used again, as far as the first ``num_tokens`` tokens
-        need them, and given up."""
+        need them, and given up. As long as there is memory that nothing is in, others take their place, so that they
+        can be found: until that memory is needed, a prompt may be gone on from anywhere."""
         last, firsts = -(-num_tokens // self.block_size), list(request.first_blocks)
+        left, holds = list[int](), self.pool.prefix_cache.holds
         for index, group in enumerate(self.layout.groups):
             block_ids, first = request.block_tables[index], firsts[index]
             num_expired = min(group.first_live(num_committed) - first, len(block_ids))
@@ -335,14 +349,37 @@ class KVCacheManager:
                 firsts[index] = first + num_expired
                 # What others may find is not overwritten: for such a block another one was taken when it was shared, or
                 # when it became findable.
-                kept = [block_id for block_id in expired if self.pool.prefix_cache.holds(block_id)]
-                if kept:
-                    expired = [block_id for block_id in expired if not self.pool.prefix_cache.holds(block_id)]
-                    self.pool.release(kept)
-                request.block_tables[index] = block_ids + expired[:num_needed]
+                kept = [block_id for block_id in expired if holds(block_id)]
+                fresh = self._leave_findable(request, index, expired, first, num_needed, left)
+                expired = [block_id for block_id in expired if not holds(block_id)]
+                self.pool.release(kept)
+                request.block_tables[index] = block_ids + expired[:num_needed] + fresh
                 self.pool.release(expired[num_needed:])
         request.first_blocks = tuple(firsts)
         self._hold(request, request.block_tables)
+        self.pool.release(left)
+        self.pool.evict_first(left)
+
+    def _leave_findable(
+        self, request: Request, number: int, expired: list[int], first: int, num_needed: int, left: list[int]
+    ) -> list[int]:
+        """Make what expires in a window findable, as far as there is memory that nothing is in: ``left`` gets these
+        blocks. expired: blocks from the index ``first`` on, of which ``num_needed`` would be used again. Returns those
+        that take their place."""
+        pool, hashes = self.pool, request.block_hashes[first:] if self._finds_hits else []
+        found = []
+        for block_hash, block_id in zip(hashes, expired, strict=False):
+            key = page_key(block_hash, number)
+            if not pool.prefix_cache.holds(block_id) and pool.prefix_cache.get(key) is None:
+                found.append((key, block_id))
+        num_others = sum([not pool.prefix_cache.holds(block_id) for block_id in expired]) - len(found)
+        num_reused = max(0, min(num_needed - num_others, len(found)))
+        num_fresh = min(num_reused, max(0, pool.num_free - self.config.watermark_blocks))
+        for key, block_id in found[num_reused - num_fresh :]:
+            pool.remember(key, block_id)
+            left.append(block_id)
+        pool.taker = request.request_id
+        return pool.allocate(num_fresh)
 
     def raise_blocks(self, request: Request, count: int) -> list[tuple[int, int]]:
         """The next ``count`` (host, device) copies of an admitted prompt. What they hold need not be computed."""
@@ -454,20 +491,26 @@ class KVCacheManager:
                 live.append((number, start, num_blocks - first))
         if goes_on and not self._replace(request, [(number, stop - start) for number, start, stop in live]):
             return
-        window_pages = []
         for number, start, stop in live:
             first = request.first_blocks[number]
             hashes = request.block_hashes[first + start : num_blocks]
             for block_hash, block_id in zip(hashes, request.block_tables[number][start:stop], strict=True):
-                key = page_key(block_hash, number)
-                self.pool.remember(key, block_id)
-                window_pages.append(key)
-        last_hash = request.block_hashes[num_blocks - 1]
-        if last_hash not in self.boundaries:
-            groups = self.layout.groups
-            last_pages = [page_key(last_hash, number) for number, group in enumerate(groups) if not group.window_tokens]
-            self.boundaries.add(last_hash, window_pages, last_pages)
-            self.pool.report_boundary(last_hash)
+                self.pool.remember(page_key(block_hash, number), block_id)
+        self._note_boundary(request.block_hashes[:num_blocks])
+
+    def _note_boundary(self, hashes: list[bytes]) -> None:
+        """Sequences may go on behind these blocks, of which all that this takes can be found."""
+        if hashes[-1] in self.boundaries:
+            return
+        window_pages, last_pages = [], []
+        for number, group in enumerate(self.layout.groups):
+            if group.window_tokens:
+                first = group.first_live(self._tokens(len(hashes)))
+                window_pages += [page_key(block_hash, number) for block_hash in hashes[first:]]
+            else:
+                last_pages.append(page_key(hashes[-1], number))
+        self.boundaries.add(hashes[-1], window_pages, last_pages)
+        self.pool.report_boundary(hashes[-1])
 
     def _replace(self, request: Request, counts: list[tuple[int, int]]) -> bool:
         """Append up to so many blocks to tables of a request, as (group, count), as far as its prompt needs them;
