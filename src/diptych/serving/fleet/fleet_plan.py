@@ -132,7 +132,11 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
         scheduler = prefill_scheduler(own.scheduler, own.slo) if role == "prefill" else own.scheduler
         told.append(msgspec.structs.replace(own, place=place, record=record, scheduler=scheduler))
     geometry = _geometry(wanted[0])
-    links = LinkCosts(bytes_per_token=geometry.block_bytes // geometry.block_size)
+    groups = geometry.layers.groups
+    links = LinkCosts(
+        bytes_per_token=len(groups) * geometry.block_bytes // geometry.block_size,
+        windows=() if geometry.layers.is_dense else tuple([group.window_tokens for group in groups]),
+    )
     cluster = replace(cluster, routing=replace(cluster.routing, links=links))
     return FleetPlan(tuple(told), cluster, copies, memories, host_fds)
 
