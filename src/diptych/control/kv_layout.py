@@ -90,6 +90,16 @@ class KVLayout:
         begins in every group."""
         return lcm(*[group.tokens_per_page for group in self.groups])
 
+    def last_boundary(self, num_tokens: int) -> int:
+        """How many tokens of a prompt are found again at most: whole pages, and at least one token is computed."""
+        return max(0, num_tokens - 1) // self.hit_tokens * self.hit_tokens
+
+    def first_handed_over(self, num_tokens: int) -> tuple[int, ...]:
+        """By group, the first page that a worker gets which decodes a prompt of ``num_tokens`` tokens that another one
+        computes: all that its next token reads, or a prompt that goes on at its last boundary."""
+        committed = self.last_boundary(num_tokens)
+        return tuple([group.first_live(committed) for group in self.groups])
+
     @property
     def num_growing(self) -> int:
         """Groups that never give up a page while their sequence lives: their pages grow with its length."""

@@ -131,7 +131,10 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
         own = _on_cores(wanted[number], cores[number % len(cores)] if cores else None)
         scheduler = prefill_scheduler(own.scheduler, own.slo) if role == "prefill" else own.scheduler
         told.append(msgspec.structs.replace(own, place=place, record=record, scheduler=scheduler))
-    links = LinkCosts(bytes_per_token=kv_geometry_of(wanted[0]).token_bytes)
+    geometry = kv_geometry_of(wanted[0])
+    groups = geometry.layers.groups
+    windows = () if geometry.layers.is_dense else tuple([group.window_tokens for group in groups])
+    links = LinkCosts(bytes_per_token=geometry.token_bytes, windows=windows)
     cluster = replace(cluster, routing=replace(cluster.routing, links=links))
     return FleetPlan(tuple(told), cluster, copies, memories, host_fds)
 

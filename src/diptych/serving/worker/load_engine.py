@@ -218,7 +218,8 @@ def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path
         resume_timeout_s=place.resume_timeout_s,
         encrypts=place.encrypts,
     )
-    return make_connector(place.transfer, runner.kv.layers, kv_format(runner), transfer)
+    groups = runner.kv.groups if runner.groups else ()
+    return make_connector(place.transfer, runner.kv.layers, kv_format(runner), transfer, groups)
 
 
 def kv_format(runner: "ModelRunner") -> KVFormat:
@@ -233,4 +234,5 @@ def kv_format(runner: "ModelRunner") -> KVFormat:
         dtype=str(caches[0].dtype).removeprefix("torch."),
         block_size=runner.block_size,
         layout=caches[0].device.type,
+        windows=tuple([runner.groups[group].window_tokens for group in runner.kv.groups]) if runner.groups else (),
     )

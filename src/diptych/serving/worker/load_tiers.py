@@ -93,8 +93,16 @@ def _memory_digest(runner: "ModelRunner", kv_format: "KVFormat") -> bytes:
     """Digest of what a block in host memory means: equal for processes that loaded the same files in the same way."""
     files = [path.stat() for path in open_checkpoint(runner.model_config).files]
     identities = [(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in files]
-    words = (sorted(dataclasses.asdict(kv_format).items()), runner.loaded.instruction_set, identities)
+    words = (sorted(block_contents(runner, kv_format).items()), runner.loaded.instruction_set, identities)
     return blake2b(repr(words).encode(), digest_size=16).digest()
+
+
+def block_contents(runner: "ModelRunner", kv_format: "KVFormat") -> dict[str, object]:
+    """What lies in a block. Of layers in several groups, which of them, and where."""
+    contents = kv_format.description
+    if runner.groups:
+        contents["places"] = [list(place) for place in runner.attention.geometry.layers.place_of]
+    return contents
 
 
 def _open_disk(memory: MemoryOptions, runner: "ModelRunner", kv_format: "KVFormat", events: TierEvents) -> TierMover:
@@ -111,11 +119,12 @@ def _open_disk(memory: MemoryOptions, runner: "ModelRunner", kv_format: "KVForma
     if memory.disk_codec != "none":
         from diptych.runtime.tiers.block_coding import BlockCoding
 
-        coder = partial(BlockCoding, memory.disk_codec, kv_format, runner.kv.layers)
+        of_block = dataclasses.replace(kv_format, num_layers=len(runner.kv.regions), windows=())
+        coder = partial(BlockCoding, memory.disk_codec, of_block, runner.kv.regions)
         coding = coder(), coder()
         block_bytes = coding[0].num_bytes
     description: dict[str, object] = {
-        **dataclasses.asdict(kv_format),
+        **block_contents(runner, kv_format),
         "name": runner.model_config.path.name,
         "weights": weights,
         "kernels": runner.loaded.instruction_set,

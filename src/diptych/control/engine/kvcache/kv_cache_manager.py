@@ -14,7 +14,7 @@ from diptych.control.engine.kvcache.prefix_cache import Hit, page_key
 from diptych.control.engine.kvcache.tier_loads import WorkNs
 from diptych.control.engine.kvcache.tiers import Tiers
 from diptych.control.errors import BrokenInvariantError
-from diptych.control.request import Request
+from diptych.control.request import NO_BLOCK, BlockTables, Request
 
 Demands = Callable[[], Iterable[tuple[int, int]]]
 
@@ -31,8 +31,10 @@ class KVCacheManager:
         full = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
         self._full_group = full[0] if full else None  # one that keeps all blocks of a sequence
         self.longest_chunk = self.layout.longest_chunk(config.window_chunk)  # of one prompt, in a step
+        # A prompt keeps its last boundary until it ends, also where a step begins behind it.
+        self._charged_chunk = max(self.longest_chunk, config.block_size)
         room = config.num_blocks - config.watermark_blocks
-        self.capacity_tokens = self.layout.capacity_tokens(room, self.longest_chunk)  # of a sequence that is alone
+        self.capacity_tokens = self.layout.capacity_tokens(room, self._charged_chunk)  # of a sequence that is alone
         self.boundaries = Boundaries()  # of models with windows
         self.pool = BlockPool(
             config.num_blocks,
@@ -58,25 +60,41 @@ class KVCacheManager:
         """Blocks that a sequence of this many tokens is charged."""
         if self.is_dense:
             return -(-num_tokens // self.block_size)
-        return self.layout.peak_pages(num_tokens, self.longest_chunk)
+        return self.layout.peak_pages(num_tokens, self._charged_chunk)
 
     def num_new_blocks(self, request: Request, hit: Hit) -> int:
         """Blocks that a request which finds the ``hit`` takes at admission, besides those that it shares."""
         if self.is_dense:
             return self.num_blocks_for(request.num_tokens) - len(hit.blocks)
-        return sum(self._new_counts(request.num_tokens, hit.num_tokens))
+        return sum(self._new_counts(request, self.num_cached_tokens(request, hit)))
 
-    def _new_counts(self, num_tokens: int, num_hit_tokens: int) -> list[int]:
-        """By group. A window gets as many blocks as if nothing were shared: shared ones cannot be used again."""
-        left = -(-num_tokens // self.block_size) - num_hit_tokens // self.block_size
-        return [min(left, group.peak_pages(num_tokens, self.longest_chunk)) for group in self.layout.groups]
+    def num_borrowed_beside(self, request: Request) -> int:
+        """Blocks of this worker that a prompt takes which is computed into those of another worker: what its windows
+        leave behind before the prompt ends lies here."""
+        return 0 if self.is_dense else sum(self._new_counts(request, request.num_remote_tokens))
+
+    def _new_counts(self, request: Request, num_hit_tokens: int) -> list[int]:
+        """By group. A window gets as many blocks as if nothing were shared: shared ones cannot be used again. Of a
+        prompt that two workers share, one gets what is read when it ends, the other what windows leave before."""
+        num_tokens, hit = request.num_tokens, num_hit_tokens // self.block_size
+        last = -(-num_tokens // self.block_size)
+        groups, handed_over = self.layout.groups, self._handed_over(request)
+        if request.awaits_kv:
+            return [last - max(hit, first) for first in handed_over]
+        ends = handed_over if request.remote_block_tables else [last] * len(groups)
+        return [
+            min(max(0, end - hit), group.peak_pages(num_tokens, self._charged_chunk))
+            for group, end in zip(groups, ends, strict=True)
+        ]
 
     def window_growth(self, request: Request, num_tokens: int, hit: Hit | None = None) -> int:
         """Blocks that those windows of a request get which are not full yet, until it has ``num_tokens`` tokens more
         than its blocks hold. Blocks that other requests read, too, are not used again, and do not count. hit: that of
         a request which is not admitted."""
+        if request.remote_block_tables:
+            return 0
         growth, tables, references = 0, request.block_tables, self.pool.references
-        counts = [] if tables else self._new_counts(request.num_tokens, hit.num_tokens if hit is not None else 0)
+        counts = [] if tables else self._new_counts(request, hit.num_tokens if hit is not None else 0)
         for index, group in enumerate(self.layout.groups):
             if group.window_tokens:
                 held = sum([references(block_id) == 1 for block_id in tables[index]]) if tables else counts[index]
@@ -109,7 +127,7 @@ class KVCacheManager:
                         self.pool.end_boundary(hashes[count - 1])  # what was evicted does not come back by itself
                     continue
                 blocks = [block_id for block_ids in tables for block_id in block_ids]
-                if len(blocks) + sum(self._new_counts(request.num_tokens, self._tokens(count))) <= room:
+                if len(blocks) + sum(self._new_counts(request, self._tokens(count))) <= room:
                     return Hit(blocks, self._tokens(count), tables)
         return Hit([], 0)
 
@@ -230,7 +248,7 @@ class KVCacheManager:
     def fits_now(self, request: Request, hit: Hit, *, alone: bool, given_up: int = 0) -> bool:
         """Whether there are blocks for the whole prompt if other requests release ``given_up`` blocks (``alone``:
         nothing else is admitted, all blocks may be used)."""
-        if request.remote_block_tables:
+        if request.remote_block_tables and self.is_dense:
             return True
         new_blocks = self.num_new_blocks(request, hit)
         spare = 0 if alone else self.config.watermark_blocks
@@ -253,10 +271,10 @@ class KVCacheManager:
         all expectations does not fit, so that admission costs nothing while memory is plentiful. growth_of_windows:
         what their windows will get until these are full.
         """
-        if request.remote_block_tables:
+        if request.remote_block_tables and self.is_dense:
             return True
         # The sum of all expectations bounds their peak: where even that fits, the costly question is not asked.
-        total = self._num_reserved - given_up[1] + self.num_blocks_for(request.num_tokens + expected_tokens)
+        total = self._num_reserved - given_up[1] + self._charged_blocks(request, request.num_tokens + expected_tokens)
         if self.config.admission == "greedy" or total + self.config.watermark_blocks <= self.pool.num_blocks:
             return True
         new_blocks = self.num_new_blocks(request, hit)
@@ -273,6 +291,8 @@ class KVCacheManager:
         """Take the blocks of the whole prompt; the caller has asked ``fits_now``. A prompt that is computed into the
         blocks of another worker takes those, and nothing of it is kept here. Returns the (cached block, block) copies
         that it needs: what is cached here, and not there."""
+        if request.remote_block_tables and not self.is_dense:
+            return self._admit_borrowed(request, hit)
         if request.remote_block_tables:
             self._hold(request, [list(block_ids) for block_ids in request.remote_block_tables])
             request.num_hashed_blocks = request.num_shared_blocks = request.num_blocks
@@ -280,11 +300,17 @@ class KVCacheManager:
             request.num_computed_tokens = request.num_scheduled_tokens = self.num_cached_tokens(request, hit)
             return list(zip(hit.blocks[first:], request.block_tables[0][first:], strict=False))
         self._reserve(request, request.num_tokens + expected_tokens)
-        # Before ``allocate``: it evicts cached blocks that no request holds, which these still are.
-        self.pool.share(hit.blocks)
         self.pool.taker = request.request_id
         if not self.is_dense:
-            return self._admit_groups(request, hit)
+            if request.awaits_kv:
+                self._admit_incoming(request, hit)
+            else:
+                self._admit_groups(request, hit)
+            self.queried_tokens += request.num_tokens
+            self.hit_tokens += hit.num_tokens
+            return []
+        # Before ``allocate``: it evicts cached blocks that no request holds, which these still are.
+        self.pool.share(hit.blocks)
         total = self.num_blocks_for(request.num_tokens)
         self._hold(request, [hit.blocks + self.pool.allocate(total - len(hit.blocks))])
         request.num_hashed_blocks = request.num_shared_blocks = len(hit.blocks)
@@ -295,10 +321,11 @@ class KVCacheManager:
             self._in_progress[block_hash] = self._in_progress.get(block_hash, 0) + 1
         return []
 
-    def _admit_groups(self, request: Request, hit: Hit) -> list[tuple[int, int]]:
+    def _admit_groups(self, request: Request, hit: Hit) -> None:
         """``admit`` for a model whose layers are of several groups."""
-        counts = self._new_counts(request.num_tokens, hit.num_tokens)
+        counts = self._new_counts(request, hit.num_tokens)
         found = hit.tables or tuple([list[int]() for _ in counts])
+        self.pool.share(hit.blocks)
         request.first_blocks = tuple([group.first_live(hit.num_tokens) for group in self.layout.groups])
         self._hold(
             request, [block_ids + self.pool.allocate(count) for block_ids, count in zip(found, counts, strict=True)]
@@ -312,9 +339,99 @@ class KVCacheManager:
             self._note_boundary(request.block_hashes[:num_hit_blocks])
             self.boundaries.use(request.block_hashes[num_hit_blocks - 1])
         self._expect(request)
-        self.queried_tokens += request.num_tokens
-        self.hit_tokens += hit.num_tokens
-        return []
+
+    def _admit_incoming(self, request: Request, hit: Hit) -> None:
+        """``_admit_groups`` for a prompt that another worker computes: blocks for what is read when it ends. Blocks of
+        the hit that windows leave before are lent to a worker that computes into these blocks."""
+        counts = self._new_counts(request, hit.num_tokens)
+        request.first_blocks = self._handed_over(request)
+        found, tables, lent = hit.tables or tuple([list[int]() for _ in counts]), [], []
+        for group, block_ids, first in zip(self.layout.groups, found, request.first_blocks, strict=True):
+            num_left = first - group.first_live(hit.num_tokens)
+            tables.append(block_ids[num_left:])
+            lent.append(block_ids[:num_left] if request.is_remote_prefill else [])
+            self.pool.share(lent[-1] + tables[-1])
+        request.lent_tables = lent
+        tables = [block_ids + self.pool.allocate(count) for block_ids, count in zip(tables, counts, strict=True)]
+        self._hold(request, tables)
+        request.num_hashed_blocks = hit.num_tokens // self.block_size
+        request.num_shared_blocks = request.num_hashed_blocks * self.layout.num_growing
+        request.num_computed_tokens = request.num_scheduled_tokens = hit.num_tokens
+        end = self.layout.last_boundary(request.num_prompt_tokens) // self.block_size
+        is_found = self._finds_hits and 0 < end <= len(request.block_hashes)
+        request.boundary_blocks = (end,) if is_found else ()
+
+    def reserved_tables(self, request: Request) -> BlockTables:
+        """What a worker that computes a reserved prompt is to know: all blocks that it may read or write here, from the
+        first that is read behind what is cached; NO_BLOCK where it has blocks of its own."""
+        if self.is_dense or not request.is_remote_prefill:
+            return request.tables
+        tables = []
+        for number, group in enumerate(self.layout.groups):
+            lent = request.lent_tables[number]
+            first = group.first_live(request.num_cached_tokens)
+            num_own = request.first_blocks[number] - first - len(lent)
+            tables.append((*lent, *[NO_BLOCK] * num_own, *request.block_tables[number]))
+        return tuple(tables)
+
+    def take_back_lent(self, request: Request) -> None:
+        """The worker that computes a reserved prompt reads nothing here any more."""
+        for block_ids in request.lent_tables:
+            self.pool.release(block_ids)
+        request.lent_tables = []
+
+    def _admit_borrowed(self, request: Request, hit: Hit) -> list[tuple[int, int]]:
+        """``admit`` for a prompt that is computed into the blocks of another worker. Until windows reach these, what
+        they read lies in blocks that the other worker lends, or that were found here, and then in blocks of its own
+        here."""
+        size, pool, num_remote = self.block_size, self.pool, request.num_remote_tokens
+        request.num_reserved_blocks = self._charged_blocks(request, request.num_tokens)
+        self._num_reserved += request.num_reserved_blocks
+        pool.taker = request.request_id
+        start = self.num_cached_tokens(request, hit)
+        counts, is_found_here = self._new_counts(request, start), start > num_remote
+        found, copies = [], list[tuple[int, int]]()
+        request.first_blocks = tuple([group.first_live(start) for group in self.layout.groups])
+        for number, group in enumerate(self.layout.groups):
+            lent, first = request.remote_block_tables[number], request.first_blocks[number]
+            begin, cut = group.first_live(num_remote), max(0, self._handed_over(request)[number] - first)
+            if is_found_here:
+                here = hit.tables[number]
+                pool.share(here[:cut])
+                copied = range(max(first + cut, num_remote // size), start // size)
+                copies += [(here[index - first], lent[index - begin]) for index in copied]
+                found.append(here[:cut])
+            else:
+                found.append(list(lent[: min(cut, start // size - begin)]))
+        tables = [block_ids + pool.allocate(count) for block_ids, count in zip(found, counts, strict=True)]
+        self._hold_borrowed(request, tables)
+        request.num_hashed_blocks = len(request.block_hashes)  # nothing of it is kept here
+        request.num_computed_tokens = request.num_scheduled_tokens = start
+        return copies
+
+    def _hold_borrowed(self, request: Request, tables: list[list[int]]) -> None:
+        """``_hold`` for a prompt that is computed into blocks of another worker: these follow its own."""
+        for number, handed_over in enumerate(self._handed_over(request)):
+            if request.first_blocks[number] + len(tables[number]) == handed_over:
+                begin = self.layout.groups[number].first_live(request.num_remote_tokens)
+                tables[number] += request.remote_block_tables[number][handed_over - begin :]
+        self._hold(request, tables)
+        request.num_shared_blocks = request.num_blocks - sum([len(self._own(block_ids)) for block_ids in tables])
+
+    def _handed_over(self, request: Request) -> tuple[int, ...]:
+        """By group, the first block that a worker gets which decodes what another one has computed."""
+        return self.layout.first_handed_over(request.num_prompt_tokens)
+
+    def _own(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of these blocks that are this worker's."""
+        own = range(self.config.first_block, self.config.first_block + self.config.num_blocks)
+        return [block_id for block_id in block_ids if block_id in own]
+
+    def _charged_blocks(self, request: Request, num_tokens: int) -> int:
+        """Blocks of this worker that a request is charged which has ``num_tokens`` tokens in the end."""
+        if request.remote_block_tables:
+            return self.num_borrowed_beside(request)
+        return self.num_blocks_for(num_tokens)
 
     def _boundaries_of(self, request: Request, num_hit_blocks: int) -> tuple[int, ...]:
         """Where others may go on once the prompt is computed so far, in blocks: where it leaves a prompt that was
@@ -328,11 +445,16 @@ class KVCacheManager:
     def begin_chunk(self, request: Request) -> None:
         """The next chunk of an admitted prompt is planned: blocks of windows that have expired hold what is computed
         next."""
-        self._expire(request, request.num_computed_tokens, request.num_tokens)
+        num_committed = min(request.num_computed_tokens, self.layout.last_boundary(request.num_tokens))
+        self._expire(request, num_committed, request.num_tokens)
 
     def end_prompt(self, request: Request) -> None:
-        """The prompt is computed: blocks of its windows that have expired are free for others."""
-        self._expire(request, request.num_computed_tokens, request.num_computed_tokens)
+        """The prompt is computed: blocks of its windows that have expired are free for others. What another worker is
+        to get of it stays."""
+        num_tokens = num_committed = request.num_computed_tokens
+        if request.hands_off:
+            num_committed = self.layout.last_boundary(request.num_prompt_tokens)
+        self._expire(request, num_committed, num_tokens)
 
     def _expire(self, request: Request, num_committed: int, num_tokens: int) -> None:
         """Blocks that no token behind ``num_committed`` reads are used again, as far as the first ``num_tokens`` tokens
@@ -340,23 +462,30 @@ class KVCacheManager:
         can be found: until that memory is needed, a prompt may be gone on from anywhere."""
         last, firsts = -(-num_tokens // self.block_size), list(request.first_blocks)
         left, holds = list[int](), self.pool.prefix_cache.holds
+        is_borrowed = bool(request.remote_block_tables)
+        ends = self._handed_over(request) if is_borrowed else (last,) * len(firsts)
         for index, group in enumerate(self.layout.groups):
             block_ids, first = request.block_tables[index], firsts[index]
             num_expired = min(group.first_live(num_committed) - first, len(block_ids))
             if num_expired > 0:
                 expired, block_ids = block_ids[:num_expired], block_ids[num_expired:]
-                num_needed = max(0, last - first - len(expired) - len(block_ids))
+                num_needed = max(0, ends[index] - first - len(expired) - len(block_ids))
                 firsts[index] = first + num_expired
+                if is_borrowed:
+                    expired = self._own(expired)
                 # What others may find is not overwritten: for such a block another one was taken when it was shared, or
                 # when it became findable.
                 kept = [block_id for block_id in expired if holds(block_id)]
-                fresh = self._leave_findable(request, index, expired, first, num_needed, left)
+                fresh = [] if is_borrowed else self._leave_findable(request, index, expired, first, num_needed, left)
                 expired = [block_id for block_id in expired if not holds(block_id)]
                 self.pool.release(kept)
                 request.block_tables[index] = block_ids + expired[:num_needed] + fresh
                 self.pool.release(expired[num_needed:])
         request.first_blocks = tuple(firsts)
-        self._hold(request, request.block_tables)
+        if is_borrowed:
+            self._hold_borrowed(request, request.block_tables)
+        else:
+            self._hold(request, request.block_tables)
         self.pool.release(left)
         self.pool.evict_first(left)
 
@@ -529,6 +658,12 @@ class KVCacheManager:
     def release(self, request: Request) -> None:
         """Give up everything that the request holds, on the device and on the host."""
         if request.remote_block_tables:
+            if request.first_blocks:
+                for block_ids in request.block_tables:
+                    self.pool.release(self._own(block_ids))
+                request.first_blocks = ()
+                self._num_reserved -= request.num_reserved_blocks
+                request.num_reserved_blocks = 0
             self._hold(request, [])
         elif request.block_tables:
             # It computes these no more: prompts that begin alike need not wait for them.
@@ -540,6 +675,7 @@ class KVCacheManager:
                 if num_known:  # the next turn of a conversation goes on here
                     self._keep_boundary(request, num_known, goes_on=False)
                 request.boundary_blocks = ()
+            self.take_back_lent(request)
             for block_ids in request.block_tables:
                 self.pool.release(block_ids)
             if not self.is_dense and self._finds_hits:

@@ -265,16 +265,18 @@ class Scheduler:
         off."""
         for request in self.incoming.take_delivered():
             request.handoff_end_ns = plan.now
+            if not self._kv.is_dense:
+                self._kv.end_prompt(request)
             self.batch.join(request, request.num_prompt_tokens, 1)
             tables, firsts = request.tables, request.first_blocks
             plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, tables, firsts))
         for request in self.joining.values():
+            if not self._kv.is_dense:
+                self._kv.end_prompt(request)
             if request.hands_off:
                 self.outgoing[request.request_id] = request
                 plan.paused.append(request.request_id)
             else:
-                if not self._kv.is_dense:
-                    self._kv.end_prompt(request)
                 self.batch.join(request, request.num_computed_tokens, request.num_output_tokens)
         self.joining.clear()
 
@@ -294,7 +296,7 @@ class Scheduler:
                 return
             incoming.seat(request, hit, self.block_owners.expected(request), self._kv, self._model.prefill_work_ns)
             if request.request_id not in incoming.raising:
-                plan.events.append(reservation(request, self._kv.block_size, plan.now))
+                plan.events.append(reservation(request, self._kv, plan.now))
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         """Every member of the decode batch takes a token or more; those at the end of a block get a new one first."""
