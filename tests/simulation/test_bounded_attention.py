@@ -61,11 +61,11 @@ def test_the_cache_is_sized_for_the_sequences_of_the_workload() -> None:
     assert len(cache.groups) > 1 and cache.layout.tokens_within(cache.num_blocks, 8100) == pytest.approx(
         expected, rel=0.05
     )
-    pools = settings_from({
-        "model": "gemma-3-27b", "hardware": "h100", "tensor_parallel": 4, "pools": {"prefill": 1, "decode": 1},
+    tiers = settings_from({
+        "model": "gemma-3-27b", "hardware": "h100", "tensor_parallel": 4, "memory": {"host_bytes": 2**30},
         "workload": {"num_requests": 20, "lengths": {"prompt": {"mean": 8000}, "output": {"mean": 200}}},
     })  # fmt: skip
-    kept = cache_config(pools, shape_preset("chunked"), prepared.cost)
+    kept = cache_config(tiers, shape_preset("chunked"), prepared.cost)
     assert not kept.groups and kept.num_blocks * kept.block_size == pytest.approx(expected, abs=32)
 
 

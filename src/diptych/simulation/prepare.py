@@ -304,8 +304,10 @@ def fleet_pools(settings: Settings, pools: Sequence[PreparedPool]) -> Pools | No
         raise ConfigError(
             "pools need a model of the catalogue, whose KV size is known; cost is a calibration", param="cost"
         )
+    # With groups of layers, what lies before windows does not travel.
+    context = 0 if pools[0].engine.cache.groups else mean_context(settings, models[0])
     return Pools(
-        kv_bytes_per_token=models[0].kv_bytes_per_token(settings.kv_bits // 8, mean_context(settings, models[0])),
+        kv_bytes_per_token=models[0].kv_bytes_per_token(settings.kv_bits // 8, context),
         link=network.link,
         num_hosts=network.hosts,
         num_racks=network.racks,
@@ -398,10 +400,10 @@ def cache_config(settings: Settings, scheduler: SchedulerConfig, choice: CostCho
 
 def layer_groups(settings: Settings, choice: CostChoice) -> LayerGroups | None:
     """How a worker deals the model's layers into groups, to free what lies before windows. None: it keeps all tokens of
-    all layers: there is no window, or a sequence has a state beside them; or blocks go to tiers below, or from worker
-    to worker, which hold those of all layers. Such a cache counts tokens, and is sized for the mean context."""
+    all layers: there is no window, or a sequence has a state beside them, or there are tiers below. Such a cache counts
+    tokens, and is sized for the mean context."""
     memory = settings.memory
-    if isinstance(choice.source, Calibration) or settings.pools.in_use or memory.host_bytes or memory.disk_bytes:
+    if isinstance(choice.source, Calibration) or memory.host_bytes or memory.disk_bytes:
         return None
     model = choice.source[0]
     if model.window is None or model.linear is not None:

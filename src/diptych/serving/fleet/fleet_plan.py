@@ -148,17 +148,11 @@ def worker_options(options: EngineOptions, fleet: FleetOptions) -> list[EngineOp
 
 
 def _with_windows(options: EngineOptions, fleet: FleetOptions) -> EngineOptions:
-    """Whether windows are freed, and which windows count: workers that share memory lay it out alike, whatever their
-    longest sequences are."""
-    memory = options.memory
-    if len(fleet.slots) == 1 and fleet.join is None:
-        return options
-    if fleet.cluster.routing.disaggregate != "never":  # what is handed over is the KV of all tokens
-        memory = msgspec.structs.replace(memory, frees_windows=False)
-    else:
-        lengths = [group.max_model_len or longest_sequence_of(options) for group in fleet.groups]
-        memory = msgspec.structs.replace(memory, windows_below=max(lengths, default=longest_sequence_of(options)))
-    return msgspec.structs.replace(options, memory=memory)
+    """Which windows count: workers that hand sequences to each other lay their KV out alike, whatever the longest is
+    that each of them takes."""
+    longest = longest_sequence_of(options)
+    below = max([group.max_model_len or longest for group in fleet.groups], default=longest)
+    return msgspec.structs.replace(options, memory=msgspec.structs.replace(options.memory, windows_below=below))
 
 
 def _core_shares(options: EngineOptions, fleet: FleetOptions, processor: Processor) -> tuple[CoreShare | None, ...]:
