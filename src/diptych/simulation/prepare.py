@@ -409,7 +409,11 @@ def layer_groups(settings: Settings, choice: CostChoice) -> LayerGroups | None:
     if model.window is None or model.linear is not None:
         return None
     windows = [0] * model.full_layers + [model.window.tokens] * model.window.layers
-    layers = deal_windows(windows, memory.block_size, settings.max_model_len or choice.max_model_len)
+    longest = settings.max_model_len or choice.max_model_len
+    own = [pool.max_model_len for pool in settings.pools.in_use.values()]
+    if any(own):  # pools that hand sequences to each other are dealt alike
+        longest = max([length or choice.max_model_len for length in own])
+    layers = deal_windows(windows, memory.block_size, longest)
     return None if layers.is_dense else layers
 
 
