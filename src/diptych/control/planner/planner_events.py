@@ -1,6 +1,6 @@
 """The inputs of PlannerCore and its commands, as frozen records. The drivers make the ones and carry out the others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from diptych.control.cluster.cluster_config import ClusterConfig
@@ -179,7 +179,7 @@ class GroupCosts:
     num_blocks: int
     block_size: int
     group: str = STARTED_GROUP
-    groups: tuple[KVGroup, ...] = ()
+    groups: tuple[KVGroup, ...] = field(default=(), repr=False)  # digests of recordings are made of the rest
 
     def kv_tokens(self, context: float) -> int:
         """Tokens that the cache of such a worker holds, in sequences of ``context`` tokens."""
