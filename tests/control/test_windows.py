@@ -295,7 +295,7 @@ def test_a_conversation_is_lost_from_its_end() -> None:
 
 def test_what_many_begin_with_stays_while_a_conversation_goes_on() -> None:
     """A conversation that began with the system prompt goes on behind it and never looks at its windows again."""
-    driver = long_runner(420)
+    driver = long_runner(260)
     system = tokens_of(320, 1)
     for number in range(4):
         driver.add(f"r{number}", system + tokens_of(40, 10 + number), 8)
