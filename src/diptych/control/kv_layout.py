@@ -123,3 +123,10 @@ class KVLayout:
         longest = max(0, num_pages) * max([group.tokens_per_page for group in self.groups])
         lengths = range(longest + 1)
         return bisect_right(lengths, num_pages, key=lambda length: self.peak_pages(length, step_tokens)) - 1
+
+    def tokens_within(self, num_pages: int, num_tokens: int) -> int:
+        """Tokens that ``num_pages`` pages hold in sequences of ``num_tokens`` tokens, a part of one included: with
+        windows, these are more the longer the sequences are."""
+        if self.is_dense:
+            return num_pages * self.groups[0].tokens_per_page
+        return num_pages * num_tokens // self.peak_pages(num_tokens)

@@ -175,7 +175,7 @@ class EngineCore:
 
     def kv_snapshot(self, now: int) -> list[Event]:
         """All that the prefix cache holds; first the changes that were not said yet, so that it follows from them."""
-        known = tuple(self.kv.pool.prefix_cache) if self.kv.is_dense else ()
+        known = tuple(self.kv.pool.prefix_cache if self.kv.is_dense else self.kv.boundaries)
         snapshot = KVSnapshot(now, self._num_kv_events + self.kv.pool.has_changes, known)
         return [*self._kv_events(now), snapshot]
 

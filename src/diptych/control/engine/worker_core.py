@@ -420,9 +420,7 @@ class WorkerCore:
             self._outbox.before.append(ExpectTransfer(attempt_id, (), num_tokens, 0))
         else:
             start = event.num_cached_tokens
-            expected = ExpectTransfer(
-                attempt_id, event.block_tables, start, num_tokens - start, request.first_blocks
-            )
+            expected = ExpectTransfer(attempt_id, event.block_tables, start, num_tokens - start, request.first_blocks)
             self._outbox.before.append(expected)
 
     def _let_go(self, attempt_id: str) -> None:

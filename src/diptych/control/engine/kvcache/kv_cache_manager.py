@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
+from diptych.control.engine.kvcache.boundaries import Boundaries
 from diptych.control.engine.kvcache.demand import future_peak_blocks
 from diptych.control.engine.kvcache.prefix_cache import Hit, page_key
 from diptych.control.engine.kvcache.tier_loads import WorkNs
@@ -34,12 +35,13 @@ class KVCacheManager:
         self._charged_chunk = max(self.longest_chunk, config.block_size)
         room = config.num_blocks - config.watermark_blocks
         self.capacity_tokens = self.layout.capacity_tokens(room, self._charged_chunk)  # of a sequence that is alone
+        self.boundaries = Boundaries()  # of models with windows
         self.pool = BlockPool(
             config.num_blocks,
             enable_prefix_cache=config.enable_prefix_cache,
             first_block=config.first_block,
             names_evictors=config.names_evictors,
-            reports_changes=self.is_dense,
+            boundaries=None if self.is_dense else self.boundaries,
         )
         self.tiers = Tiers(config, self.pool)
         self.host = self.tiers.host
@@ -47,10 +49,7 @@ class KVCacheManager:
         self.hit_tokens = 0
         self._num_reserved = 0  # sum of num_reserved_blocks over the holders of blocks
         self._in_progress: dict[bytes, int] = {}  # hashes that admitted prefills are about to compute
-        # Of models with windows: the last hashes of prefixes behind which computing may go on, as long as all the
-        # blocks that it needs can be found.
-        self._boundaries: dict[bytes, None] = {}
-        self._computing: dict[bytes, Request] = {}  # likewise: hashes that an admitted prompt is about to compute
+        self._computing: dict[bytes, Request] = {}  # with windows: hashes that an admitted prompt is about to compute
 
     @property
     def usage(self) -> float:
@@ -189,19 +188,34 @@ class KVCacheManager:
 
     def _longest_boundary(self, request: Request, limit: int) -> Hit:
         """The deepest boundary in the first ``limit`` blocks of a prompt whose blocks can all be found, and are not so
-        many that the prompt would never fit beside them."""
-        hashes = request.block_hashes[:limit] if self._boundaries else []
+        many that the prompt would never fit beside them; or the place where it leaves what was computed before, if
+        nothing has needed the memory of the windows there yet."""
+        hashes = request.block_hashes[:limit] if len(self.boundaries) else []
         room = self.pool.num_blocks - self.config.watermark_blocks
+        parting = self._parting(hashes)
         for count in range(len(hashes), 0, -1):
-            if hashes[count - 1] in self._boundaries:
+            is_boundary = hashes[count - 1] in self.boundaries
+            if is_boundary or count == parting:
                 tables = self._boundary_tables(hashes[:count])
                 if tables is None:
-                    del self._boundaries[hashes[count - 1]]  # what was evicted does not come back by itself
+                    if is_boundary:
+                        self.pool.end_boundary(hashes[count - 1])  # what was evicted does not come back by itself
                     continue
                 blocks = [block_id for block_ids in tables for block_id in block_ids]
                 if len(blocks) + sum(self._new_counts(request, self._tokens(count))) <= room:
                     return Hit(blocks, self._tokens(count), tables)
         return Hit([], 0)
+
+    def _parting(self, hashes: list[bytes]) -> int:
+        """How many of these blocks, from the first on, were computed before, and are still there in a group that keeps
+        all tokens."""
+        number, get, count = self._full_group, self.pool.prefix_cache.get, 0
+        if number is None:  # windows alone: up to the deepest that can be found
+            known = (count for count in range(len(hashes), 0, -1) if get(page_key(hashes[count - 1], 0)) is not None)
+            return next(known, 0)
+        while count < len(hashes) and get(page_key(hashes[count], number)) is not None:
+            count += 1
+        return count
 
     def _boundary_tables(self, hashes: list[bytes]) -> tuple[list[int], ...] | None:
         """By group, the blocks that a sequence needs which goes on behind these hashes; None where one is missing."""
@@ -434,6 +448,9 @@ class KVCacheManager:
         request.num_shared_blocks = num_there * self.layout.num_growing
         request.num_computed_tokens = request.num_scheduled_tokens = hit.num_device_tokens
         request.boundary_blocks = self._boundaries_of(request, num_hit_blocks)
+        if num_hit_blocks:
+            self._note_boundary(request.block_hashes[:num_hit_blocks])
+            self.boundaries.use(request.block_hashes[num_hit_blocks - 1])
         self._expect(request)
 
     def _make_places(self, request: Request, hit: Hit) -> tuple[list[int], ...]:
@@ -547,11 +564,7 @@ class KVCacheManager:
         if not self._finds_hits:
             return ()
         end = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
-        number, parting = self._full_group, 0
-        if number is not None:
-            get = self.pool.prefix_cache.get
-            while parting < end and get(page_key(request.block_hashes[parting], number)) is not None:
-                parting += 1
+        parting = self._parting(request.block_hashes[:end])
         return tuple(sorted({count for count in (parting, end) if count > num_hit_blocks}))
 
     def begin_chunk(self, request: Request) -> None:
@@ -570,8 +583,10 @@ class KVCacheManager:
 
     def _expire(self, request: Request, num_committed: int, num_tokens: int) -> None:
         """Blocks that no token behind ``num_committed`` reads are used again, as far as the first ``num_tokens`` tokens
-        need them, and given up."""
+        need them, and given up. As long as there is memory that nothing is in, others take their place, so that they
+        can be found: until that memory is needed, a prompt may be gone on from anywhere."""
         last, firsts = -(-num_tokens // self.block_size), list(request.first_blocks)
+        left, holds = list[int](), self.pool.prefix_cache.holds
         is_borrowed = bool(request.remote_block_tables)
         ends = self._handed_over(request) if is_borrowed else (last,) * len(firsts)
         for index, group in enumerate(self.layout.groups):
@@ -585,17 +600,40 @@ class KVCacheManager:
                     expired = self._own(expired)
                 # What others may find is not overwritten: for such a block another one was taken when it was shared, or
                 # when it became findable.
-                kept = [block_id for block_id in expired if self.pool.prefix_cache.holds(block_id)]
-                if kept:
-                    expired = [block_id for block_id in expired if not self.pool.prefix_cache.holds(block_id)]
-                    self.pool.release(kept)
-                request.block_tables[index] = block_ids + expired[:num_needed]
+                kept = [block_id for block_id in expired if holds(block_id)]
+                fresh = [] if is_borrowed else self._leave_findable(request, index, expired, first, num_needed, left)
+                expired = [block_id for block_id in expired if not holds(block_id)]
+                self.pool.release(kept)
+                request.block_tables[index] = block_ids + expired[:num_needed] + fresh
                 self.pool.release(expired[num_needed:])
         request.first_blocks = tuple(firsts)
         if is_borrowed:
             self._hold_borrowed(request, request.block_tables)
         else:
             self._hold(request, request.block_tables)
+        self.pool.release(left)
+        self.pool.evict_first(left)
+
+    def _leave_findable(
+        self, request: Request, number: int, expired: list[int], first: int, num_needed: int, left: list[int]
+    ) -> list[int]:
+        """Make what expires in a window findable, as far as there is memory that nothing is in: ``left`` gets these
+        blocks. expired: blocks from the index ``first`` on, of which ``num_needed`` would be used again. Returns those
+        that take their place."""
+        pool, hashes = self.pool, request.block_hashes[first:] if self._finds_hits else []
+        found = []
+        for block_hash, block_id in zip(hashes, expired, strict=False):
+            key = page_key(block_hash, number)
+            if not pool.prefix_cache.holds(block_id) and pool.prefix_cache.get(key) is None:
+                found.append((key, block_id))
+        num_others = sum([not pool.prefix_cache.holds(block_id) for block_id in expired]) - len(found)
+        num_reused = max(0, min(num_needed - num_others, len(found)))
+        num_fresh = min(num_reused, max(0, pool.num_free - self.config.watermark_blocks))
+        for key, block_id in found[num_reused - num_fresh :]:
+            pool.remember(key, block_id)
+            left.append(block_id)
+        pool.taker = request.request_id
+        return pool.allocate(num_fresh)
 
     def raise_blocks(self, request: Request, count: int) -> list[tuple[int, int]]:
         """The next ``count`` (host, device) copies of an admitted prompt. What they hold need not be computed."""
@@ -724,12 +762,21 @@ class KVCacheManager:
             hashes = request.block_hashes[first + start : num_blocks]
             for block_hash, block_id in zip(hashes, request.block_tables[number][start:stop], strict=True):
                 self.pool.remember(page_key(block_hash, number), block_id)
-        self._boundaries[request.block_hashes[num_blocks - 1]] = None
-        if len(self._boundaries) > 2 * self.config.num_blocks:
-            numbers, get = range(len(self.layout.groups)), self.pool.prefix_cache.get
-            for block_hash in list(self._boundaries):
-                if all(get(page_key(block_hash, number)) is None for number in numbers):
-                    del self._boundaries[block_hash]
+        self._note_boundary(request.block_hashes[:num_blocks])
+
+    def _note_boundary(self, hashes: list[bytes]) -> None:
+        """Sequences may go on behind these blocks, of which all that this takes can be found."""
+        if hashes[-1] in self.boundaries:
+            return
+        window_pages, last_pages = [], []
+        for number, group in enumerate(self.layout.groups):
+            if group.window_tokens:
+                first = group.first_live(self._tokens(len(hashes)))
+                window_pages += [page_key(block_hash, number) for block_hash in hashes[first:]]
+            else:
+                last_pages.append(page_key(hashes[-1], number))
+        self.boundaries.add(hashes[-1], window_pages, last_pages)
+        self.pool.report_boundary(hashes[-1])
 
     def _replace(self, request: Request, counts: list[tuple[int, int]]) -> bool:
         """Append up to so many blocks to tables of a request, as (group, count), as far as its prompt needs them;
@@ -768,6 +815,8 @@ class KVCacheManager:
             self.take_back_lent(request)
             for block_ids in request.block_tables:
                 self.pool.release(block_ids)
+            if not self.is_dense and self._finds_hits:
+                self._age(request)
             request.first_blocks = ()
             request.raise_targets = []
             self._hold(request, [])
@@ -776,6 +825,25 @@ class KVCacheManager:
         if request.host_block_ids:
             self.host.release(request.host_block_ids)
             request.host_block_ids = []
+
+    def _age(self, request: Request) -> None:
+        """Order what can be found of a request that has given up its blocks, for eviction: from the deepest boundary to
+        the first one, and of each what leads to it from the one before, then its windows. A boundary is of no use
+        without its windows, nor these without the rest. Of those that other requests have made, only those count that
+        sequences have in common."""
+        boundaries, hashes, get = self.boundaries, request.block_hashes, self.pool.prefix_cache.get
+        end = request.num_hashed_blocks
+        own = request.num_shared_blocks // max(1, self.layout.num_growing)  # where it began
+        counts = [count for count in range(1, end + 1) if hashes[count - 1] in boundaries]
+        full = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
+        while counts:
+            count = counts.pop()
+            first = counts[-1] if counts else 0
+            keys = [page_key(hashes[at], number) for number in full for at in range(count - 1, first - 1, -1)]
+            if count >= own or boundaries.is_shared(hashes[count - 1]):
+                keys += boundaries.window_pages(hashes[count - 1])
+            found = [get(key) for key in keys]
+            self.pool.evict_last([block_id for block_id in found if block_id is not None])
 
     def swap_out(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
         """Move the KV of ``num_tokens`` tokens to the host: (device, host) copies, or None without room."""
