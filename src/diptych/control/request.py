@@ -263,6 +263,7 @@ class Request:
         "num_output_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_raised_tokens",
         "num_remote_tokens",
         "num_reserved_blocks",
         "num_scheduled_tokens",
@@ -274,6 +275,7 @@ class Request:
         "options",
         "order_key",
         "peer_run",
+        "raise_targets",
         "reads_prefix_cache",
         "remote_block_tables",
         "request_id",
@@ -322,6 +324,8 @@ class Request:
         self.num_blocks = 0  # in all tables
         self.num_slots = 0  # tokens that they hold, those of expired blocks included
         self.host_block_ids: list[int] = []  # its KV when it is swapped out; before that, what is to be copied up
+        self.raise_targets: list[int] = []  # with layers of several groups: the blocks that ``host_block_ids`` go to
+        self.num_raised_tokens = 0  # and the tokens that need not be computed when they are there
         self.num_hashed_blocks = 0  # leading blocks already offered to the prefix cache
         self.num_shared_blocks = 0  # leading blocks that were found in the prefix cache at the last admission
         self.num_reserved_blocks = 0  # blocks held plus growth expected, as of the last admission

@@ -13,10 +13,9 @@ def kv_geometry_of(options: EngineOptions) -> KVGeometry:
 
 
 def windows_below(options: EngineOptions) -> int:
-    """Blocks that lie before windows of fewer tokens than that are freed (0: all layers keep all tokens). The tiers
-    below the cache hold blocks of all layers."""
+    """Blocks that lie before windows of fewer tokens than that are freed (0: all layers keep all tokens)."""
     memory = options.memory
-    if not memory.frees_windows or memory.host_bytes or memory.disk is not None:
+    if not memory.frees_windows:
         return 0
     return memory.windows_below or longest_sequence_of(options)
 

@@ -159,7 +159,9 @@ class WorkerCore:
     def __init__(self, engine: EngineCore, *, publishes_kv: bool = True, reports_load: bool = True) -> None:
         self.engine = engine
         self._publishes_kv = publishes_kv
-        self._tier_changes = TierChanges(engine.kv) if publishes_kv and engine.kv.host.num_blocks else None
+        # A router knows tiers by chains of blocks.
+        has_tiers = engine.kv.host.num_blocks > 0 and engine.kv.is_dense
+        self._tier_changes = TierChanges(engine.kv) if publishes_kv and has_tiers else None
         self._reports_load = reports_load
         self._outgoing = Outgoing(engine.kv.layout)
         self._targets: dict[str, Prefill] = {}  # attempts that are prefilled here and not released yet

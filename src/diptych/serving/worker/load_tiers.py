@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from diptych.base.private_files import make_private_folder, warn_of_visitors
 from diptych.control.config import TierConfig
 from diptych.control.errors import ConfigError
+from diptych.control.kv_layout import KVLayout
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import MAX_BLOCKS
@@ -36,7 +37,7 @@ def num_host_blocks(memory: MemoryOptions, geometry: KVGeometry, max_model_len: 
     blocks = memory.host_bytes // geometry.block_bytes
     if memory.disk is None:
         return blocks
-    longest = -(-max_model_len // geometry.block_size) + MAX_BLOCKS
+    longest = KVLayout(geometry.layers.groups).peak_pages(max_model_len) + MAX_BLOCKS
     return max(blocks, min(longest, MOST_STAGING_BYTES // geometry.block_bytes), 2)
 
 
@@ -44,7 +45,7 @@ def tier_config(memory: MemoryOptions, runner: "ModelRunner", geometry: KVGeomet
     """Measured for copies, guessed for the disk and for reading from other workers (as a copy to the device)."""
     if not runner.num_host_blocks:
         return TierConfig()
-    longest = -(-runner.max_model_len // runner.block_size)
+    longest = KVLayout(geometry.layers.groups).peak_pages(runner.max_model_len)
     copy_ns = measured_copy_ns(runner.kv, min(MEASURED_BLOCKS, runner.num_host_blocks, runner.num_blocks))
     return TierConfig(
         copy_block_ns=copy_ns,

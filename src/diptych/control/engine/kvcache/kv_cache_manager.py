@@ -66,7 +66,7 @@ class KVCacheManager:
         """Blocks that a request which finds the ``hit`` takes at admission, besides those that it shares."""
         if self.is_dense:
             return self.num_blocks_for(request.num_tokens) - len(hit.blocks)
-        return sum(self._new_counts(request, self.num_cached_tokens(request, hit)))
+        return len(hit.below) + sum(self._counts_beside(request, hit))
 
     def num_borrowed_beside(self, request: Request) -> int:
         """Blocks of this worker that a prompt takes which is computed into those of another worker: what its windows
@@ -87,6 +87,17 @@ class KVCacheManager:
             for group, end in zip(groups, ends, strict=True)
         ]
 
+    def _counts_beside(self, request: Request, hit: Hit) -> list[int]:
+        """By group, the blocks that a request takes besides those of the ``hit``. Those that are copied up for it are
+        its own, and used again like others."""
+        counts = self._new_counts(request, self.num_cached_tokens(request, hit))
+        if hit.below and not request.awaits_kv:
+            for number, group in enumerate(self.layout.groups):
+                most = group.peak_pages(request.num_tokens, self._charged_chunk) - hit.tables[number].count(NO_BLOCK)
+                if group.window_tokens:
+                    counts[number] = max(0, min(counts[number], most))
+        return counts
+
     def window_growth(self, request: Request, num_tokens: int, hit: Hit | None = None) -> int:
         """Blocks that those windows of a request get which are not full yet, until it has ``num_tokens`` tokens more
         than its blocks hold. Blocks that other requests read, too, are not used again, and do not count. hit: that of
@@ -94,12 +105,76 @@ class KVCacheManager:
         if request.remote_block_tables:
             return 0
         growth, tables, references = 0, request.block_tables, self.pool.references
-        counts = [] if tables else self._new_counts(request, hit.num_tokens if hit is not None else 0)
+        counts = [] if tables else self._own_counts(request, hit or Hit([], 0))
         for index, group in enumerate(self.layout.groups):
             if group.window_tokens:
                 held = sum([references(block_id) == 1 for block_id in tables[index]]) if tables else counts[index]
                 growth += max(0, group.peak_pages(request.num_slots + num_tokens, 1) - held)
         return growth
+
+    def _own_counts(self, request: Request, hit: Hit) -> list[int]:
+        counts = self._counts_beside(request, hit)
+        for number, block_ids in enumerate(hit.tables if hit.below else ()):
+            counts[number] += block_ids.count(NO_BLOCK)
+        return counts
+
+    def admission_hit(self, request: Request, work_ns: WorkNs) -> Hit:
+        """What a prompt finds that is computed here, or into blocks of this worker. Of layers in several groups, with what lies below, where copying it
+        up pays: there it counts only up to where all that is needed can be found, on the device or below."""
+        hit = self.longest_hit(request)
+        is_elsewhere = request.remote_block_tables or (request.awaits_kv and not request.is_remote_prefill)
+        if self.is_dense or is_elsewhere or not self.tiers.has_host_content(request):
+            return hit
+        return self._deeper_hit(request, hit, work_ns)
+
+    def _deeper_hit(self, request: Request, hit: Hit, work_ns: WorkNs) -> Hit:
+        host, device = self.host.prefix_cache, self.pool.prefix_cache
+        count = self.deepest_boundary(
+            request, hit.num_tokens // self.block_size, lambda key: device.get(key) is None and host.get(key) is None
+        )
+        if self._tokens(count) <= hit.num_tokens:
+            return hit
+        tables, below = list[list[int]](), list[tuple[bytes, int]]()
+        for number, group in enumerate(self.layout.groups):
+            tables.append([])
+            for block_hash in request.block_hashes[group.first_live(self._tokens(count)) : count]:
+                key = page_key(block_hash, number)
+                block_id, host_block = device.get(key), host.get(key)
+                if block_id is None and host_block is not None:
+                    below.append((key, host_block))
+                tables[-1].append(NO_BLOCK if block_id is None else block_id)
+        blocks = [block_id for block_ids in tables for block_id in block_ids if block_id != NO_BLOCK]
+        found = Hit(blocks, self._tokens(count), tuple(tables), below, hit.num_tokens)
+        if len(below) * self.config.tiers.copy_block_ns >= work_ns(hit.num_tokens, found.num_tokens - hit.num_tokens):
+            return hit
+        room = self.pool.num_blocks - self.config.watermark_blocks
+        return found if len(blocks) + self.num_new_blocks(request, found) <= room else hit
+
+    def deepest_boundary(self, request: Request, least: int, lacks: Callable[[bytes], bool]) -> int:
+        """How many leading blocks of a prompt can be reached, more than ``least``, or that. lacks: whether a block, by
+        its name in its group, can be found nowhere."""
+        limit = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
+        hashes, groups = request.block_hashes, self.layout.groups
+        full = [number for number, group in enumerate(groups) if not group.window_tokens]
+        reached = 0
+        while reached < limit and not any(lacks(page_key(hashes[reached], number)) for number in full):
+            reached += 1
+        windows = [(number, group) for number, group in enumerate(groups) if group.window_tokens]
+        while reached > least:
+            # No boundary has a block in its window that is missing: the next one to be tried ends before it.
+            missing = next(
+                (
+                    index
+                    for number, group in windows
+                    for index in range(reached - 1, group.first_live(self._tokens(reached)) - 1, -1)
+                    if lacks(page_key(hashes[index], number))
+                ),
+                None,
+            )
+            if missing is None:
+                return reached
+            reached = missing
+        return least
 
     def longest_hit(self, request: Request) -> Hit:
         """The longest prefix of the request's prompt that is cached, leaving at least one token to compute."""
@@ -167,8 +242,18 @@ class KVCacheManager:
     def blocks_below(self, request: Request, hit: Hit, work_ns: WorkNs) -> list[int]:
         """The host blocks that continue the ``hit`` of a prompt, where copying them up pays."""
         if not self.is_dense:
-            return []
+            return [host_block for _, host_block in hit.below]
         return self.tiers.worth_copying(request, self.num_cached_tokens(request, hit) // self.block_size, work_ns)
+
+    def num_found_tokens(self, request: Request, hit: Hit, below: list[int]) -> int:
+        """Tokens of the prompt that need not be computed once what lies ``below`` is copied up."""
+        num_cached = self.num_cached_tokens(request, hit)
+        return num_cached + len(below) * self.block_size if self.is_dense else num_cached
+
+    def still_holds(self, hit: Hit) -> bool:
+        """Whether what lies below of a ``hit`` is still there."""
+        get = self.host.prefix_cache.get
+        return all(get(key) == host_block for key, host_block in hit.below)
 
     def num_ready_tokens(self, request: Request) -> int:
         """Tokens of the request's prompt that need not be computed, on the device or on the host."""
@@ -179,8 +264,33 @@ class KVCacheManager:
     def fetch(self, request: Request, work_ns: WorkNs, now: int) -> bool:
         """Whether the request waits for a load from now on."""
         if not self.is_dense:
-            return False
+            return self._fetch_groups(request, work_ns, now)
         return self.tiers.fetch(request, self.num_cached_tokens(request) // self.block_size, work_ns, now)
+
+    def _fetch_groups(self, request: Request, work_ns: WorkNs, now: int) -> bool:
+        """``fetch``: what is read from disk is what a boundary lacks that is deeper than any on the device or the host."""
+        tiers = self.tiers
+        if not tiers.reads_disk(request, now) or request.remote_block_tables:
+            return False
+        host, device, on_disk = self.host.prefix_cache.get, self.pool.prefix_cache.get, tiers.loads.holds
+        first = self.longest_hit(request).num_tokens // self.block_size
+        first = self.deepest_boundary(request, first, lambda key: device(key) is None and host(key) is None)
+        count = self.deepest_boundary(
+            request, first, lambda key: device(key) is None and host(key) is None and not on_disk(key)
+        )
+        if count == first:
+            return False
+        needed, held = list[bytes](), list[int]()
+        for number, group in enumerate(self.layout.groups):
+            for block_hash in request.block_hashes[group.first_live(self._tokens(count)) : count]:
+                key = page_key(block_hash, number)
+                host_block = host(key)
+                if device(key) is None and host_block is not None:
+                    held.append(host_block)
+                elif device(key) is None:
+                    needed.append(key)
+        span = self._tokens(first), self._tokens(count - first)
+        return tiers.loads.begin_pages(request, span, tuple(needed), held, work_ns, tiers.actions, now)
 
     def awaits_sibling(self, request: Request, num_blocks: int) -> bool:
         """Whether an admitted prefill is about to compute the next block of this prompt, of which ``num_blocks`` are in
@@ -307,7 +417,7 @@ class KVCacheManager:
             else:
                 self._admit_groups(request, hit)
             self.queried_tokens += request.num_tokens
-            self.hit_tokens += hit.num_tokens
+            self.hit_tokens += hit.num_device_tokens
             return []
         # Before ``allocate``: it evicts cached blocks that no request holds, which these still are.
         self.pool.share(hit.blocks)
@@ -323,22 +433,33 @@ class KVCacheManager:
 
     def _admit_groups(self, request: Request, hit: Hit) -> None:
         """``admit`` for a model whose layers are of several groups."""
-        counts = self._new_counts(request, hit.num_tokens)
+        counts = self._counts_beside(request, hit)
         found = hit.tables or tuple([list[int]() for _ in counts])
         self.pool.share(hit.blocks)
+        if hit.below:
+            found = self._make_places(request, hit)
         request.first_blocks = tuple([group.first_live(hit.num_tokens) for group in self.layout.groups])
         self._hold(
             request, [block_ids + self.pool.allocate(count) for block_ids, count in zip(found, counts, strict=True)]
         )
         num_hit_blocks = hit.num_tokens // self.block_size
-        request.num_hashed_blocks = num_hit_blocks
-        request.num_shared_blocks = num_hit_blocks * self.layout.num_growing
-        request.num_computed_tokens = request.num_scheduled_tokens = hit.num_tokens
+        num_there = hit.num_device_tokens // self.block_size
+        request.num_hashed_blocks = num_there
+        request.num_shared_blocks = num_there * self.layout.num_growing
+        request.num_computed_tokens = request.num_scheduled_tokens = hit.num_device_tokens
         request.boundary_blocks = self._boundaries_of(request, num_hit_blocks)
         if num_hit_blocks:
             self._note_boundary(request.block_hashes[:num_hit_blocks])
             self.boundaries.use(request.block_hashes[num_hit_blocks - 1])
         self._expect(request)
+
+    def _make_places(self, request: Request, hit: Hit) -> tuple[list[int], ...]:
+        """The tables of a ``hit`` with blocks for what is copied up."""
+        places = request.raise_targets = self.pool.allocate(len(hit.below))
+        request.num_raised_tokens, left = hit.num_tokens, iter(places)
+        return tuple(
+            [[next(left) if block_id == NO_BLOCK else block_id for block_id in block_ids] for block_ids in hit.tables]
+        )
 
     def _admit_incoming(self, request: Request, hit: Hit) -> None:
         """``_admit_groups`` for a prompt that another worker computes: blocks for what is read when it ends. Blocks of
@@ -346,17 +467,21 @@ class KVCacheManager:
         counts = self._new_counts(request, hit.num_tokens)
         request.first_blocks = self._handed_over(request)
         found, tables, lent = hit.tables or tuple([list[int]() for _ in counts]), [], []
+        if request.is_remote_prefill:
+            self.pool.share(hit.blocks)
+            found = self._make_places(request, hit) if hit.below else found
         for group, block_ids, first in zip(self.layout.groups, found, request.first_blocks, strict=True):
             num_left = first - group.first_live(hit.num_tokens)
             tables.append(block_ids[num_left:])
             lent.append(block_ids[:num_left] if request.is_remote_prefill else [])
-            self.pool.share(lent[-1] + tables[-1])
+            if not request.is_remote_prefill:
+                self.pool.share(tables[-1])
         request.lent_tables = lent
         tables = [block_ids + self.pool.allocate(count) for block_ids, count in zip(tables, counts, strict=True)]
         self._hold(request, tables)
-        request.num_hashed_blocks = hit.num_tokens // self.block_size
+        request.num_hashed_blocks = hit.num_device_tokens // self.block_size
         request.num_shared_blocks = request.num_hashed_blocks * self.layout.num_growing
-        request.num_computed_tokens = request.num_scheduled_tokens = hit.num_tokens
+        request.num_computed_tokens = request.num_scheduled_tokens = hit.num_device_tokens
         end = self.layout.last_boundary(request.num_prompt_tokens) // self.block_size
         is_found = self._finds_hits and 0 < end <= len(request.block_hashes)
         request.boundary_blocks = (end,) if is_found else ()
@@ -512,10 +637,22 @@ class KVCacheManager:
 
     def raise_blocks(self, request: Request, count: int) -> list[tuple[int, int]]:
         """The next ``count`` (host, device) copies of an admitted prompt. What they hold need not be computed."""
+        if not self.is_dense:
+            return self._raise_pages(request, count)
         copies = self.tiers.raise_blocks(request, count)
         request.num_scheduled_tokens += count * self.block_size
         request.num_computed_tokens = request.num_scheduled_tokens
         self.remember_computed(request, request.num_computed_tokens)
+        return copies
+
+    def _raise_pages(self, request: Request, count: int) -> list[tuple[int, int]]:
+        """``raise_blocks``: only when all are there can computing go on behind them."""
+        targets, request.raise_targets = request.raise_targets[:count], request.raise_targets[count:]
+        copies = list(zip(self.tiers.take_blocks(request, count), targets, strict=True))
+        if not request.host_block_ids:
+            self.tiers.host_hit_tokens += request.num_raised_tokens - request.num_computed_tokens
+            request.num_computed_tokens = request.num_scheduled_tokens = request.num_raised_tokens
+            self.remember_computed(request, request.num_raised_tokens)
         return copies
 
     def grow(
@@ -683,6 +820,7 @@ class KVCacheManager:
             if not self.is_dense and self._finds_hits:
                 self._age(request)
             request.first_blocks = ()
+            request.raise_targets = []
             self._hold(request, [])
             self._num_reserved -= request.num_reserved_blocks
             request.num_reserved_blocks = 0

@@ -62,8 +62,8 @@ class Incoming:
         if request.is_remote_prefill:
             below = kv.blocks_below(request, hit, work_ns)
             kv.tiers.attach(request, below)
-        request.num_tier_tokens = len(below) * kv.block_size
-        request.num_cached_tokens = hit.num_tokens + request.num_tier_tokens
+        request.num_cached_tokens = kv.num_found_tokens(request, hit, below)
+        request.num_tier_tokens = request.num_cached_tokens - hit.num_device_tokens
         del self.waiting[request.request_id]
         self.reserved[request.request_id] = request
         if below:

@@ -286,13 +286,15 @@ class Scheduler:
         incoming = self.incoming
         while incoming.waiting:
             request = next(iter(incoming.waiting.values()))
-            hit = self._kv.longest_hit(request)
+            hit = self._kv.admission_hit(request, self._model.prefill_work_ns)
             self._refused_incoming.clear()
             if any(stream.order_key <= request.order_key for stream in self.interrupted.values()):
                 self._refused_incoming.stand_until_departure()  # or until that stream is admitted: that is a prefill
                 return
             if not self._has_room(plan, request, hit, self._refused_incoming):
                 self._recall(plan, request)
+                return
+            if not self._kv.still_holds(hit):  # others went there
                 return
             incoming.seat(request, hit, self.block_owners.expected(request), self._kv, self._model.prefill_work_ns)
             if request.request_id not in incoming.raising:
@@ -417,9 +419,9 @@ class Scheduler:
             return _Verdict.PARK
         if self._order.defer(request, plan.now):
             return _Verdict.DEFER
-        hit = self._kv.longest_hit(request)
+        hit = self._kv.admission_hit(request, self._model.prefill_work_ns)
         below = self._kv.blocks_below(request, hit, self._model.prefill_work_ns)
-        start = self._kv.num_cached_tokens(request, hit) + len(below) * self._kv.block_size
+        start = self._kv.num_found_tokens(request, hit, below)
         remaining = request.num_tokens - start
         request.is_long = self._caps.is_long(request, remaining)
         is_stream = request.is_stream  # then it waits for no prompt: neither for its blocks nor for a cap
@@ -434,8 +436,10 @@ class Scheduler:
         if not self._seat(plan, request, hit):
             self._recall(plan, request)
             return _Verdict.STOP
+        if not self._kv.still_holds(hit):  # others went there
+            return _Verdict.STOP
         below = self._kv.blocks_below(request, hit, self._model.prefill_work_ns)  # less, if others went there
-        start = self._kv.num_cached_tokens(request, hit) + len(below) * self._kv.block_size
+        start = self._kv.num_found_tokens(request, hit, below)
         self.waiting.remove(request)
         self.interrupted.pop(request.request_id, None)
         is_first = request.first_step_ns is None
@@ -445,7 +449,7 @@ class Scheduler:
             request.first_step_ns = plan.now
             # Once: what a request finds after a preemption is mostly its own KV, which is no hit.
             request.num_cached_tokens = start
-        num_below = len(below) * self._kv.block_size
+        num_below = start - hit.num_device_tokens if hit.below else len(below) * self._kv.block_size
         plan.events.append(RequestAdmitted(plan.now, request.request_id, start, is_first, num_below))
         self.prefilling[request.request_id] = request
         self.early_prefills.admitted(request)
