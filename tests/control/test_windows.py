@@ -214,7 +214,6 @@ def test_what_prompts_begin_with_is_found_from_the_third_on_in_memory_that_is_fu
     for number in range(4):
         driver.add(f"f{number}", tokens_of(700, 50 + number), 20)
         driver.run()
-    assert not driver.core.kv.pool.num_free
     system = tokens_of(320, 1)
     for number in range(6):
         driver.add(f"r{number}", system + tokens_of(100, 10 + number), 20)
@@ -330,17 +329,6 @@ def test_a_hit_leaves_the_answers_and_the_memory_as_they_were(seed: int) -> None
     assert {event.reason for event in driver.finished().values()} == {FinishReason.LENGTH}
     driver.core.kv.check()
     assert not driver.core.kv.pool.num_used and driver.core.kv.is_unused
-
-
-def test_a_handoff_is_refused_by_name() -> None:
-    core = long_runner(200).core
-    (refused,) = core.reserve(Request("a", 100, 8), 0)
-    assert isinstance(refused, RequestFinished) and "prefilled and decoded on one worker" in refused.message
-    leaves = Request("b", 100, 8)
-    leaves.hands_off = True
-    (refused,) = core.add_request(leaves, 0)
-    assert isinstance(refused, RequestFinished) and "prefilled and decoded on one worker" in refused.message
-    assert not core.requests
 
 
 def test_pages_of_another_size_than_the_block_are_refused() -> None:
