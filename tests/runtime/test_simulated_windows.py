@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.control.config import CacheConfig, EngineConfig
+from diptych.control.config import CacheConfig, EngineConfig, TierConfig
 from diptych.control.events import (
     Event,
     FirstToken,
@@ -122,7 +122,13 @@ def test_a_windowed_model_is_admitted_and_preempted_as_live(family: str, preempt
     live = engine_config(runner, chunked(64, preemption))
     assert prepared.cache.groups == live.cache.groups and prepared.max_model_len == live.max_model_len
     memory = CacheConfig(
-        prepared.cache.num_blocks, BLOCK_SIZE, 64, watermark_blocks=0, admission=admission, groups=prepared.cache.groups
+        prepared.cache.num_blocks,
+        BLOCK_SIZE,
+        64 if preemption == "swap" else 0,
+        watermark_blocks=0,
+        admission=admission,
+        groups=prepared.cache.groups,
+        tiers=TierConfig(clean_blocks=0),  # whether copying up pays is a matter of time, which differs
     )
     preempted = 0
     for seed in range(3):
