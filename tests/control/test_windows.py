@@ -214,7 +214,6 @@ def test_what_prompts_begin_with_is_found_from_the_third_on_in_memory_that_is_fu
     for number in range(4):
         driver.add(f"f{number}", tokens_of(700, 50 + number), 20)
         driver.run()
-    assert not driver.core.kv.pool.num_free
     system = tokens_of(320, 1)
     for number in range(6):
         driver.add(f"r{number}", system + tokens_of(100, 10 + number), 20)
@@ -287,15 +286,15 @@ def test_a_conversation_is_lost_from_its_end() -> None:
     driver.add("first", prompt, 60)
     driver.run()
     kv = driver.core.kv
-    for _ in range(5):
-        kv.pool.release(kv.pool.allocate(kv.pool.num_free + 4))
+    num_left = len(kv.pool.prefix_cache) - 34 - 2 * 20  # but for what leads to 544, and the windows of both boundaries
+    kv.pool.release(kv.pool.allocate(kv.pool.num_free + num_left + 20))
     turn = Request("next turn", 600, 8, block_hashes=hash_blocks(answered(prompt, 60) + tokens_of(44, 2), 16))
     assert kv.longest_hit(turn).num_tokens == 480, "what leads to 544 is gone, and nothing else"
 
 
 def test_what_many_begin_with_stays_while_a_conversation_goes_on() -> None:
     """A conversation that began with the system prompt goes on behind it and never looks at its windows again."""
-    driver = long_runner(420)
+    driver = long_runner(260)
     system = tokens_of(320, 1)
     for number in range(4):
         driver.add(f"r{number}", system + tokens_of(40, 10 + number), 8)
@@ -330,17 +329,6 @@ def test_a_hit_leaves_the_answers_and_the_memory_as_they_were(seed: int) -> None
     assert {event.reason for event in driver.finished().values()} == {FinishReason.LENGTH}
     driver.core.kv.check()
     assert not driver.core.kv.pool.num_used and driver.core.kv.is_unused
-
-
-def test_a_handoff_is_refused_by_name() -> None:
-    core = long_runner(200).core
-    (refused,) = core.reserve(Request("a", 100, 8), 0)
-    assert isinstance(refused, RequestFinished) and "prefilled and decoded on one worker" in refused.message
-    leaves = Request("b", 100, 8)
-    leaves.hands_off = True
-    (refused,) = core.add_request(leaves, 0)
-    assert isinstance(refused, RequestFinished) and "prefilled and decoded on one worker" in refused.message
-    assert not core.requests
 
 
 def test_pages_of_another_size_than_the_block_are_refused() -> None:

@@ -119,8 +119,9 @@ class KVCacheManager:
         return counts
 
     def admission_hit(self, request: Request, work_ns: WorkNs) -> Hit:
-        """What a prompt finds that is computed here, or into blocks of this worker. Of layers in several groups, with what lies below, where copying it
-        up pays: there it counts only up to where all that is needed can be found, on the device or below."""
+        """What a prompt finds that is computed here, or into blocks of this worker. Of layers in several groups, with
+        what lies below, where copying it up pays: there it counts only up to where all that is needed can be found, on
+        the device or below."""
         hit = self.longest_hit(request)
         is_elsewhere = request.remote_block_tables or (request.awaits_kv and not request.is_remote_prefill)
         if self.is_dense or is_elsewhere or not self.tiers.has_host_content(request):
@@ -144,7 +145,8 @@ class KVCacheManager:
                     below.append((key, host_block))
                 tables[-1].append(NO_BLOCK if block_id is None else block_id)
         blocks = [block_id for block_ids in tables for block_id in block_ids if block_id != NO_BLOCK]
-        found = Hit(blocks, self._tokens(count), tuple(tables), below, hit.num_tokens)
+        num_there = hit.num_tokens if below else self._tokens(count)  # (windows of a token need nothing)
+        found = Hit(blocks, self._tokens(count), tuple(tables), below, num_there)
         if len(below) * self.config.tiers.copy_block_ns >= work_ns(hit.num_tokens, found.num_tokens - hit.num_tokens):
             return hit
         room = self.pool.num_blocks - self.config.watermark_blocks
@@ -765,7 +767,7 @@ class KVCacheManager:
         self._note_boundary(request.block_hashes[:num_blocks])
 
     def _note_boundary(self, hashes: list[bytes]) -> None:
-        """Sequences may go on behind these blocks, of which all that this takes can be found."""
+        """Sequences may go on behind these blocks: what this takes in windows can be found."""
         if hashes[-1] in self.boundaries:
             return
         window_pages, last_pages = [], []
@@ -775,6 +777,10 @@ class KVCacheManager:
                 window_pages += [page_key(block_hash, number) for block_hash in hashes[first:]]
             else:
                 last_pages.append(page_key(hashes[-1], number))
+        if any(self.pool.prefix_cache.get(key) is None for key in last_pages):
+            return  # of a request that was swapped out, others may have taken the memory of what leads there
+        if not window_pages and not last_pages:
+            return  # windows of a token need nothing
         self.boundaries.add(hashes[-1], window_pages, last_pages)
         self.pool.report_boundary(hashes[-1])
 
