@@ -52,16 +52,15 @@ def test_what_was_evicted_comes_up_from_the_host() -> None:
 
 def test_a_prompt_and_the_next_turn_are_found_on_disk_after_a_restart() -> None:
     driver = make(has_disk=True)
-    driver.add("first", prompt(1, 150), max_tokens=60)
+    driver.add("first", prompt(1, 150), max_tokens=300)
     settle(driver)
-    after = make(has_disk=True, contents=driver.contents)
-    after.add("again", prompt(1, 150))
-    after.run()
-    after.add("next turn", answered(prompt(1, 150), 60) + prompt(2, 40))
-    after.run()
-    assert cached_tokens(after, "again") == 9 * BLOCK
-    assert cached_tokens(after, "next turn") == 13 * BLOCK
-    assert [len(load.hashes) for load in after.loads] == [9 + 2 * 3, 4 + 2 * 3]
+    turn = answered(prompt(1, 150), 300) + prompt(2, 40)
+    for tokens, num_blocks in ((prompt(1, 150), 9), (turn, 28)):
+        after = make(has_disk=True, contents=dict(driver.contents))
+        after.add("again", tokens)
+        after.run()
+        assert cached_tokens(after, "again") == num_blocks * BLOCK
+        assert [len(load.hashes) for load in after.loads] == [num_blocks + 2 * 3]
 
 
 def test_a_boundary_of_which_a_block_is_missing_is_none() -> None:

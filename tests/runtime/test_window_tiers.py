@@ -35,7 +35,8 @@ class Server:
             warm_up=False,
         )
         geometry = kv_geometry_of(options)
-        sizes = MemoryOptions(kv_cache_bytes=26 * len(geometry.layers.groups) * geometry.block_bytes, **memory)  # type: ignore[arg-type]
+        num_blocks = {1: 18}.get(len(geometry.layers.groups), 26 * len(geometry.layers.groups))
+        sizes = MemoryOptions(kv_cache_bytes=num_blocks * geometry.block_bytes, **memory)  # type: ignore[arg-type]
         loaded: LoadedEngine[object] = load_engine(replace_memory(options, sizes), lambda *_: None)  # type: ignore[assignment]
         spoil(loaded.runner)  # type: ignore[arg-type]
         self.core = loaded.engine

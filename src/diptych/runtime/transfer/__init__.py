@@ -47,4 +47,4 @@ def make_connector(
     except ImportError as error:
         raise ConfigError(f"connector is {name}, which cannot be imported ({error}): {kind.cure}",
                           param="connector") from error  # fmt: skip
-    return connector(layers, kv_format, options, groups)
+    return connector(layers, kv_format, options, groups) if groups else connector(layers, kv_format, options)

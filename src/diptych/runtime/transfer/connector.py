@@ -195,7 +195,8 @@ class KVConnector(Protocol):
 class ConnectorKind:
     """One entry of CONNECTORS.
 
-    implementation: "module:class" of a KVConnector that is made with (layers, kv_format, options, groups).
+    implementation: "module:class" of a KVConnector that is made with (layers, kv_format, options), and where layers
+    have block tables of their own, with the number of each layer's.
     shares_pool: all workers map one pool of KV memory, and a prompt is computed straight into the blocks that its
     receiver reserved: no KV is copied, only the commit travels. False: each worker has its own cache; KV is copied.
     packs: options.codec may be other than "none".
