@@ -52,7 +52,7 @@ def engine_config(
         first_block=runner.first_block,
         block_size=runner.block_size,
         num_host_blocks=runner.num_host_blocks,
-        watermark_blocks=min(4, runner.num_blocks - 1),
+        watermark_blocks=min(4, max(0, runner.num_blocks - max(1, len(runner.groups)))),
         enable_prefix_cache=enable_prefix_cache,
         groups=runner.groups,
     )

@@ -23,7 +23,7 @@ def warmed_up_model(
         model.observe(features, duration_ns)
     if measured:
         return model
-    capacity = min(config.max_model_len, config.cache.num_blocks * config.cache.block_size)
+    capacity = min(config.max_model_len, config.cache.layout.capacity_tokens(config.cache.num_blocks))
     longest = config.scheduler.budget.max_batched_tokens
     for start in STARTS:
         for chunk in CHUNKS:
