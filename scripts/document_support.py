@@ -133,7 +133,8 @@ def readme_table(api: Mapping[str, Any] | None = None) -> str:
         "PyTorch",
         "GPUs": "NVIDIA by PyTorch and CUDA, one GPU for each worker. **Continuous integration has no GPU**: the tests "
         "marked `cuda` run only where there is one",
-        "models": f"{_join([_class(name) for name in MODELS])} architectures, dense, text only",
+        "models": f"{_join([_class(name) for name in MODELS])} architectures, text only: each proven by {RANDOM}, and "
+        f"{_join([_class(name) for name in REAL])} by real checkpoints, too",
         "weights": f"safetensors in {_join(list(DTYPES))}; {_join(list(METHODS))}; GGUF. On a CPU also "
         f"`--quantize {'`, `'.join(name for name in get_args(QuantizeName) if name != 'none')}`",
         "parallelism": "one device for each worker, any number of workers that prefill, decode or do both. No tensor, "

@@ -85,6 +85,28 @@ def write_model(
     return write_gguf(path, model_metadata(directory) | metadata, model_tensors(directory, kind, without))
 
 
+def split_model(
+    folder: Path,
+    directory: Path,
+    count: int = 3,
+    *,
+    kind: GGMLQuantizationType = F32,
+    no_first: bool = False,
+    **metadata: Any,
+) -> list[Path]:
+    """The checkpoint in a directory, in ``count`` files. no_first: the first holds no tensor, as some writers have
+    it."""
+    tensors = list(model_tensors(directory, kind).items())
+    size = -(-len(tensors) // (count - no_first))
+    shares = [dict(tensors[start : start + size]) for start in range(0, len(tensors), size)]
+    paths = []
+    for number, share in enumerate([{}, *shares] if no_first else shares):
+        said = {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)}
+        first = model_metadata(directory) | metadata if number == 0 else {}
+        paths.append(write_gguf(folder / f"m-{number + 1:05}-of-{count:05}.gguf", first | said, share))
+    return paths
+
+
 def model_metadata(directory: Path) -> dict[str, Any]:
     """What the file of a checkpoint says."""
     config = _config(directory)

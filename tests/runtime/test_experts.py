@@ -26,6 +26,7 @@ from diptych.runtime.ops.torch_experts import TorchExperts, clamped_swish
 from diptych.runtime.ops.torch_ops import GatedLinear, TorchOps
 from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 from diptych.runtime.weights.quantized_weight import QuantizedSource, quantize
+from diptych.runtime.weights.weight_bytes import loaded_weight_bytes
 from diptych.runtime.weights.weight_format import WeightFormat
 from diptych.runtime.weights.weight_memory import PrivateMemory
 from tests import gguf_files
@@ -259,6 +260,7 @@ def test_experts_are_quantised_one_by_one_and_the_router_is_not(quantize_to: str
 def changed(tmp_path: Path, family: str, change: Callable[[dict[str, torch.Tensor]], Any], **config: Any) -> Path:
     """The checkpoint of a family with other tensors, or another config."""
     directory = tmp_path / "model"
+    tmp_path.mkdir(exist_ok=True)
     shutil.copytree(reference(family).directory, directory)
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
@@ -266,6 +268,72 @@ def changed(tmp_path: Path, family: str, change: Callable[[dict[str, torch.Tenso
     fields = json.loads((directory / "config.json").read_text()) | config
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
+
+
+SCALE_BLOCK = (24, 40)
+
+
+def to_fp8(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(values in FP8, the scale of each block, what they stand for) of one matrix or of several."""
+    rows, columns = tensor.shape[-2:]
+    counts = -(-rows // SCALE_BLOCK[0]), -(-columns // SCALE_BLOCK[1])
+    scale = torch.rand(*tensor.shape[:-2], *counts, generator=torch.Generator().manual_seed(1)) * 0.05 + 0.001
+    wide = scale.repeat_interleave(SCALE_BLOCK[0], -2).repeat_interleave(SCALE_BLOCK[1], -1)[..., :rows, :columns]
+    values = (tensor / wide).to(torch.float8_e4m3fn)
+    return values, scale, values.float() * wide
+
+
+def experts_in_fp8(tensors: dict[str, torch.Tensor], *, is_together: bool, is_exact: bool) -> None:
+    """Put experts into FP8, a tensor for each or one for all of a layer. is_exact: into what these stand for."""
+    names = [name for name in tensors if ".experts." in name]
+    found = {name: tensors.pop(name) for name in names}
+    if is_together:
+        for layer in {name.partition(".experts.")[0] for name in names}:
+            count = sum(name.startswith(f"{layer}.experts.") for name in names) // 3
+            gate, up, down = (
+                torch.stack([found.pop(f"{layer}.experts.{e}.{part}_proj.weight") for e in range(count)])
+                for part in ("gate", "up", "down")
+            )
+            found |= {f"{layer}.experts.gate_up_proj": torch.cat((gate, up), 1), f"{layer}.experts.down_proj": down}
+    for name, tensor in found.items():
+        values, scale, exact = to_fp8(tensor.float())
+        if is_exact:
+            tensors[name] = exact
+        else:
+            tensors |= {
+                name: values,
+                f"{name}_scale_inv": scale,
+                f"{name}_activation_scale".replace("weight_", ""): torch.ones(1),
+            }
+
+
+@pytest.mark.parametrize("is_together", [False, True])
+@pytest.mark.parametrize("quantize_to", ["none", "int8"])
+def test_experts_in_fp8_are_those_in_floating_point(is_together: bool, quantize_to: str, tmp_path: Path) -> None:
+    said = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": list(SCALE_BLOCK)}
+    prompt, found, sizes = prompt_of(40), [], []
+    for is_exact in (True, False):
+        change = partial(experts_in_fp8, is_together=is_together, is_exact=is_exact)
+        config = {} if is_exact else {"quantization_config": said}
+        path = changed(tmp_path / str(is_exact), "qwen3-moe", change, **config)
+        shared = load(path, dtype="float32", quantize=quantize_to)
+        found.append(generate(shared, prompt, [40], greedy(6, logprobs=3)))
+        sizes.append(loaded_weight_bytes(path, "float32", quantize_to))
+    assert found[0][0] == found[1][0] and sizes[0] == sizes[1]
+    tops = [[step.payload.logprobs[0].top for step in results] for _, results in found]
+    assert tops[0] == tops[1]
+
+
+def test_a_scale_of_experts_that_has_another_shape_is_named(tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        experts_in_fp8(tensors, is_together=True, is_exact=False)
+        tensors["model.layers.2.mlp.experts.down_proj_scale_inv"] = torch.ones(8, 7)
+
+    said = {"quant_method": "fp8", "weight_block_size": list(SCALE_BLOCK), "activation_scheme": "dynamic"}
+    with pytest.raises(
+        ConfigError, match=r"down_proj_scale_inv is F32 \[8, 7\]; for a weight \[8, 64, 64\] it must be"
+    ):
+        load(changed(tmp_path, "qwen3-moe", change, quantization_config=said))
 
 
 EXPERTS = "model.layers.2.mlp.experts"
@@ -382,6 +450,20 @@ def test_quantised_experts_of_a_gguf_file_are_read_one_by_one(tmp_path: Path) ->
     best = [dict(results[0].payload.logprobs[0].top) for _, results in (floating, found)]
     common = best[0].keys() & best[1].keys()
     assert common and all(abs(best[0][token] - best[1][token]) < 0.5 for token in common)
+
+
+@pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q4_0])
+def test_quantised_experts_may_lie_in_several_files(kind: Kind, tmp_path: Path) -> None:
+    prompt, directory = prompt_of(30), reference("olmoe").directory
+    parts = gguf_files.split_model(tmp_path, directory, kind=kind)
+    assert len(parts) == 3
+    whole = write_model(tmp_path / "m.gguf", "olmoe", kind=kind)
+    shared = load(parts[0], dtype="float32")
+    assert isinstance(shared.model.layers.layers[0].mlp, MixtureOfExperts)
+    assert (
+        generate(shared, prompt, [30], greedy(6))[0]
+        == generate(load(whole, dtype="float32"), prompt, [30], greedy(6))[0]
+    )
 
 
 def test_gates_and_ups_may_lie_in_one_tensor_of_a_gguf_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from diptych.control.errors import UnsupportedModelError
 from diptych.runtime.models.model_config import FULL, SLIDING
 
 if TYPE_CHECKING:
-    from diptych.runtime.gguf.gguf_file import GgufFile
+    from diptych.runtime.gguf.gguf_model import GgufModel
 
 Values = dict[str, Any]
 
@@ -71,7 +71,7 @@ ROTARY_TENSORS = (FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 DEFAULT_THETA = 10_000.0
 
 
-def _nothing_more(file: GgufFile, values: Values) -> None:
+def _nothing_more(file: GgufModel, values: Values) -> None:
     """For families whose fields all architectures have."""
 
 
@@ -87,18 +87,18 @@ class GgufFamily:
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     is_interleaved: bool = False
     read: frozenset[str] = frozenset()
-    complete: Callable[[GgufFile, Values], None] = _nothing_more
+    complete: Callable[[GgufModel, Values], None] = _nothing_more
     with_experts: GgufFamily | None = None
 
 
-def find_family(file: GgufFile) -> GgufFamily:
+def find_family(file: GgufModel) -> GgufFamily:
     """The family of a file whose architecture is in GGUF_FAMILIES."""
     family = GGUF_FAMILIES[file.metadata.string("general.architecture") or ""]
     has_experts = family.with_experts is not None and bool(file.metadata.integer(_key(file, "expert_count")))
     return family.with_experts if has_experts and family.with_experts else family
 
 
-def _kinds(file: GgufFile, values: Values, pattern: int) -> list[str]:
+def _kinds(file: GgufModel, values: Values, pattern: int) -> list[str]:
     """Each layer's kind: by an array of whether it has a window, or every n-th has none. pattern: n, where the file
     does not say it."""
     num_layers, key = values["num_hidden_layers"], _key(file, "attention.sliding_window_pattern")
@@ -113,7 +113,7 @@ def _kinds(file: GgufFile, values: Values, pattern: int) -> list[str]:
     return [SLIDING if mark else FULL for mark in marks]
 
 
-def _complete_gemma(file: GgufFile, values: Values, num_layers_27b: int) -> None:
+def _complete_gemma(file: GgufModel, values: Values, num_layers_27b: int) -> None:
     """Norms hold 1 + weight; the largest model of a generation scales scores by the width of its hidden states."""
     values["norm_offset"] = 0.0
     is_27b = values["num_hidden_layers"] == num_layers_27b
@@ -124,7 +124,7 @@ def _complete_gemma(file: GgufFile, values: Values, num_layers_27b: int) -> None
             values[name] = cap or None
 
 
-def _complete_gemma2(file: GgufFile, values: Values) -> None:
+def _complete_gemma2(file: GgufModel, values: Values) -> None:
     _complete_gemma(file, values, 46)
     if file.metadata.integer(_key(file, "attention.sliding_window")) is None:
         values["sliding_window"] = 4096
@@ -134,13 +134,13 @@ def _complete_gemma2(file: GgufFile, values: Values) -> None:
         raise file.metadata.unsupported(_key(file, "rope.freq_base_swa"), f"rope.freq_base ({values['rope_theta']})")
 
 
-def _complete_gemma3(file: GgufFile, values: Values) -> None:
+def _complete_gemma3(file: GgufModel, values: Values) -> None:
     _complete_gemma(file, values, 62)
     values["layer_types"] = _kinds(file, values, 6)
     _two_ropes(values, file.metadata.number(_key(file, "rope.freq_base_swa")) or DEFAULT_THETA)
 
 
-def _complete_olmo2(file: GgufFile, values: Values) -> None:
+def _complete_olmo2(file: GgufModel, values: Values) -> None:
     if values.get("sliding_window") is None:
         return
     values["architectures"] = ["Olmo3ForCausalLM"]
@@ -154,7 +154,7 @@ def _two_ropes(values: Values, theta: float) -> None:
     values["rope_parameters"] = {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": theta}}
 
 
-def _complete_granite(file: GgufFile, values: Values) -> None:
+def _complete_granite(file: GgufModel, values: Values) -> None:
     metadata = file.metadata
     if metadata.flag(_key(file, "rope.scaling.finetuned")) is False:
         raise metadata.unsupported(_key(file, "rope.scaling.finetuned"), "true: queries and keys are rotated")
@@ -164,7 +164,7 @@ def _complete_granite(file: GgufFile, values: Values) -> None:
     values["attention_multiplier"] = metadata.number(_key(file, "attention.scale")) or values["head_dim"] ** -0.5
 
 
-def _complete_mistral3(file: GgufFile, values: Values) -> None:
+def _complete_mistral3(file: GgufModel, values: Values) -> None:
     metadata, rope = file.metadata, values["rope_parameters"]
     multiplier = metadata.number(_key(file, "rope.scaling.yarn_log_multiplier"))
     if multiplier and rope.get("rope_type") == "yarn":
@@ -175,7 +175,7 @@ def _complete_mistral3(file: GgufFile, values: Values) -> None:
         rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
 
 
-def _complete_phi3(file: GgufFile, values: Values) -> None:
+def _complete_phi3(file: GgufModel, values: Values) -> None:
     metadata, head_dim = file.metadata, values["head_dim"]
     rotary = metadata.integer(_key(file, "rope.dimension_count")) or head_dim
     if rotary > head_dim or rotary % 2:
@@ -195,7 +195,7 @@ def _complete_phi3(file: GgufFile, values: Values) -> None:
     }
 
 
-def _complete_experts(file: GgufFile, values: Values) -> bool | None:
+def _complete_experts(file: GgufModel, values: Values) -> bool | None:
     """Whether the file says that weights of experts are divided by their sum."""
     metadata = file.metadata
     for field_name, key in EXPERT_KEYS.items():
@@ -207,14 +207,14 @@ def _complete_experts(file: GgufFile, values: Values) -> bool | None:
     return metadata.flag(_key(file, WEIGHTS_NORM))
 
 
-def _complete_qwen3_moe(file: GgufFile, values: Values) -> None:
+def _complete_qwen3_moe(file: GgufModel, values: Values) -> None:
     is_normalized = _complete_experts(file, values)
     values["norm_topk_prob"] = is_normalized is not False
     if not values["moe_intermediate_size"]:
         values["moe_intermediate_size"] = values["intermediate_size"] // values["num_experts_per_tok"]
 
 
-def _complete_wide_experts(file: GgufFile, values: Values) -> bool | None:
+def _complete_wide_experts(file: GgufModel, values: Values) -> bool | None:
     """Experts that are as wide as feed_forward_length says."""
     is_normalized = _complete_experts(file, values)
     if (values.pop("moe_intermediate_size") or values["intermediate_size"]) != values["intermediate_size"]:
@@ -223,44 +223,46 @@ def _complete_wide_experts(file: GgufFile, values: Values) -> bool | None:
     return is_normalized
 
 
-def _complete_olmoe(file: GgufFile, values: Values) -> None:
+def _complete_olmoe(file: GgufModel, values: Values) -> None:
     values["norm_topk_prob"] = bool(_complete_wide_experts(file, values))
 
 
-def _complete_normalized(file: GgufFile, values: Values) -> None:
+def _complete_normalized(file: GgufModel, values: Values) -> None:
     """Experts whose weights are always divided by their sum."""
     if _complete_wide_experts(file, values) is False:
         raise file.metadata.unsupported(_key(file, WEIGHTS_NORM), "true")
 
 
-def _complete_mixtral(file: GgufFile, values: Values) -> None:
+def _complete_mixtral(file: GgufModel, values: Values) -> None:
     _complete_normalized(file, values)
     values["architectures"] = ["MixtralForCausalLM"]
 
 
-def _complete_granite_moe(file: GgufFile, values: Values) -> None:
+def _complete_granite_moe(file: GgufModel, values: Values) -> None:
     _complete_granite(file, values)
     _complete_normalized(file, values)
     values["num_local_experts"] = values.pop("num_experts")
 
 
-def rotary_factors(file: GgufFile, name: str, count: int) -> list[float]:
+def rotary_factors(file: GgufModel, name: str, count: int) -> list[float]:
     """The numbers in one of ROTARY_TENSORS. Raises UnsupportedModelError unless their number is
     right and all are above 0."""
     tensor = file.tensors[name]
     if tensor.kind.name != "F32" or tensor.shape != (count,):
         raise UnsupportedModelError(
-            f"{file.path}: tensor {name} is {tensor.kind.name} of shape {list(tensor.shape)}; supported: F32 of shape "
-            f"[{count}]",
+            f"{file.file_of(name)}: tensor {name} is {tensor.kind.name} of shape {list(tensor.shape)}; supported: F32 "
+            f"of shape [{count}]",
             param="model",
         )
     factors = list(struct.unpack(f"<{count}f", file.data(name)))
     if not all(factor > 0 for factor in factors):
-        raise UnsupportedModelError(f"{file.path}: tensor {name} holds numbers that are not positive", param="model")
+        raise UnsupportedModelError(
+            f"{file.file_of(name)}: tensor {name} holds numbers that are not positive", param="model"
+        )
     return factors
 
 
-def _key(file: GgufFile, name: str) -> str:
+def _key(file: GgufModel, name: str) -> str:
     return f"{file.metadata.string('general.architecture')}.{name}"
 
 

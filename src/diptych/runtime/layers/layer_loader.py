@@ -26,7 +26,7 @@ from diptych.runtime.models.experts import ExpertNames, ExpertsConfig
 from diptych.runtime.models.model_config import AttentionConfig, LayerAttention, RopeConfig
 from diptych.runtime.ops.ops import Activation, Linear, Ops
 from diptych.runtime.weights.loader import Weights
-from diptych.runtime.weights.quantized_weight import QuantizedSource, quantize
+from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.stored_tensor import weight_name
 from diptych.runtime.weights.weight_format import NO_QUANTIZATION, Quantization, WeightFormat
 
@@ -225,5 +225,4 @@ class LayerLoader:
         if wanted is None:
             return None
         self.formats[wanted] = None
-        weight = self._floating(names, inputs, outputs)
-        return QuantizedSource(wanted, sum(outputs), inputs, lambda: quantize(weight, wanted))
+        return self._weights.rounded(names, outputs, inputs, wanted)

@@ -13,7 +13,11 @@ from diptych.runtime.dtypes import DTYPES
 from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.field_table import check_rope
 from diptych.runtime.models.wrappers import TextPart
-from diptych.runtime.quantization.quantization_config import QuantizationConfig, read_quantization
+from diptych.runtime.quantization.quantization_config import (
+    Fp8Quantization,
+    QuantizationConfig,
+    read_quantization,
+)
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")  # those of every family
 
@@ -113,7 +117,7 @@ class ModelConfig:
     attention: AttentionConfig
     dtype: str | None
     eos_token_ids: tuple[int, ...]
-    quantization: QuantizationConfig | None
+    quantization: QuantizationConfig | Fp8Quantization | None
     notes: tuple[str, ...]
     text_part: TextPart | None
 
@@ -129,6 +133,7 @@ class ModelConfig:
 
 def read_common(fields: ConfigFields) -> dict[str, Any]:
     """The arguments of ModelConfig that every family reads alike: all but ``attention``."""
+    quantization = read_quantization(fields)
     return {
         "path": fields.model,
         "architecture": fields.values["architectures"][0],
@@ -137,8 +142,8 @@ def read_common(fields: ConfigFields) -> dict[str, Any]:
         "max_position_embeddings": fields.integer("max_position_embeddings"),
         "dtype": _dtype(fields),
         "eos_token_ids": _eos_token_ids(fields),
-        "quantization": read_quantization(fields),
-        "notes": _notes(fields),
+        "quantization": quantization,
+        "notes": (*_notes(fields), *(quantization.notes if isinstance(quantization, Fp8Quantization) else ())),
         "text_part": None,
     }
 
