@@ -15,6 +15,11 @@ class DTypeInfo:
 _TABLE = (DTypeInfo("bfloat16", "BF16", 2), DTypeInfo("float32", "F32", 4), DTypeInfo("float16", "F16", 2))
 DTYPES = {dtype.name: dtype for dtype in _TABLE}
 DTYPES_BY_CODE = {dtype.code: dtype for dtype in _TABLE}
-_INTEGERS = (DTypeInfo("int8", "I8", 1), DTypeInfo("int32", "I32", 4), DTypeInfo("int64", "I64", 8))
+_INTEGERS = (
+    DTypeInfo("int8", "I8", 1),
+    DTypeInfo("uint8", "U8", 1),
+    DTypeInfo("int32", "I32", 4),
+    DTypeInfo("int64", "I64", 8),
+)
 STORED_DTYPES_BY_CODE = DTYPES_BY_CODE | {dtype.code: dtype for dtype in _INTEGERS}  # parts of quantised weights, too
 COMPUTE_DTYPES = ("bfloat16", "float32")  # weights in float16 are converted when they are loaded

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.weights.weight_format import BITS, MIN_GROUP, WeightFormat
 
-METHODS = ("compressed-tensors", "gptq", "awq")
+METHODS = ("compressed-tensors", "gptq", "awq", "mxfp4")
+MXFP4 = WeightFormat(8, 32)  # which holds its values exactly
 INT_QUANTIZED = ("int-quantized", "naive-quantized")  # two names of one layout
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
     """How a checkpoint stores its quantised weights. layout: pack-quantized | int-quantized (both compressed-tensors) |
-    gptq | gptq_v2 | awq; see packed_weight.py."""
+    gptq | gptq_v2 | awq | mxfp4; see packed_weight.py."""
 
     layout: str
     format: WeightFormat
@@ -33,6 +34,8 @@ def read_quantization(fields: ConfigFields) -> QuantizationConfig | None:
         raise config.unsupported("quant_method", ", ".join(METHODS))
     if method == "gptq":
         return _gptq(config)
+    if method == "mxfp4":
+        return QuantizationConfig("mxfp4", MXFP4)
     return _awq(config) if method == "awq" else _compressed_tensors(config)
 
 

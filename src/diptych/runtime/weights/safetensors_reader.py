@@ -28,7 +28,7 @@ class SafetensorsReader:
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         if name in self._directory.packed:
-            return self.read_quantized(name).dequantize()
+            return self.read_quantized(name, index).dequantize()
         file = self._directory.file_of(name)
         dtype = file.entries[name].dtype
         if dtype not in DTYPES_BY_CODE:
@@ -39,14 +39,17 @@ class SafetensorsReader:
         return tensor if index is None else tensor[index]
 
     def read_quantized(self, name: str, index: int | None = None) -> QuantizedWeight:
-        assert index is None, "packed weights are matrices"
         packed = self._directory.packed[name]
+        assert (index is None) == (packed.count is None), "one weight is read at once"
         parts = {
-            suffix: read_tensor(self._directory.file_of(part), part)
-            for suffix, part in packed.parts.items()
-            if suffix not in GROUP_INDICES
+            suffix: self._stored(part, index) for suffix, part in packed.parts.items() if suffix not in GROUP_INDICES
         }
         return unpack_weight(packed, parts)
+
+    def _stored(self, part: str, index: int | None) -> torch.Tensor:
+        """A tensor by its name in the files, or one entry of it."""
+        tensor = read_tensor(self._directory.file_of(part), part)
+        return tensor if index is None else tensor[index]
 
     def release(self, name: str, index: int | None = None) -> None:
         for part in self._directory.parts_of(name):
