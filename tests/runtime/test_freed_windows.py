@@ -25,7 +25,7 @@ from tests.runtime.gathering_engine import GatheringEngine
 from tests.runtime.kernel_sets import FLOAT32, NATIVE, every_pair
 from tests.runtime.test_speculation import Eager
 
-FAMILIES = ["gemma3", "mistral-window", "gemma2", "olmo3", "qwen2-window", "smollm3", "muse-glimmer"]
+FAMILIES = ["gemma3", "mistral-window", "gemma2", "olmo3", "qwen2-window", "smollm3", "muse-glimmer", "gpt-oss"]
 BLOCK_SIZE = 32
 
 

@@ -51,7 +51,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig, model: StepTimeModel | None = None) -> None:
         self.config = config
         self.kv = KVCacheManager(config.cache)
-        self.model = model or StepTimeModel()
+        self.model = model or StepTimeModel(experts=config.experts)
         self.scheduler = Scheduler(config, self.kv, self.model)
         self.requests: dict[str, Request] = {}
         self.leases = Leases()
