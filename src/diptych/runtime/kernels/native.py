@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch  # its OpenMP runtime must be in the process first
 
-ABI = 9
+ABI = 10
 KERNELS = Path(__file__).parent.parent / "attention" / "kernels"
 # by the bits of diptych_cpu_features; the first four are sets, of which each needs those before it, the last two are
 # instructions for whole numbers that some processors with the set have
@@ -35,6 +35,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "diptych_experts": [_P, _P],
     "diptych_kv_encode": [_P, _P, _P, _P, _I, _I],
     "diptych_kv_decode": [_P, _P, _P, _P, _I, _I],
+    "diptych_whole_weights": [_P, _P, _I, _F, _F],
 }
 
 

@@ -91,5 +91,5 @@ void diptych_decode_step(const Kernels *kernels, const Step *step) { kernels->de
 
 void diptych_experts(const Kernels *kernels, const Experts *experts) { kernels->experts(*kernels, *experts); }
 
-int64_t diptych_abi() { return 9; }
+int64_t diptych_abi() { return 10; }
 }
