@@ -171,6 +171,9 @@ class _ReplayedEngine:
             case ["tier", now, name, fields]:
                 self._tick(now)
                 self.core.on_tier(tier_event(name, fields), now)
+            case ["shrink", now, num_blocks]:
+                self._tick(now)
+                self._take(core.shrink_cache(num_blocks, now))
             case ["expire", now]:
                 self._tick(now)
                 self._take(core.expire(now))

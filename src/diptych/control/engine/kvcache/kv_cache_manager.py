@@ -5,6 +5,7 @@ expected peak of all that is admitted, so that a half-prefilled prompt can alway
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
@@ -30,8 +31,7 @@ class KVCacheManager:
         full = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
         self._full_group = full[0] if full else None  # one that keeps all blocks of a sequence
         self.longest_chunk = self.layout.longest_chunk(config.window_chunk)  # of one prompt, in a step
-        room = config.num_blocks - config.watermark_blocks
-        self.capacity_tokens = self.layout.capacity_tokens(room, self.longest_chunk)  # of a sequence that is alone
+        self.capacity_tokens = self._capacity_tokens(config.num_blocks)  # of a sequence that is alone
         self.pool = BlockPool(
             config.num_blocks,
             enable_prefix_cache=config.enable_prefix_cache,
@@ -49,6 +49,15 @@ class KVCacheManager:
         # blocks that it needs can be found.
         self._boundaries: dict[bytes, None] = {}
         self._computing: dict[bytes, Request] = {}  # likewise: hashes that an admitted prompt is about to compute
+
+    def _capacity_tokens(self, num_blocks: int) -> int:
+        return self.layout.capacity_tokens(num_blocks - self.config.watermark_blocks, self.longest_chunk)
+
+    def shrink(self, num_blocks: int) -> None:
+        """Have ``num_blocks`` blocks from now on, fewer than before, once those that hold the others release them."""
+        self.config = replace(self.config, num_blocks=num_blocks)
+        self.capacity_tokens = self._capacity_tokens(num_blocks)
+        self.pool.shrink(num_blocks)
 
     @property
     def usage(self) -> float:
