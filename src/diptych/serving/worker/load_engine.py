@@ -166,6 +166,7 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
     from diptych.runtime.step.model_runner import RunnerConfig
 
     memory, place = options.memory, options.place
+    num_blocks: int | None = None
     pool, share = None, place.pool if place else None
     if share is not None:
         num_blocks = share.num_blocks
@@ -174,14 +175,16 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         if device == "cpu":
             check_kv_memory(memory.kv_cache_bytes)
         num_blocks = geometry.blocks_within(memory.kv_cache_bytes)
-    else:
-        num_blocks = default_num_blocks(options, geometry, 1, device)
+    elif device == "cpu":
+        num_blocks = default_num_blocks(options, geometry, 1)
     return RunnerConfig(
         model=options.model,
         dtype=options.device.dtype,
         device=device,
         block_size=memory.block_size,
         num_blocks=num_blocks,
+        memory_share=None if device == "cpu" else _share_of_gpu(options),
+        max_step_tokens=_max_step_tokens(options),
         num_host_blocks=num_host_blocks(memory, geometry, _max_model_len(options)),
         max_num_seqs=options.scheduler.max_num_seqs,
         max_model_len=options.max_model_len,
@@ -192,6 +195,22 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         shared_host=place.host_fds.get(place.number) if place and device == "cpu" else None,
         speculation=options.speculation,
     )
+
+
+def _share_of_gpu(options: EngineOptions) -> float:
+    """The share of its GPU that is this worker's: ``_choose_device`` deals the workers of a host out in turn."""
+    import torch
+
+    if options.place is None:
+        return 1.0
+    num_gpus = torch.cuda.device_count()
+    return 1.0 / len(range(options.place.number % num_gpus, max(1, options.place.num_workers), num_gpus) or (0,))
+
+
+def _max_step_tokens(options: EngineOptions) -> int | None:
+    """The most tokens of a step; None where prompts run whole."""
+    scheduler = options.scheduler
+    return None if scheduler.budget.kind == "whole" else scheduler.budget.max_batched_tokens + scheduler.max_num_seqs
 
 
 def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path) -> KVConnector | None:
