@@ -1,6 +1,7 @@
 """The sampler of whole batches picks, on any device and in any company, the tokens that the sampler of single rows
 picks; the kernel picks them, too."""
 
+import itertools
 import math
 import os
 from typing import Any
@@ -144,11 +145,20 @@ class Case:
         )
 
 
-def check(case: Case, sampler: BatchSampler) -> None:
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is several blocks, and no more of them than the interpreter has time for."""
+    pick_of("triton")
+    from diptych.runtime.kernels.triton_kernels import pick_tokens
+
+    monkeypatch.setattr(pick_tokens, "BLOCK", 256)
+
+
+def check(case: Case, sampler: BatchSampler, *, is_twice: bool = True) -> None:
     """All rows at once, then some of them in another order."""
     places = list(range(len(case.params)))
     expected = [case.expected(place) for place in places]
-    for chosen in (places, places[::-2]):
+    for chosen in (places, places[::-2]) if is_twice else (places,):
         token_ids, logprobs = sampler.sample(case.logits.to(DEVICE), case.batch(chosen)).result()
         assert token_ids.tolist() == [expected[place][0] for place in chosen]
         for number, place in enumerate(chosen):
@@ -157,28 +167,38 @@ def check(case: Case, sampler: BatchSampler) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_batch_gets_the_tokens_that_its_rows_get_alone_for_a_thousand_seeds(dtype: torch.dtype) -> None:
-    sampler = BatchSampler(DEVICE, MEMORY)
-    for seed in range(25):
-        check(Case(seed, 40, (777, 3000, 64)[seed % 3], dtype), sampler)
+    samplers = {vocab_size: BatchSampler(DEVICE, MEMORY) for vocab_size in (777, 3000, 64)}
+    for seed, vocab_size in zip(range(25), itertools.cycle(samplers), strict=False):
+        check(Case(seed, 40, vocab_size, dtype), samplers[vocab_size])
 
 
-def test_the_kernel_gets_the_tokens_that_rows_get_alone() -> None:
-    sampler = BatchSampler(DEVICE, MEMORY, pick_of("triton"))
-    for seed in range(3):
-        check(Case(100 + seed, 8, (300, 5000, 64)[seed], torch.float32), sampler)
+def test_the_kernel_gets_the_tokens_that_rows_get_alone(small_blocks: None) -> None:
+    check(Case(100, 4, 300, torch.float32), BatchSampler(DEVICE, MEMORY, pick_of("triton")), is_twice=False)
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.5, 0.0), (5, 0.7, 0.2)])
-def test_equal_logits_are_told_apart_by_their_ids(name: str, top_k: int, top_p: float, min_p: float) -> None:
-    logits = torch.zeros(1, 4500)
-    logits[0, 7], logits[0, 4400] = -0.0, 1e-30
-    case = Case(0, 1, 4500, torch.float32)
-    case.logits, case.rows, case.masks = logits, np.array([0]), [None]
-    case.params = [SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)]
+FILTERS = [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.5, 0.0), (5, 0.7, 0.2)]  # top_k, top_p, min_p
+
+
+def equal_logits(top_k: int, top_p: float, min_p: float, uniform: float) -> Case:
+    """A row of zeros of both signs, with one token that is a little more likely."""
+    case = Case(0, 1, 300, torch.float32)
+    case.logits, case.rows, case.masks = torch.zeros(1, 300), np.array([0]), [None]
+    case.logits[0, 7], case.logits[0, 290] = -0.0, 1e-30
+    case.params, case.uniforms = [SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)], np.array([uniform])
+    return case
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+def test_equal_logits_are_told_apart_by_their_ids(filters: tuple[int, float, float]) -> None:
     for uniform in (1e-9, 0.4, 1 - 1e-12, 1.0):
-        case.uniforms = np.array([uniform])
-        check(case, BatchSampler(DEVICE, MEMORY, pick_of(name)))
+        check(equal_logits(*filters, uniform), BatchSampler(DEVICE, MEMORY))
+
+
+@pytest.mark.parametrize(("filters", "uniform"), [*zip(FILTERS, (1.0, 0.4, 1 - 1e-12, 1.0), strict=True)])
+def test_the_kernel_tells_them_apart_so_too(
+    filters: tuple[int, float, float], uniform: float, small_blocks: None
+) -> None:
+    check(equal_logits(*filters, uniform), BatchSampler(DEVICE, MEMORY, pick_of("triton")), is_twice=False)
 
 
 def test_rows_without_a_token_say_why_and_disturb_no_other() -> None:

@@ -61,7 +61,7 @@ def test_streams_that_lose_their_blocks_go_on_with_the_same_tokens(shared: Model
         order="fcfs",
         budget=BudgetConfig("fixed", 40, min_chunk_tokens=1),
         preemption=PreemptionConfig(kind),  # type: ignore[arg-type]
-        max_num_seqs=64,
+        max_num_seqs=20,
     )
     engine = batched(shared, DraftTokens(drafts=False), scheduler=scheduler, cache=cache)
     check_same(plain, run(engine, max_tokens=40))

@@ -7,7 +7,8 @@ from diptych.control.config import BudgetConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.events import RequestFinished
-from diptych.control.request import FinishReason
+from diptych.control.request import FinishReason, Request
+from diptych.control.step import StepResult
 from diptych.runtime.kv_cache.kv_tensors import KVTensors
 from diptych.runtime.local_engine import engine_config
 from diptych.runtime.step.kv_sizing import GRAPHS, MARGIN, PROMPTS, MemoryTrial, kv_bytes_beside
@@ -131,16 +132,32 @@ def test_streams_that_rest_in_such_a_step_go_on() -> None:
 def test_what_is_recorded_of_it_decides_the_same() -> None:
     own = own_runner()
     rows: list[tuple[object, ...]] = []
-    engine = engine_of(own, 2, 5)
+    engine = engine_of(own, 2, 9)
     engine.core = RecordingEngineCore(engine.core.config, rows.append)
-    for number in range(5):
+    for number in range(9):
         engine.add(f"r{number}", prompt_of(60 + number, seed=number), greedy(6))
     engine.run()
     kinds = [row[0] for row in rows]
     assert kinds.count("shrink") == 2
     assert [rows[place - 1][0] for place, kind in enumerate(kinds) if kind == "shrink"] == ["end", "end"]
-    core = EngineCore(engine.core.config)
-    assert core.config.cache.num_blocks == 200  # what a replay begins with
+
+    again = EngineCore(engine_config(own_runner(), engine.core.config.scheduler))
+    plans = []
+    for kind, *fields in rows:
+        if kind == "add":
+            _, request_id, num_prompt, max_tokens, hashes, *_ = fields[0], *fields[1]
+            again.add_request(Request(request_id, num_prompt, max_tokens, block_hashes=list(hashes)), fields[0])
+        elif kind == "begin":
+            plans.append((again.begin_step(fields[0]), fields[1]))
+        elif kind == "end":
+            now, step_id, stopped, full_blocks, failed, repeats = fields[:6]
+            num_steps, last_start_ns = repeats or (1, None)
+            result = StepResult(step_id, stopped, full_blocks, tuple((name, message) for name, message in failed))
+            again.end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
+        elif kind == "shrink":
+            again.shrink_cache(fields[1], fields[0])
+    assert all(ours == theirs for ours, theirs in plans)
+    assert [plan.num_blocks for plan, _ in plans if plan is not None and plan.num_blocks] == [190, 181]
 
 
 class FakeUsage:

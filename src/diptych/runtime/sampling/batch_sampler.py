@@ -253,9 +253,9 @@ class BatchSampler:
         places, repetition, frequency, presence = self._to_device.copy(
             [
                 np.array([index for index, _ in penalized], dtype=np.int64),
-                np.array([[one.repetition_penalty] for one in params], dtype=np.float32),
-                np.array([[one.frequency_penalty] for one in params], dtype=np.float64),
-                np.array([[one.presence_penalty] for one in params], dtype=np.float64),
+                np.array([[entry.repetition_penalty] for entry in params], dtype=np.float32),
+                np.array([[entry.frequency_penalty] for entry in params], dtype=np.float64),
+                np.array([[entry.presence_penalty] for entry in params], dtype=np.float64),
             ]
         ).tensors
         values = changed[places]

@@ -21,7 +21,7 @@ from diptych.runtime.step.request_state import RequestState, penalizes
 from diptych.runtime.step.step_layout import StepLayout
 
 
-class _Answer:
+class _OpenAnswer:
     """A slot that gets its tokens one after the other: what was picked, and which row comes next."""
 
     def __init__(self, state: RequestState, slot: int, rows: range, offered: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ class BatchedStepSampling(StepSampling):
         for place in np.flatnonzero(~is_alone).tolist():
             rows = range(int(layout.first_rows[place]), int(layout.first_rows[place + 1]))
             offered = batch.tokens_of(first + place, len(rows) - 1)[-len(rows) :].tolist()[1:]
-            answers.append(_Answer(batch.states[first + place], first + place, rows, offered))
+            answers.append(_OpenAnswer(batch.states[first + place], first + place, rows, offered))
         masks = self.take_masks()
         token_ids, logprobs = self._round(logits, first_round, answers, masks)
         while any(not answer.is_done for answer in answers):
@@ -123,7 +123,7 @@ class BatchedStepSampling(StepSampling):
         return sampled
 
     def _round(
-        self, logits: torch.Tensor, rows: _Round, answers: Sequence[_Answer], masks: Masks
+        self, logits: torch.Tensor, rows: _Round, answers: Sequence[_OpenAnswer], masks: Masks
     ) -> tuple[npt.NDArray[np.int64], dict[int, TokenLogprobs]]:
         """Sample ``rows``, which get one token, and the open rows of the answers. Returns the tokens of all."""
         waiting = [answer for answer in answers if not answer.is_done]
@@ -145,7 +145,7 @@ class BatchedStepSampling(StepSampling):
                 answer.error, answer.is_done = error, True
         return token_ids, logprobs
 
-    def _open(self, answer: _Answer, rows: _Round, masks: Masks) -> None:
+    def _open(self, answer: _OpenAnswer, rows: _Round, masks: Masks) -> None:
         """Add its open rows to a round, past tokens that are forced."""
         state, slot, constraint = answer.state, answer.slot, answer.state.constraint
         answer.first_number = len(rows.rows)
@@ -171,7 +171,7 @@ class BatchedStepSampling(StepSampling):
         except ValueError as error:
             answer.error, answer.is_done = error, True
 
-    def _conclude(self, answer: _Answer, sampled: Sampled, place: int) -> None:
+    def _conclude(self, answer: _OpenAnswer, sampled: Sampled, place: int) -> None:
         if answer.error is not None:
             sampled.fail(answer.state.request_id, answer.error)
             sampled.is_silent[place] = True

@@ -5,17 +5,16 @@ follows, a decode step of as many sequences as there may be, and the graphs of s
 """
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 from diptych.control.request import BlockTables, SamplingParams
-from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput
+from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput, StepResult
+from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.step.cuda_graphs import MAX_BATCH, SEEN_BEFORE_CAPTURE
-
-if TYPE_CHECKING:
-    from diptych.runtime.step.model_runner import ModelRunner
 
 PROMPTS = (1024, 2048)  # tokens
 MARGIN = 0.04  # of the GPU's memory: what libraries take later, and what lies in pieces too small
@@ -66,10 +65,26 @@ class CudaUsage:
         return torch.cuda.max_memory_allocated() - before
 
 
+class TrialRunner(Protocol):
+    """What is asked of a ModelRunner."""
+
+    max_num_seqs: int
+    groups: tuple[Any, ...]
+    model_config: ModelConfig
+
+    def add_request(self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Make a request known."""
+        ...
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Run a step."""
+        ...
+
+
 def kv_bytes_beside(usage: DeviceUsage, trial: "MemoryTrial", share: float) -> int:
     """Bytes for the KV cache. share: of the GPU's memory that is this process's, where several compute on one."""
     trial.prompt(PROMPTS[0])  # libraries load what they need, and keep it
-    short, long = (usage.peak_bytes(lambda n=tokens: trial.prompt(n)) for tokens in trial.prompts)  # type: ignore[misc]
+    short, long = (usage.peak_bytes(partial(trial.prompt, tokens)) for tokens in trial.prompts)
     per_token = (long - short) / max(1, trial.prompts[1] - trial.prompts[0])
     prompt = long + int(per_token * max(0, trial.max_step_tokens - trial.prompts[1]))
     decode = usage.peak_bytes(trial.decode)
@@ -91,12 +106,12 @@ class MemoryTrial:
     """Steps of a runner over a small KV cache, made by ``make_runner`` with that many blocks. max_step_tokens: of the
     largest step that will be planned."""
 
-    def __init__(self, make_runner: Callable[[int], "ModelRunner"], block_size: int, max_step_tokens: int) -> None:
+    def __init__(self, make_runner: Callable[[int], TrialRunner], block_size: int, max_step_tokens: int) -> None:
         tokens = min(PROMPTS[1], max_step_tokens)
         self.prompts = (tokens // 2, tokens)
         self.max_step_tokens = max_step_tokens
         self._blocks = tuple(range(-(-(tokens + 8) // block_size)))
-        self._runner: ModelRunner | None = make_runner(len(self._blocks))
+        self._runner: TrialRunner | None = make_runner(len(self._blocks))
 
     def prompt(self, num_tokens: int) -> None:
         """Compute a prompt in one step."""
@@ -119,7 +134,7 @@ class MemoryTrial:
         self._runner = None
 
     @property
-    def runner(self) -> "ModelRunner":
+    def runner(self) -> TrialRunner:
         """The one that computes."""
         assert self._runner is not None, "the trial is over"
         return self._runner

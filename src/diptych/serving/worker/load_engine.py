@@ -220,6 +220,7 @@ def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path
     if place is None:
         return None
     kind = CONNECTORS[place.transfer]
+    runner.kv.may_move = place.transfer != "nixl"  # which has registered it
     assert kind.shares_pool == (place.pool is not None), f"{place.transfer} and pool {place.pool}"
     transfer = TransferOptions(
         place.secret,
