@@ -37,6 +37,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "diptych_experts": [_P, _P],
     "diptych_kv_encode": [_P, _P, _P, _P, _I, _I],
     "diptych_kv_decode": [_P, _P, _P, _P, _I, _I],
+    "diptych_whole_weights": [_P, _P, _I, _F, _F],
 }
 
 

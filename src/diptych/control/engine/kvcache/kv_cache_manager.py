@@ -5,6 +5,7 @@ expected peak of all that is admitted, so that a half-prefilled prompt can alway
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
@@ -33,8 +34,7 @@ class KVCacheManager:
         self.longest_chunk = self.layout.longest_chunk(config.window_chunk)  # of one prompt, in a step
         # A prompt keeps its last boundary until it ends, also where a step begins behind it.
         self._charged_chunk = max(self.longest_chunk, config.block_size)
-        room = config.num_blocks - config.watermark_blocks
-        self.capacity_tokens = self.layout.capacity_tokens(room, self._charged_chunk)  # of a sequence that is alone
+        self.capacity_tokens = self._capacity_tokens(config.num_blocks)  # of a sequence that is alone
         self.boundaries = Boundaries()  # of models with windows
         self.pool = BlockPool(
             config.num_blocks,
@@ -50,6 +50,15 @@ class KVCacheManager:
         self._num_reserved = 0  # sum of num_reserved_blocks over the holders of blocks
         self._in_progress: dict[bytes, int] = {}  # hashes that admitted prefills are about to compute
         self._computing: dict[bytes, Request] = {}  # with windows: hashes that an admitted prompt is about to compute
+
+    def _capacity_tokens(self, num_blocks: int) -> int:
+        return self.layout.capacity_tokens(num_blocks - self.config.watermark_blocks, self._charged_chunk)
+
+    def shrink(self, num_blocks: int) -> None:
+        """Have ``num_blocks`` blocks from now on, fewer than before, once those that hold the others release them."""
+        self.config = replace(self.config, num_blocks=num_blocks)
+        self.capacity_tokens = self._capacity_tokens(num_blocks)
+        self.pool.shrink(num_blocks)
 
     @property
     def usage(self) -> float:
