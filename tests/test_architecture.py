@@ -88,7 +88,7 @@ class Facts:
 
 @cache
 def facts(path: Path) -> Facts:
-    """Of a source file, which is parsed once."""
+    """The facts of a source file, which is parsed once."""
     text = path.read_text()
     nodes = list(ast.walk(ast.parse(text)))
     classes = tuple(node.name for node in nodes if isinstance(node, ast.ClassDef))
@@ -114,7 +114,7 @@ def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def imported(path: Path, nodes: Sequence[ast.AST]) -> Iterator[str]:
-    """See Facts."""
+    """The modules that a file imports, as Facts has them."""
     skipped = {
         id(inner)
         for node in nodes

@@ -19,7 +19,7 @@ from diptych.search.goodput_search import SearchConfig
 from diptych.simulation.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-PLACES = ("src",)
+PLACES = ("src", "benchmarks", "scripts", "tests")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # What makes a docstring a fragment: a genitive whose noun is the function's name, a number that only an argument says,
@@ -39,6 +39,7 @@ def test_a_docstring_is_a_sentence_that_stands_alone() -> None:
         f"{path.relative_to(ROOT)}:{line}: {text[:60]}"
         for place in PLACES
         for path in sorted((ROOT / place).rglob("*.py"))
+        if "node_modules" not in path.parts
         for line, text in docstrings(path)
         if any(fragment.match(text) for fragment in FRAGMENTS)
     ]

@@ -271,7 +271,7 @@ def test_the_limit_is_taken_and_one_more_is_answered_as_declared(name: str) -> N
 async def _replies(
     *calls: tuple[str, str, dict[str, Any]], folder: Path, limits: BatchLimits | None = None, **options: Any
 ) -> list[httpx.Response]:
-    """Of a server in this process, with batches."""
+    """The replies of a server in this process, with batches."""
     service = BatchService(BatchOptions(folder / "batches", limits or BatchLimits()))
     app = build_app(FakeLLM(), "fake", batches=service, **options)  # type: ignore[arg-type]
     service.start()
@@ -384,7 +384,7 @@ async def test_a_file_and_the_rest_of_its_form_have_their_limits_and_no_byte_mor
     most = 50_000  # less than the usual, so that the test is quick
 
     def form(size: int, whole: int) -> tuple[str, str, dict[str, Any]]:
-        """A file of so many bytes, in a body of so many: spaces behind the form fill it."""
+        """A file of ``size`` bytes, in a body of ``whole``: spaces behind the form fill it."""
         purpose = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
         file = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * size + b"\r\n"
         content = (purpose + file + b"--b--\r\n").ljust(whole)

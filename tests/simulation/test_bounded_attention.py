@@ -68,7 +68,7 @@ def test_the_cache_is_sized_for_the_sequences_of_the_workload() -> None:
 
 
 def decode_ns(name: str, num_seqs: int, mean: int) -> int:
-    """Of one step."""
+    """Time of the attention of one decode step."""
     return (
         RooflineCost(load_model(name), H100, Parallelism(tensor=4))
         .decode_line(num_seqs, num_seqs * mean)
