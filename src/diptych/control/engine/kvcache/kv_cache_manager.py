@@ -95,8 +95,8 @@ class KVCacheManager:
         return Hit(blocks, len(blocks) * self.block_size)
 
     def _longest_boundary(self, request: Request, limit: int) -> Hit:
-        """The deepest boundary in the first ``limit`` blocks of a prompt whose blocks can all be found, and are not so
-        many that the prompt would never fit beside them."""
+        """The deepest boundary in the first ``limit`` blocks of a prompt whose blocks can all be found, and are few
+        enough for the prompt to fit beside them."""
         hashes = request.block_hashes[:limit] if self._boundaries else []
         room = self.pool.num_blocks - self.config.watermark_blocks
         for count in range(len(hashes), 0, -1):
@@ -466,7 +466,7 @@ class KVCacheManager:
                     del self._boundaries[block_hash]
 
     def _replace(self, request: Request, counts: list[tuple[int, int]]) -> bool:
-        """Append up to so many blocks to tables of a request, as (group, count), as far as its prompt needs them;
+        """Append at most these blocks to tables of a request, as (group, count), as far as its prompt needs them;
         whether there is memory."""
         last = -(-request.num_tokens // self.block_size)
         ends = {number: request.first_blocks[number] + len(request.block_tables[number]) for number, _ in counts}
