@@ -23,9 +23,15 @@ from diptych.web.panels.cast import read_prompts
 from diptych.web.panels.machine import machine
 from diptych.web.panels.query import controls, read
 
+ANSWERS: dict[Any, str] = {}
+
 
 def asked(module: Any, kind: Any, **query: Any) -> dict[str, Any]:
-    return module.panel(read(kind, {name: str(value) for name, value in query.items()}))
+    """What a panel answers; equal questions are computed once (test_equal_questions_get_equal_answers)."""
+    key = (module, *sorted((name, str(value)) for name, value in query.items()))
+    if key not in ANSWERS:
+        ANSWERS[key] = json.dumps(module.panel(read(kind, {name: str(value) for name, value in query.items()})))
+    return json.loads(ANSWERS[key])
 
 
 def sent(**query: Any) -> dict[str, Any]:
@@ -222,12 +228,15 @@ def test_caps_and_order_decide_who_waits_behind_whom_as_the_page_says() -> None:
     assert waits()["short 1"] < capped["short 1"] / 10  # shortest first
 
 
-@pytest.mark.parametrize("shape", ["interference", "chunked", "disaggregated"])
+MODULES: dict[str, Any] = {"interference": interference, "chunked": chunked, "disaggregated": disaggregated}
+
+
+@pytest.mark.parametrize("shape", MODULES)
 def test_records_tell_one_story(shape: str) -> None:
     """Numbered without holes; steps of a worker do not overlap; every token belongs to somebody in the batch."""
     chapter = next(one for one in CHAPTERS if one.name == shape)
     assert chapter.panel is not None
-    play = chapter.panel(chapter.query())["play"]
+    play = asked(MODULES[shape], chapter.query)["play"]
     records = play["records"]
     assert [record["sequence"] for record in records] == list(range(1, len(records) + 1))
     batches: dict[int, set[str]] = {}
@@ -399,7 +408,9 @@ def test_an_address_holds_at_most_24_prompts() -> None:
 
 @pytest.mark.parametrize("chapter", [one for one in CHAPTERS if one.panel], ids=lambda one: one.name)
 def test_equal_questions_get_equal_answers(chapter: Any) -> None:
-    assert json.dumps(chapter.panel(chapter.query())) == json.dumps(chapter.panel(chapter.query()))
+    module = MODULES.get(chapter.name)
+    first = chapter.panel(chapter.query()) if module is None else asked(module, chapter.query)
+    assert json.dumps(first) == json.dumps(chapter.panel(chapter.query()))
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda one: one.name)
