@@ -268,6 +268,14 @@ def test_spans_of_a_request_follow_each_other_from_its_arrival_to_its_end() -> N
             last_ns = end_ns
 
 
+@pytest.fixture
+def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter loads than those of the page, which takes seconds for each answer."""
+    monkeypatch.setattr(choose, "SECONDS", 5.0)
+    monkeypatch.setattr(choose, "LEAST_REQUESTS", 50)
+
+
+@pytest.mark.usefixtures("few_requests")
 def test_choosing_says_how_far_it_is_and_ends_with_all_shapes_and_a_command() -> None:
     query = read(choose.ChooseQuery, {"gpus": "2", "rate": "6", "prompt": "800", "output": "60"})
     *progress, result = choose.steps(query)
@@ -282,6 +290,7 @@ def test_choosing_says_how_far_it_is_and_ends_with_all_shapes_and_a_command() ->
         assert one["capacity_rps"] <= choose.MOST_FACTOR * 6 * 2
 
 
+@pytest.mark.usefixtures("few_requests")
 def test_short_prompts_and_loose_objectives_need_no_pools() -> None:
     advice = asked(choose, choose.ChooseQuery, gpus=2, rate=4, prompt=300, output=60, ttft_ms=2000, tpot_ms=100)[
         "recommendation"
@@ -367,6 +376,7 @@ def test_chunks_are_sent_one_after_the_other_and_none_before_it_is_computed() ->
         free_ms = one["arrived_ms"]
 
 
+@pytest.mark.usefixtures("few_requests")
 def test_one_gpu_cannot_be_two_pools_and_the_page_says_so() -> None:
     result = asked(choose, choose.ChooseQuery, gpus=1, rate=2, prompt=500, output=40)
     assert [one["shape"] for one in result["shapes"]] == ["unified", "chunked"]
