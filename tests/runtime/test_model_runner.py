@@ -25,7 +25,7 @@ from diptych.runtime.step.warm_up import warm_up
 from tests.runtime.checkpoints import FAMILIES, MIXTURES, prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy
 from tests.runtime.gathering_engine import GatheringEngine
-from tests.runtime.kernel_sets import BFLOAT16, FLOAT32, NATIVE, every_pair
+from tests.runtime.kernel_sets import BFLOAT16, FASTEST, FLOAT32, NATIVE, every_pair, pairwise
 
 # families that differ in what a step computes
 KINDS = [
@@ -52,8 +52,9 @@ def test_a_prompt_of_2000_tokens_gives_the_tokens_of_transformers(family: str, i
     reference(family).check_greedy(prompt, tokens)
 
 
-@pytest.mark.parametrize("instruction_set", FLOAT32)
-@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize(
+    ("size", "instruction_set"), pairwise([1, 2, 15, 16, 17, 31, 32, 33, 64, 100], FLOAT32, FASTEST, 2)
+)
 def test_chunk_size_does_not_change_the_tokens(size: int, instruction_set: str) -> None:
     for family, length in (("llama", 131), ("mistral-window", 150)):
         prompt = prompt_of(length)

@@ -50,7 +50,7 @@ class Clock:
         return handle
 
     async def pass_s(self, seconds: float) -> None:
-        """So many seconds pass."""
+        """Let ``seconds`` pass."""
         self.now += seconds
         due = [timer for timer in self._timers if timer[0] <= self.now]
         self._timers = [timer for timer in self._timers if timer[0] > self.now]
@@ -95,7 +95,7 @@ class Wire(asyncio.Transport):
 
     @property
     def statuses(self) -> list[int]:
-        """Of the replies, in their order."""
+        """The statuses of the replies, in their order."""
         return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+) ", self.said)]
 
     @property

@@ -352,7 +352,7 @@ async def test_reading_writing_and_rendering_go_in_steps(work: str, tokenizer: T
 
 
 class Countdown:
-    """What a thread knows of its caller: it is gone after so many questions."""
+    """What a thread knows of its caller: it is gone after a number of questions."""
 
     def __init__(self, left: int) -> None:
         self._left = left

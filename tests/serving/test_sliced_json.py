@@ -106,7 +106,7 @@ def test_a_value_is_encoded_as_in_one_call() -> None:
 
 
 def test_no_call_of_the_decoder_takes_more_than_some_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a body is made of: the lock of the interpreter is free again after so many bytes."""
+    """Whatever a body is made of: the lock of the interpreter is free again after a number of bytes."""
     taken: list[int] = []
     decoded = sliced_json._decoded
 
