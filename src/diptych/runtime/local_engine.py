@@ -59,7 +59,9 @@ def engine_config(
     )
     scheduler = scheduler or SchedulerConfig(max_num_seqs=runner.max_num_seqs)
     experts = runner.model_config.experts if isinstance(runner.model_config, DecoderConfig) else None
-    config = EngineConfig(cache, scheduler, max_model_len=runner.max_model_len, experts=experts and experts.law)
+    config = EngineConfig(
+        cache, scheduler, max_model_len=runner.max_model_len, experts=experts.law if experts else None
+    )
     return config.with_(**changes)
 
 

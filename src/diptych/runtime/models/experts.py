@@ -15,7 +15,7 @@ from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.weights.stored_tensor import StoredTensor, split_index, weight_name
 
 Scoring = Literal["softmax", "softmax_of_top", "sigmoid", "sparsemixer"]
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # fields that say how many experts there are
+COUNTS = ("num_experts", "num_local_experts")  # fields that say how many experts there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +78,16 @@ def read_routing(
     count: int,
     top_k: int,
     *,
+    names: Sequence[str] = COUNTS,
     scoring: Scoring = "softmax",
     is_normalized: bool = False,
     scale: float = 1.0,
     jitter: float = 0.0,
 ) -> tuple[ExpertRouting, str]:
     """The routing, and the field that says how many experts there are. count, top_k: where the file does not say them.
-    Files have several names for the number of experts; where more than one is there, they must agree."""
-    found = [name for name in COUNTS if fields.values.get(name) is not None]
-    name = found[0] if found else COUNTS[0]
+    names: of the field for the number of experts; where more than one is there, they must agree."""
+    found = [name for name in names if fields.values.get(name) is not None]
+    name = found[0] if found else names[0]
     num_experts = fields.integer(name, count)
     for other in found[1:]:
         if fields.integer(other) != num_experts:
@@ -208,11 +209,13 @@ class _Check:
         router = next((name for name in ROUTERS if f"{layer}.{name}.weight" in self._tensors), ROUTERS[0])
         self._check_shape(f"{layer}.{router}.weight", count, hidden)  # first: it bounds the count
         is_fused = len(spelling.gate_up) == 1
+        biases = self._biases(layer, router, spelling) if experts.has_bias else ((), ())
         names = ExpertNames(
             f"{layer}.{router}",
             tuple(tuple(f"{layer}.{part.format(e)}" for part in spelling.gate_up) for e in range(count)),
             tuple(f"{layer}.{spelling.down.format(e)}" for e in range(count)),
-            *(self._biases(layer, router, spelling) if experts.has_bias else ()),
+            biases[0],
+            biases[1],
             correction=f"{layer}.{router}.{CORRECTION}" if experts.has_correction else None,
             shared=f"{layer}.{SHARED}" if experts.shared_size else None,
             is_interleaved=is_fused and experts.is_interleaved,

@@ -6,7 +6,7 @@ from typing import Any
 
 from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.decoder import Decoder, DecoderConfig, NormConfig, read_decoder
-from diptych.runtime.models.experts import read_experts, read_routing
+from diptych.runtime.models.experts import COUNTS, read_experts, read_routing
 from diptych.runtime.models.model_config import read_rope
 
 DEFAULTS: Mapping[str, Any] = {  # what a config means that does not say
@@ -42,6 +42,7 @@ class Glm4Moe(Decoder):
             fields,
             DEFAULT_EXPERTS,
             DEFAULT_TOP_K,
+            names=(*COUNTS, "n_routed_experts"),
             scoring="sigmoid",
             is_normalized=fields.flag("norm_topk_prob"),
             scale=fields.number("routed_scaling_factor"),
@@ -61,8 +62,11 @@ class Glm4Moe(Decoder):
             qkv_bias=fields.flag("attention_bias"),
             qk_norm=NormConfig(fields.number("rms_norm_eps")) if fields.flag("use_qk_norm") else None,
             experts=experts if any(experts.layers) else None,
-            num_draft_layers=max(map(fields.count, DRAFTS)),
+            num_draft_layers=_num_draft_layers(fields),
         )
 
 
-DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of how many layers for drafts lie behind the others
+def _num_draft_layers(fields: ConfigFields) -> int:
+    """How many layers for drafts lie behind the others; the field has two names."""
+    given = [name for name in ("num_nextn_predict_layers", "num_mtp_layers") if fields.values.get(name) is not None]
+    return max(map(fields.count, given)) if given else 1

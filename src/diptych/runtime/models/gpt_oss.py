@@ -1,8 +1,9 @@
 """gpt-oss: layers of experts with biases and a clamped activation, a window in every other layer, and sinks in every
 softmax of attention."""
 
+from collections import ChainMap
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.decoder import Decoder, DecoderConfig, NormConfig, read_decoder
@@ -44,7 +45,9 @@ class GptOss(Decoder):
     def read_config(cls, fields: ConfigFields) -> DecoderConfig:
         fields = fields.with_defaults(DEFAULTS)
         if fields.values.get("rope_parameters") is None and fields.values.get("rope_scaling") is None:
-            fields = fields.with_values({**fields.values, "rope_parameters": dict(DEFAULT_ROPE)})
+            fields = fields.with_values(
+                ChainMap({"rope_parameters": dict(DEFAULT_ROPE)}, cast(dict[str, Any], fields.values))
+            )
         num_layers = fields.integer("num_hidden_layers")
         kinds = read_layer_kinds(fields, [FULL if index % 2 else SLIDING for index in range(num_layers)])
         bias = fields.flag("attention_bias")
