@@ -31,9 +31,7 @@ def random_pair(rng: random.Random) -> HandoffPair:
     cache = replace(first.cache, num_blocks=first.cache.num_blocks + rng.choice((0, 0, 40)))
     second = replace(first, scheduler=other.scheduler, cache=cache)
     if rng.random() < 0.2:  # all layers alike
-        first, second = [
-            replace(config, cache=replace(config.cache, groups=())) for config in (first, second)
-        ]
+        first, second = [replace(config, cache=replace(config.cache, groups=())) for config in (first, second)]
     pair = HandoffPair((first, second), rng, borrows=rng.random() < 0.5)
     if rng.random() < 0.4:
         for core in pair.cores:
@@ -151,7 +149,9 @@ def test_a_prompt_whose_windows_do_not_fit_beside_the_borrowed_blocks_is_refused
     request = Request("r", 900, 8)
     request.hands_off = True
     request.remote_block_tables = ((*range(100, 157),), *[(NO_BLOCK,) * 57] * 5)
-    with pytest.raises(ContextLengthError, match="windows of a prompt of 900 tokens take 45 blocks; the KV cache has 30"):
+    with pytest.raises(
+        ContextLengthError, match="windows of a prompt of 900 tokens take 45 blocks; the KV cache has 30"
+    ):
         core.check_request(request)
 
 

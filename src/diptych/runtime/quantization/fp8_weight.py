@@ -102,7 +102,7 @@ def _block(file: SafetensorsFile, scale: str, shape: tuple[int, ...], quantizati
     if entry.dtype not in SCALE_DTYPES or entry.shape[: len(front)] != front or own not in shapes:
         raise ConfigError(
             f"{file.path}: tensor {scale} is {entry.dtype} {list(entry.shape)}; for a weight {list(shape)} it must be "
-            f"{' or '.join(SCALE_DTYPES)}, and {' or '.join(str([*front, *one]) for one in wanted)}",
+            f"{' or '.join(SCALE_DTYPES)}, and {' or '.join(str([*front, *extents]) for extents in wanted)}",
             param="model",
         )
     return shapes[own]
