@@ -246,6 +246,7 @@ def front_cases(count: int) -> dict[str, tuple[str, dict[str, Any]]]:
     cases["front completions, ids"] = "/v1/completions", {"prompt": [1] * (1 << 22), **few}
     cases["front completions, prompts"] = "/v1/completions", {"prompt": ["a"] * (1 << 18), **few}
     cases["front embeddings, texts"] = "/v1/embeddings", {"input": ["a"] * (1 << 18)}
+    # The make-believe engines know neither of these: what they answer is 404, when all was read and sent on.
     documents = {"query": "a", "documents": ["a"] * (1 << 18)}
     cases["front rerank, documents"] = "/v1/rerank", documents
     cases["front rerank, long documents"] = "/v1/rerank", {"query": "a", "documents": ["word " * 50_000] * 60}

@@ -150,13 +150,12 @@ def test_a_family_looks_at_the_fields_of_its_column_and_at_no_other(architecture
 def test_a_field_that_is_not_computed_is_refused_by_its_name_but_at_neutral_values(
     architecture: str, tmp_path: Path
 ) -> None:
-    for name, neutral in TABLES[architecture].refused.items():
+    odd: tuple[Any, ...] = (False, True, 0.5, 3, "other", [1], {"a": 1})
+    for number, (name, neutral) in enumerate(TABLES[architecture].refused.items()):
         for value in neutral:
             write(tmp_path, architecture, **{name: value})
             read_model_config(tmp_path)
-        for value in (False, True, 0.5, 3, "other", [1], {"a": 1}):
-            if value in neutral:
-                continue
+        for value in [value for value in odd if value not in neutral][number % 2 :: 2]:
             write(tmp_path, architecture, **{name: value})
             with pytest.raises(UnsupportedModelError) as caught:
                 read_model_config(tmp_path)

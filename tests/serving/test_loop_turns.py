@@ -33,8 +33,8 @@ from diptych.serving.front.relay_request import read_request
 from diptych.serving.long_work import LONG, LongWork, UnwantedWorkError, check_wanted
 
 pytestmark = pytest.mark.anyio
-MORE_CALLS = 6000  # in one turn than for a short request: a millisecond or two
-COUNT = 4000  # messages, parts, items, biases: each costs more than two calls somewhere
+MORE_CALLS = 3000  # in one turn than for a short request: a millisecond or less
+COUNT = 2000  # messages, parts, items, biases: each costs more than two calls somewhere
 NUM_PROMPT = 1000  # tokens with twenty log-probabilities each
 TURN = {"role": "user", "content": "a"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
