@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.weights.weight_format import BITS, MIN_GROUP, WeightFormat
 
-METHODS = ("compressed-tensors", "gptq", "awq", "mxfp4", "fp8", "modelopt")
+METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "modelopt", "mxfp4")
 MXFP4 = WeightFormat(8, 32)  # which holds its values exactly
 INT_QUANTIZED = ("int-quantized", "naive-quantized")  # two names of one layout
 COMPRESSED = ("pack-quantized", *INT_QUANTIZED, "float-quantized")
