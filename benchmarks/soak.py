@@ -313,7 +313,8 @@ async def replace_worker(server: ServerProcess, rng: random.Random) -> int:
                 raise
             return None
 
-    workers = (await asyncio.to_thread(server.call, "/admin/workers"))["workers"]
+    known = (await asyncio.to_thread(server.call, "/admin/workers"))["workers"]
+    workers = [worker for worker in known if worker["state"] != "stopped"]  # those are only remembered
     old = rng.choice(workers)
     if len(workers) < MOST_WORKERS and await asyncio.to_thread(call, "POST", "/admin/workers") is None:
         return 0
