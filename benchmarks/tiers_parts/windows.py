@@ -109,7 +109,15 @@ def hits_row(
             history += islice(identities, whole - len(history))
             at_ns = (turn * options.conversations + number) * PAUSE_NS
             ids = tuple(history)
-            specs.append(RequestSpec(at_ns, length + QUESTION, ANSWER, hash_ids=ids, hash_block_tokens=BLOCK))
+            specs.append(
+                RequestSpec(
+                    arrival_ns=at_ns,
+                    prompt_tokens=length + QUESTION,
+                    output_tokens=ANSWER,
+                    hash_ids=ids,
+                    hash_block_tokens=BLOCK,
+                )
+            )
         length += QUESTION + ANSWER
     cluster = SimulatedCluster(
         Scenario(

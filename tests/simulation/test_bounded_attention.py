@@ -59,7 +59,7 @@ def test_the_cache_is_sized_for_the_sequences_of_the_workload() -> None:
     step_tokens = prepared.scenario.engine.scheduler.budget.max_batched_tokens
     expected = kv_capacity_tokens(model, H100, parallelism=Parallelism(tensor=4), context=8100, step_tokens=step_tokens)
     assert len(cache.groups) > 1 and cache.layout.tokens_within(cache.num_blocks, 8100) == pytest.approx(
-        expected, rel=0.05
+        expected, rel=0.08
     )
     tiers = settings_from({
         "model": "gemma-3-27b", "hardware": "h100", "tensor_parallel": 4, "memory": {"host_bytes": 2**30},
