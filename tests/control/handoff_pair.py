@@ -1,7 +1,7 @@
-"""Two workers that hand prompts over to each other, with KV that can be checked, and a cluster that is as late as can be.
+"""Two workers that hand prompts over to each other, with KV that can be checked, and a cluster that is late.
 
-In one memory (borrowed blocks), or each with its own: then the KV of a chunk is read at any time between its sending and
-the end of its transfer.
+In one memory (borrowed blocks), or each with its own: then the KV of a chunk is read at any time between its sending
+and the end of its transfer.
 """
 
 import random

@@ -19,9 +19,7 @@ from tests.laws import law
 GROUPS = (KVGroup(BLOCK), *[KVGroup(BLOCK, GroupKind.WINDOW, 3 * BLOCK)] * 2)
 
 
-def make(
-    num_blocks: int = 80, num_host_blocks: int = 200, *, has_disk: bool = False, **settings: Any
-) -> TieredDriver:
+def make(num_blocks: int = 80, num_host_blocks: int = 200, *, has_disk: bool = False, **settings: Any) -> TieredDriver:
     tiers = TierConfig(COPY_NS, clean_blocks=48, has_disk=has_disk, load_block_ns=100_000)
     cache = CacheConfig(num_blocks, BLOCK, num_host_blocks, watermark_blocks=1, tiers=tiers, groups=GROUPS,
                         window_chunk=4 * BLOCK)  # fmt: skip

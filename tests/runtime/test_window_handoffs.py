@@ -197,9 +197,7 @@ def pair_of(family: str, name: str, tmp_path: Path, *, runs_ahead: bool = False,
     for each in runners:
         spoil(each)
     listens = ["tcp://127.0.0.1:0"] * 2 if name == "tcp" else [f"unix://{tmp_path}/{side}" for side in ("p", "d")]
-    workers = [
-        Worker(each, chunked(tokens), name, listen) for each, listen in zip(runners, listens, strict=True)
-    ]
+    workers = [Worker(each, chunked(tokens), name, listen) for each, listen in zip(runners, listens, strict=True)]
     try:
         yield Pair(*workers, runs_ahead=runs_ahead)
     finally:

@@ -270,7 +270,7 @@ class KVCacheManager:
         return self.tiers.fetch(request, self.num_cached_tokens(request) // self.block_size, work_ns, now)
 
     def _fetch_groups(self, request: Request, work_ns: WorkNs, now: int) -> bool:
-        """``fetch``: what is read from disk is what a boundary lacks that is deeper than any on the device or the host."""
+        """``fetch``: what is read from disk is what a boundary lacks that is deeper than any on device and host."""
         tiers = self.tiers
         if not tiers.reads_disk(request, now) or request.remote_block_tables:
             return False

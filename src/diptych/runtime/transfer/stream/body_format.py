@@ -109,9 +109,7 @@ class LayerTables:
         return sum([max(0, end - self.starts[self.group_of(layer)]) for layer in range(num_layers)])
 
 
-def parts_of_runs(
-    body_format: BodyFormat, runs: Sequence[LayerRun], starts: Sequence[int], end: int
-) -> Iterator[Part]:
+def parts_of_runs(body_format: BodyFormat, runs: Sequence[LayerRun], starts: Sequence[int], end: int) -> Iterator[Part]:
     """The tokens before ``end``, from the start of each layer's group on, cut into parts that have one block table
     each."""
     sent = [run for run in runs if starts[run.group] < end]

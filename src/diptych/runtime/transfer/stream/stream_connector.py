@@ -1254,8 +1254,8 @@ def _trim(memory: "OrderedDict[bytes, int] | OrderedDict[tuple[bytes, str], int]
 
 
 class StreamConnector:
-    """A KVConnector with one protocol over TCP and unix sockets; ``bodies`` say how KV becomes bodies of frames. groups:
-    of each layer, the number of its block table ((): all have one)."""
+    """A KVConnector with one protocol over TCP and unix sockets; ``bodies`` say how KV becomes bodies of frames.
+    groups: of each layer, the number of its block table ((): all have one)."""
 
     def __init__(
         self, bodies: BodyFormats, kv_format: KVFormat, options: TransferOptions, groups: Sequence[int] = ()
