@@ -17,7 +17,7 @@ from diptych.control.step import ScheduledPrefill
 from tests.control.driver import expect_answers
 from tests.control.handoff_pair import HandoffPair
 from tests.control.test_conservation import random_config
-from tests.control.test_windows import tokens_of, with_windows
+from tests.control.test_windows import answered, tokens_of, with_windows
 from tests.laws import law
 
 WINDOW = GroupKind.WINDOW
@@ -130,6 +130,27 @@ def test_blocks_of_a_hit_that_windows_will_leave_are_lent_and_no_others() -> Non
     assert sum(map(len, held.lent_tables)) == 5 * (hit - first)
     pair.run()
     assert pair.attempts["longer"].end is not None
+
+
+@pytest.mark.parametrize("borrows", [False, True])
+@pytest.mark.parametrize("num_known", [0, 200])
+def test_a_stream_that_moves_takes_what_its_worker_has_along(borrows: bool, num_known: int) -> None:
+    """It was served whole on one worker, and goes on at another, which may know how it began."""
+    pair = pair_of(borrows=borrows)
+    prompt = tokens_of(500, 1)
+    if num_known:
+        pair.start("beginning", prompt[:num_known], 2, 1, 1)
+        pair.run()
+    pair.start("stream", prompt, 100, 0, 0)
+    pair.run()
+    moved = answered(prompt, 60)
+    attempt = pair.start("stream~1", moved, 40, 0, 1)
+    pair.run()
+    assert attempt.end is not None and attempt.end.reason is FinishReason.LENGTH
+    assert pair.admitted()["stream~1"] == 496
+    again = pair.start("again", moved, 2, 1, 1)
+    pair.run()
+    assert again.end is not None and pair.admitted()["again"] == 544
 
 
 def test_what_windows_leave_is_free_while_the_kv_is_on_its_way() -> None:
