@@ -154,7 +154,7 @@ class _Check:
 
     def layer(self, index: int) -> ExpertNames:
         layer, count = f"model.layers.{index}", self._experts.routing.num_experts
-        spelling = max(_SPELLINGS, key=lambda one: self._num_found(layer, one))  # the first of several
+        spelling = max(_SPELLINGS, key=lambda spelling: self._num_found(layer, spelling))  # the first of several
         router = next((name for name in ROUTERS if f"{layer}.{name}.weight" in self._tensors), ROUTERS[0])
         self._check_shape(f"{layer}.{router}.weight", count, self._hidden)  # first: it bounds the count
         names = ExpertNames(

@@ -51,8 +51,8 @@ from diptych.runtime.transfer.stream.body_format import (
     BodyFormat,
     BodyFormats,
     LayerRun,
-    SequenceTables,
     Part,
+    SequenceTables,
     layer_runs,
     parts_of_runs,
 )
