@@ -244,7 +244,8 @@ class HandoffPair:
         for chunk in output.prefills:
             self._check_place(worker, chunk.request_id)
         for _, block_id in output.block_copies:
-            assert self.cores[1 - worker].engine.kv.pool.references(block_id) == 1, "others may read it"
+            pool = self.cores[1 - worker].engine.kv.pool
+            assert pool.references(block_id) == 1 and not pool.prefix_cache.holds(block_id), "others may read it"
         result = self.executors[worker].execute(output)
         self.now += 5 * MS
         core.end_step(output, result, self.now)
