@@ -767,7 +767,7 @@ class KVCacheManager:
         self._note_boundary(request.block_hashes[:num_blocks])
 
     def _note_boundary(self, hashes: list[bytes]) -> None:
-        """Sequences may go on behind these blocks: what this takes in windows can be found."""
+        """Sequences may go on behind these blocks, if what this takes is on the device and can be found."""
         if hashes[-1] in self.boundaries:
             return
         window_pages, last_pages = [], []
@@ -777,10 +777,11 @@ class KVCacheManager:
                 window_pages += [page_key(block_hash, number) for block_hash in hashes[first:]]
             else:
                 last_pages.append(page_key(hashes[-1], number))
-        if any(self.pool.prefix_cache.get(key) is None for key in last_pages):
-            return  # of a request that was swapped out, others may have taken the memory of what leads there
-        if not window_pages and not last_pages:
-            return  # windows of a token need nothing
+        pages = (*window_pages, *last_pages)
+        # Of a request that was swapped out, others may have taken the memory of what leads there; what is copied up is
+        # not there yet; and windows of a token need nothing.
+        if not pages or any(self.pool.prefix_cache.get(key) is None for key in pages):
+            return
         self.boundaries.add(hashes[-1], window_pages, last_pages)
         self.pool.report_boundary(hashes[-1])
 
