@@ -189,8 +189,8 @@ class KVCacheManager:
         return Hit(blocks, len(blocks) * self.block_size)
 
     def _longest_boundary(self, request: Request, limit: int) -> Hit:
-        """The deepest boundary in the first ``limit`` blocks of a prompt whose blocks can all be found, and are not so
-        many that the prompt would never fit beside them; or the place where it leaves what was computed before, if
+        """The deepest boundary in the first ``limit`` blocks of a prompt whose blocks can all be found, and are not too
+        many for the prompt to fit beside them; or the place where it leaves what was computed before, if
         nothing has needed the memory of the windows there yet."""
         hashes = request.block_hashes[:limit] if len(self.boundaries) else []
         room = self.pool.num_blocks - self.config.watermark_blocks
@@ -786,7 +786,7 @@ class KVCacheManager:
         self.pool.report_boundary(hashes[-1])
 
     def _replace(self, request: Request, counts: list[tuple[int, int]]) -> bool:
-        """Append up to so many blocks to tables of a request, as (group, count), as far as its prompt needs them;
+        """Append blocks to tables of a request, at most these (group, count), as far as its prompt needs them;
         whether there is memory."""
         last = -(-request.num_tokens // self.block_size)
         ends = {number: request.first_blocks[number] + len(request.block_tables[number]) for number, _ in counts}
