@@ -247,7 +247,7 @@ class HandoffPair:
             pool = self.cores[1 - worker].engine.kv.pool
             assert pool.references(block_id) == 1 and not pool.prefix_cache.holds(block_id), "others may read it"
         result = self.executors[worker].execute(output)
-        self.now += 5 * MS
+        self.now += 5 * MS + 50_000 * output.features.prefill_tokens
         core.end_step(output, result, self.now)
         core.end_turn(self.now)
         self.look()
