@@ -392,7 +392,7 @@ class AuditedCluster(SimulatedCluster):
 
     @property
     def counts(self) -> Counter[str]:
-        """Of all cores."""
+        """The counts of all cores."""
         return self._counts + self.core.counts
 
     def on_front_end_back(self) -> None:

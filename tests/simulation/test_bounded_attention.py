@@ -89,7 +89,7 @@ def test_a_cache_is_counted_in_blocks_of_groups_as_a_worker_counts_it() -> None:
 
 
 def decode_ns(name: str, num_seqs: int, mean: int) -> int:
-    """Of one step."""
+    """Time of the attention of one decode step."""
     return (
         RooflineCost(load_model(name), H100, Parallelism(tensor=4))
         .decode_line(num_seqs, num_seqs * mean)

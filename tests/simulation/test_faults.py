@@ -85,7 +85,7 @@ def test_a_worker_that_dies_is_only_a_pause_for_its_streams(worker: int, at_ms: 
 
 
 def test_a_stream_goes_on_behind_the_last_token_that_its_client_has() -> None:
-    """Of 50 tokens each stream had some when the worker died, and computes only the others again."""
+    """Each stream had some of its 50 tokens when the worker died, and computes only the others again."""
     crash = Fault("crash", 1, 400 * NS_PER_MS, 50 * NS_PER_MS)
     cluster = run_schedule(two_workers(crash))
     plain = run_schedule(two_workers(None))

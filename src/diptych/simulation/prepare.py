@@ -21,6 +21,7 @@ from diptych.control.config import (
     scheduler_config,
 )
 from diptych.control.errors import ConfigError
+from diptych.control.expert_law import ExpertLaw
 from diptych.control.page_groups import LayerGroups, deal_windows
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
@@ -259,10 +260,17 @@ def prepare_pool(
         scheduler=prefill_scheduler(scheduler, slo) if role == "prefill" else scheduler,
         slo=slo,
         max_model_len=settings.max_model_len or choice.max_model_len,
+        experts=_expert_law(choice),
     )
     copy_ns, swap_ns = copy_block_ns(settings, choice), tiers.swap_block_ns
     found = PreparedPool(name, role, replicas, parallelism, engine, choice, swap_ns, nics, price_per_hour, copy_ns)
     return replace(found, disk=tiers.disk)
+
+
+def _expert_law(choice: CostChoice) -> ExpertLaw | None:
+    """The experts of a mixture whose operators are priced; a calibration has measured whole steps."""
+    moe = choice.source[0].moe if isinstance(choice.source, tuple) else None
+    return ExpertLaw(moe.experts, moe.experts_per_token) if moe else None
 
 
 def scheduler_of(settings: Settings) -> SchedulerConfig:

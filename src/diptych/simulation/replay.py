@@ -150,9 +150,11 @@ class _ReplayedEngine:
                 self._take(core.deliver(request_id, now, **times))
             case ["ahead", request_id]:
                 self._ahead.add(request_id)
-            case ["placed", now, request_id]:
+            case ["placed" | "expire" | "shrink" as kind, now, *fields]:
                 self._tick(now)
-                self._take(core.place_found(request_id, now))
+                calls: dict[str, Callable[..., list[Event]]]
+                calls = {"placed": core.place_found, "expire": core.expire, "shrink": core.shrink_cache}
+                self._take(calls[kind](*fields, now))
             case ["release", now, request_id]:
                 self._tick(now)
                 self._take(core.release(request_id, now))
@@ -172,9 +174,6 @@ class _ReplayedEngine:
             case ["tier", now, name, fields]:
                 self._tick(now)
                 self.core.on_tier(tier_event(name, fields), now)
-            case ["expire", now]:
-                self._tick(now)
-                self._take(core.expire(now))
             case ["observe", features, duration_ns]:
                 core.observe(StepFeatures(*features), duration_ns)
             case ["configure", scheduler]:

@@ -19,11 +19,13 @@ from diptych.control.errors import (
     BrokenInvariantError,
     ConfigError,
     ContextLengthError,
+    DiptychError,
     ErrorRecord,
     GrammarLimitError,
     InvalidRequestError,
     OverloadedError,
     RequestError,
+    StepMemoryError,
     WorkerError,
 )
 from diptych.control.events import (
@@ -51,7 +53,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig, model: StepTimeModel | None = None) -> None:
         self.config = config
         self.kv = KVCacheManager(config.cache)
-        self.model = model or StepTimeModel()
+        self.model = model or StepTimeModel(experts=config.experts)
         self.scheduler = Scheduler(config, self.kv, self.model)
         self.requests: dict[str, Request] = {}
         self.leases = Leases()
@@ -64,6 +66,7 @@ class EngineCore:
         self._pending_events: list[Event] = []
         self._num_kv_events = 0
         self._first_scheduler = config.scheduler  # what the executor was made for
+        self._shrinks_to = 0  # blocks; 0: the executor knows how many there are
         self._audit_at = 0  # the step after which the counts are compared; 0: nothing has happened since they were
 
     def add_request(self, request: Request, now: int) -> list[Event]:
@@ -225,6 +228,8 @@ class EngineCore:
             self._audit_at = self._num_steps + STEPS_BETWEEN
             check_step(self.requests, self.leases, self.scheduler, self.kv)
         self._finished_ids.clear()
+        if self._shrinks_to and not self.kv.pool.is_shrinking:
+            output.num_blocks, self._shrinks_to = self._shrinks_to, 0
         self._plan, self._begun_ns = output, now
         return output
 
@@ -235,8 +240,11 @@ class EngineCore:
 
         num_steps: how many times in a row the plan was taken (at most its max_repeats), the last time from
         ``last_start_ns`` on; ``result`` is that of the last. 0: it was broken off, after the end of all its requests or
-        because they give way (``is_preemptible_by``): then it computed nothing, and will be planned again.
+        because they give way (``is_preemptible_by``): then it computed nothing, and will be planned again. So it is for
+        a result that says it ran out of memory.
         """
+        if result.is_out_of_memory:
+            num_steps = 0
         output, self._plan = self._plan, None
         if output is None:
             raise BrokenInvariantError("no step has begun")
@@ -254,6 +262,9 @@ class EngineCore:
             raised = self.scheduler.incoming.take_raised()
             events += [reservation(request, self.kv, now) for request in raised]
         if not num_steps:
+            events += self._end_failed(result, now)
+            if result.num_blocks:
+                events += self.shrink_cache(result.num_blocks, now)
             return events + self._take_back(output, result, now)
         reached_limit = self._end_prefills(output, now, events) if output.prefills else []
         if output.num_decodes:
@@ -264,11 +275,7 @@ class EngineCore:
         )
         for request_id, block_hash in result.full_blocks:
             self._remember_output_block(request_id, block_hash)
-        for request_id, message in result.failed:
-            if request := self.requests.get(request_id):
-                kind = GrammarLimitError if request_id in result.beyond_grammar else WorkerError
-                error = ErrorRecord.of(kind(message))
-                events.append(self._finish(request, FinishReason.ERROR, now, error))
+        events += self._end_failed(result, now)
         # Before the length limit: an answer that stops with its last allowed token ends for its own reason.
         for request_id, reason in result.stopped:
             if request := self.requests.get(request_id):
@@ -279,6 +286,29 @@ class EngineCore:
         if output.is_compute:
             events.append(self._measure(output, now, result, num_steps, last_start_ns))
         events += self._kv_events(now)
+        return events
+
+    def _end_failed(self, result: StepResult, now: int) -> list[Event]:
+        """End the requests that the executor could not compute."""
+        events: list[Event] = []
+        for request_id, message in result.failed:
+            if request := self.requests.get(request_id):
+                kind: type[DiptychError] = StepMemoryError if result.is_out_of_memory else WorkerError
+                if request_id in result.beyond_grammar:
+                    kind = GrammarLimitError
+                events.append(self._finish(request, FinishReason.ERROR, now, ErrorRecord.of(kind(message))))
+        return events
+
+    def shrink_cache(self, num_blocks: int, now: int) -> list[Event]:
+        """Have ``num_blocks`` blocks from now on, fewer than before. Requests that would never fit any more end. The
+        first plan after the last of the other blocks is released tells the executor."""
+        self.kv.shrink(num_blocks)
+        self._shrinks_to = num_blocks
+        events: list[Event] = []
+        for request in list(self.requests.values()):
+            error = refusal(request, self.config, self.kv.capacity_tokens, 0)
+            if isinstance(error, ContextLengthError) and not request.is_handed_off:
+                events.append(self._finish(request, FinishReason.ERROR, now, ErrorRecord.of(error)))
         return events
 
     def _take_back(self, output: SchedulerOutput, result: StepResult, now: int) -> list[Event]:

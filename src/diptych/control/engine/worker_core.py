@@ -303,7 +303,7 @@ class WorkerCore:
         """Take in what the executor computed (see EngineCore.end_step), and send its KV to where it is wanted."""
         events = self.engine.end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
         self._note(events)
-        if not len(self._outgoing) or not num_steps:
+        if not len(self._outgoing) or not num_steps or result.is_out_of_memory:
             return
         for chunk in self._outgoing.on_step(output.prefills):
             self._post(chunk)

@@ -115,6 +115,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
         memory = memories[copies[number]] if memories else None
         place = WorkerPlace(
             number=number,
+            num_workers=len(roles) if join is None else 1,
             role=role,
             pool=_share(memory, copies[:number].count(copies[number])),
             weights_fd=memory.weights_fd if memory else None,

@@ -17,7 +17,7 @@ from pathlib import Path
 from diptych.base.cgroups import ROOT, available_memory_bytes
 from diptych.control.kv_layout import KVLayout
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
-from diptych.runtime.weights.weight_bytes import loaded_weight_bytes, memory_beside_weights
+from diptych.runtime.weights.weight_bytes import loaded_weight_bytes, memory_beside_weights, scratch_bytes
 from diptych.serving.kv_memory import longest_sequence_of
 from diptych.serving.link.engine_options import EngineOptions
 
@@ -94,5 +94,7 @@ def default_num_blocks(
     if device == "cpu":
         weights = loaded_weight_bytes(options.model, options.device.dtype, options.device.quantize)
         free_bytes = memory_beside_weights(options.model, weights, free_bytes)
+        num_tokens = options.scheduler.budget.max_batched_tokens
+        free_bytes -= num_workers * scratch_bytes(options.model, options.device.dtype, num_tokens)
     share = min(free_bytes // (4 * num_workers), DEFAULT_KV_BYTES) // geometry.block_bytes
     return max(min(share, useful), MIN_BLOCKS * num_groups)

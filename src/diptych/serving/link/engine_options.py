@@ -71,7 +71,8 @@ class PoolShare(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker stands among the workers of a front end, and how KV moves between them.
 
-    transfer: a name of CONNECTORS. pool: with a connector that shares one (None: its own memory, and KV is copied).
+    num_workers: on this host. transfer: a name of CONNECTORS. pool: with a connector that shares one (None: its own
+    memory, and KV is copied).
     weights_fd: of a memfd with prepared weights. secret: shared by all workers; it is never on a command line. listen:
     address of its KV connector ("": as the connector has it). encrypts: KV travels over TLS. publishes_blocks: report
     what enters and leaves the prefix cache, for a router. resume_timeout_s: a transfer is broken when its connection
@@ -81,6 +82,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     transfer: str
     number: int = 0
+    num_workers: int = 1
     role: Role = "both"
     pool: PoolShare | None = None
     weights_fd: int | None = None

@@ -177,6 +177,7 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
     from diptych.runtime.step.model_runner import RunnerConfig
 
     memory, place, below = options.memory, options.place, windows_below(options)
+    num_blocks: int | None = None
     pool, share = None, place.pool if place else None
     if share is not None:
         num_blocks = share.num_blocks
@@ -185,14 +186,16 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         if device == "cpu":
             check_kv_memory(memory.kv_cache_bytes)
         num_blocks = geometry.blocks_within(memory.kv_cache_bytes)
-    else:
-        num_blocks = default_num_blocks(options, geometry, 1, device)
+    elif device == "cpu":
+        num_blocks = default_num_blocks(options, geometry, 1)
     return RunnerConfig(
         model=options.model,
         dtype=options.device.dtype,
         device=device,
         block_size=memory.block_size,
         num_blocks=num_blocks,
+        memory_share=None if device == "cpu" else _share_of_gpu(options),
+        max_step_tokens=_max_step_tokens(options),
         num_host_blocks=num_host_blocks(memory, geometry, longest_sequence_of(options)),
         max_num_seqs=options.scheduler.max_num_seqs,
         max_model_len=options.max_model_len,
@@ -207,6 +210,22 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
     )
 
 
+def _share_of_gpu(options: EngineOptions) -> float:
+    """The share of its GPU that is this worker's: ``_choose_device`` deals the workers of a host out in turn."""
+    import torch
+
+    if options.place is None:
+        return 1.0
+    num_gpus = torch.cuda.device_count()
+    return 1.0 / len(range(options.place.number % num_gpus, max(1, options.place.num_workers), num_gpus) or (0,))
+
+
+def _max_step_tokens(options: EngineOptions) -> int | None:
+    """The most tokens of a step; None where prompts run whole."""
+    scheduler = options.scheduler
+    return None if scheduler.budget.kind == "whole" else scheduler.budget.max_batched_tokens + scheduler.max_num_seqs
+
+
 def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path) -> KVConnector | None:
     """The connector of a worker that has a place among others (else None). Raises ConfigError for options that cannot
     be met."""
@@ -214,6 +233,7 @@ def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path
     if place is None:
         return None
     kind = CONNECTORS[place.transfer]
+    runner.kv.may_move = place.transfer != "nixl"  # which has registered it
     assert kind.shares_pool == (place.pool is not None), f"{place.transfer} and pool {place.pool}"
     transfer = TransferOptions(
         place.secret,

@@ -18,7 +18,7 @@ def warmed_up_model(
 ) -> StepTimeModel:
     """A step-time model that has seen these steps, or else prefills and decodes of all sizes that the worker can
     run, at what they cost."""
-    model = StepTimeModel()
+    model = StepTimeModel(experts=config.experts)
     for features, duration_ns in measured:
         model.observe(features, duration_ns)
     if measured:

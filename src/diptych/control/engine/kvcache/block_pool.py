@@ -48,6 +48,7 @@ class BlockPool:
         self._names_evictors = names_evictors
         self._boundaries = boundaries
         self._evicted_for: list[tuple[str, int]] = []  # (taker, how many of ``_evicted``), in their order
+        self._end = first_block + num_blocks  # blocks from here on are given up as soon as nobody holds them
 
     @property
     def num_available(self) -> int:
@@ -124,6 +125,7 @@ class BlockPool:
             # As the loop below leaves them, so that both ways give the same ids later.
             free.extend(reversed(blocks))
             self._num_held -= len(blocks)
+            self._give_up(blocks)
             return
         # Tails go first: what is evicted next is the end of a prefix, never a block that others still build on.
         for block_id in reversed(blocks):
@@ -137,6 +139,28 @@ class BlockPool:
                     self._cached[block_id] = None
                 else:
                     free.append(block_id)
+        self._give_up(blocks)
+
+    def shrink(self, num_blocks: int) -> None:
+        """Own the first ``num_blocks`` blocks only. Those of the others that requests hold are given up when they are
+        released; until then ``num_blocks`` counts them."""
+        self.version += 1
+        self._end = self.first_block + num_blocks
+        for block_id in [block_id for block_id in self._cached if block_id >= self._end]:
+            del self._cached[block_id]
+            self._forget(self.prefix_cache.remove(block_id))
+        self._free = [block_id for block_id in self._free if block_id < self._end]
+        self.num_blocks = len(self._free) + len(self._cached) + self._num_held
+
+    @property
+    def is_shrinking(self) -> bool:
+        """Whether a request still holds a block that is to be given up."""
+        return self.first_block + self.num_blocks > self._end
+
+    def _give_up(self, released: Sequence[int]) -> None:
+        """Let go of what was released and is not to be owned any more."""
+        if self.is_shrinking and max(released, default=0) >= self._end:
+            self.shrink(self._end - self.first_block)
 
     def evict_first(self, blocks: Iterable[int]) -> None:
         """Let those of these blocks that no request holds, and whose content can be found, be evicted before all

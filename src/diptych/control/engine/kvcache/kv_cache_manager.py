@@ -5,6 +5,7 @@ expected peak of all that is admitted, so that a half-prefilled prompt can alway
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
@@ -28,13 +29,13 @@ class KVCacheManager:
         self.block_size = config.block_size
         self.is_dense = self.layout.is_dense
         self._finds_hits = config.enable_prefix_cache
+        self._own_range = range(config.first_block, config.first_block + config.num_blocks)  # from the start on
         full = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
         self._full_group = full[0] if full else None  # one that keeps all blocks of a sequence
         self.longest_chunk = self.layout.longest_chunk(config.window_chunk)  # of one prompt, in a step
         # A prompt keeps its last boundary until it ends, also where a step begins behind it.
         self._charged_chunk = max(self.longest_chunk, config.block_size)
-        room = config.num_blocks - config.watermark_blocks
-        self.capacity_tokens = self.layout.capacity_tokens(room, self._charged_chunk)  # of a sequence that is alone
+        self.capacity_tokens = self._capacity_tokens(config.num_blocks)  # of a sequence that is alone
         self.boundaries = Boundaries()  # of models with windows
         self.pool = BlockPool(
             config.num_blocks,
@@ -50,6 +51,15 @@ class KVCacheManager:
         self._num_reserved = 0  # sum of num_reserved_blocks over the holders of blocks
         self._in_progress: dict[bytes, int] = {}  # hashes that admitted prefills are about to compute
         self._computing: dict[bytes, Request] = {}  # with windows: hashes that an admitted prompt is about to compute
+
+    def _capacity_tokens(self, num_blocks: int) -> int:
+        return self.layout.capacity_tokens(num_blocks - self.config.watermark_blocks, self._charged_chunk)
+
+    def shrink(self, num_blocks: int) -> None:
+        """Have ``num_blocks`` blocks from now on, fewer than before, once those that hold the others release them."""
+        self.config = replace(self.config, num_blocks=num_blocks)
+        self.capacity_tokens = self._capacity_tokens(num_blocks)
+        self.pool.shrink(num_blocks)
 
     @property
     def usage(self) -> float:
@@ -189,9 +199,9 @@ class KVCacheManager:
         return Hit(blocks, len(blocks) * self.block_size)
 
     def _longest_boundary(self, request: Request, limit: int) -> Hit:
-        """The deepest boundary in the first ``limit`` blocks of a prompt whose blocks can all be found, and are not too
-        many for the prompt to fit beside them; or the place where it leaves what was computed before, if
-        nothing has needed the memory of the windows there yet."""
+        """The deepest boundary in the first ``limit`` blocks of a prompt whose blocks can all be found, and are few
+        enough for the prompt to fit beside them; or the place where it leaves what was computed before, if nothing has
+        needed the memory of the windows there yet."""
         hashes = request.block_hashes[:limit] if len(self.boundaries) else []
         room = self.pool.num_blocks - self.config.watermark_blocks
         parting = self._parting(hashes)
@@ -551,8 +561,7 @@ class KVCacheManager:
 
     def _own(self, block_ids: Iterable[int]) -> list[int]:
         """Those of these blocks that are this worker's."""
-        own = range(self.config.first_block, self.config.first_block + self.config.num_blocks)
-        return [block_id for block_id in block_ids if block_id in own]
+        return [block_id for block_id in block_ids if block_id in self._own_range]
 
     def _charged_blocks(self, request: Request, num_tokens: int) -> int:
         """Blocks of this worker that a request is charged which has ``num_tokens`` tokens in the end."""
@@ -786,7 +795,7 @@ class KVCacheManager:
         self.pool.report_boundary(hashes[-1])
 
     def _replace(self, request: Request, counts: list[tuple[int, int]]) -> bool:
-        """Append blocks to tables of a request, at most these (group, count), as far as its prompt needs them;
+        """Append at most these blocks to tables of a request, as (group, count), as far as its prompt needs them;
         whether there is memory."""
         last = -(-request.num_tokens // self.block_size)
         ends = {number: request.first_blocks[number] + len(request.block_tables[number]) for number, _ in counts}
