@@ -1,7 +1,7 @@
-"""Two workers that hand prompts over to each other, with KV that can be checked, and a cluster that is as late as can be.
+"""Two workers that hand prompts over to each other, with KV that can be checked, and a cluster that is late.
 
-In one memory (borrowed blocks), or each with its own: then the KV of a chunk is read at any time between its sending and
-the end of its transfer.
+In one memory (borrowed blocks), or each with its own: then the KV of a chunk is read at any time between its sending
+and the end of its transfer.
 """
 
 import random
@@ -243,8 +243,11 @@ class HandoffPair:
             return False
         for chunk in output.prefills:
             self._check_place(worker, chunk.request_id)
+        for _, block_id in output.block_copies:
+            pool = self.cores[1 - worker].engine.kv.pool
+            assert pool.references(block_id) == 1 and not pool.prefix_cache.holds(block_id), "others may read it"
         result = self.executors[worker].execute(output)
-        self.now += 5 * MS
+        self.now += 5 * MS + 50_000 * output.features.prefill_tokens
         core.end_step(output, result, self.now)
         core.end_turn(self.now)
         self.look()

@@ -6,10 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.control.config import CacheConfig, EngineConfig, shape_preset
+from diptych.control.config import (
+    BudgetConfig,
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    TierConfig,
+    shape_preset,
+)
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.outgoing import Outgoing
 from diptych.control.errors import ContextLengthError
+from diptych.control.events import HandoffReserved
 from diptych.control.kv_layout import GroupKind, KVGroup, KVLayout
 from diptych.control.request import NO_BLOCK, FinishReason, Request
 from diptych.control.router.topology import LinkCost, LinkCosts
@@ -17,7 +25,7 @@ from diptych.control.step import ScheduledPrefill
 from tests.control.driver import expect_answers
 from tests.control.handoff_pair import HandoffPair
 from tests.control.test_conservation import random_config
-from tests.control.test_windows import tokens_of, with_windows
+from tests.control.test_windows import answered, tokens_of, with_windows
 from tests.laws import law
 
 WINDOW = GroupKind.WINDOW
@@ -28,6 +36,9 @@ def random_pair(rng: random.Random) -> HandoffPair:
     """Two workers of one model, with policies of their own, and memory that is small enough to hurt."""
     first = with_windows(random_config(rng), rng)
     other = random_config(rng)
+    if rng.random() < 0.4:  # what is evicted goes to the host, and comes up before blocks are lent
+        tiers = TierConfig(rng.choice((0, 1000)), clean_blocks=rng.choice((8, 64)))
+        first = replace(first, cache=replace(first.cache, num_host_blocks=200, tiers=tiers))
     cache = replace(first.cache, num_blocks=first.cache.num_blocks + rng.choice((0, 0, 40)))
     second = replace(first, scheduler=other.scheduler, cache=cache)
     if rng.random() < 0.2:  # all layers alike
@@ -132,6 +143,47 @@ def test_blocks_of_a_hit_that_windows_will_leave_are_lent_and_no_others() -> Non
     assert pair.attempts["longer"].end is not None
 
 
+@pytest.mark.parametrize("borrows", [False, True])
+@pytest.mark.parametrize("num_known", [0, 200])
+def test_a_stream_that_moves_takes_what_its_worker_has_along(borrows: bool, num_known: int) -> None:
+    """It was served whole on one worker, and goes on at another, which may know how it began."""
+    pair = pair_of(borrows=borrows)
+    prompt = tokens_of(500, 1)
+    if num_known:
+        pair.start("beginning", prompt[:num_known], 2, 1, 1)
+        pair.run()
+    pair.start("stream", prompt, 100, 0, 0)
+    pair.run()
+    moved = answered(prompt, 60)
+    attempt = pair.start("stream~1", moved, 40, 0, 1)
+    pair.run()
+    assert attempt.end is not None and attempt.end.reason is FinishReason.LENGTH
+    assert pair.admitted()["stream~1"] == 496
+    again = pair.start("again", moved, 2, 1, 1)
+    pair.run()
+    assert again.end is not None and pair.admitted()["again"] == 544
+
+
+@pytest.mark.parametrize("extra", [0, 100, 300])
+def test_what_the_host_of_the_decode_worker_holds_is_there_before_it_lends_its_blocks(extra: int) -> None:
+    """The windows of what is cached among it, also where the prompt's own end lies far behind."""
+    groups = (KVGroup(16), *[KVGroup(16, WINDOW, 48)] * 2)
+    tiers = TierConfig(50_000, clean_blocks=48)
+    cache = CacheConfig(110, 16, 300, watermark_blocks=1, tiers=tiers, groups=groups, window_chunk=64)
+    scheduler = SchedulerConfig(budget=BudgetConfig("fixed", 256), max_num_seqs=8)
+    config = EngineConfig(cache, scheduler, max_model_len=900)
+    pair = HandoffPair((config, config), random.Random(1), borrows=True)
+    for number in range(6):
+        pair.start(f"first {number}", tokens_of(320, number), 8, 1, 1)
+        pair.run()
+    attempt = pair.start("again", tokens_of(320, 1) + tokens_of(extra, 9), 8, 0, 1)
+    pair.run()
+    (event,) = [event for event in pair.log if isinstance(event, HandoffReserved)]
+    assert event.num_cached_tokens == attempt.num_cached == (320 if extra else 304)
+    assert event.num_tier_tokens > 0
+    assert attempt.end is not None and attempt.end.reason is FinishReason.LENGTH
+
+
 def test_what_windows_leave_is_free_while_the_kv_is_on_its_way() -> None:
     pair = pair_of(borrows=False)
     pair.start("r", tokens_of(500, 1), 8, 0, 1)
@@ -149,9 +201,8 @@ def test_a_prompt_whose_windows_do_not_fit_beside_the_borrowed_blocks_is_refused
     request = Request("r", 900, 8)
     request.hands_off = True
     request.remote_block_tables = ((*range(100, 157),), *[(NO_BLOCK,) * 57] * 5)
-    with pytest.raises(
-        ContextLengthError, match="windows of a prompt of 900 tokens take 45 blocks; the KV cache has 30"
-    ):
+    words = "windows of a prompt of 900 tokens take 45 blocks; the KV cache has 30"
+    with pytest.raises(ContextLengthError, match=words):
         core.check_request(request)
 
 
@@ -163,8 +214,9 @@ def test_chunks_leave_out_what_windows_will_have_left() -> None:
     sent = []
     for start in range(0, 200, 50):
         step = [ScheduledPrefill("a", start, 50, tables, start == 150, (0, 0))]
-        assert outgoing.in_step(step) == (chunks := outgoing.on_step(step))
-        sent += chunks
+        planned = outgoing.in_step(step)
+        sent += outgoing.on_step(step)
+        assert sent[-1:] == planned
     first = KVGroup(16, WINDOW, 40).first_live(192)
     assert [(chunk.start, chunk.num_tokens) for chunk in sent] == [(16, 32), (48, 48), (96, 48), (144, 56)]
     assert {chunk.first_blocks for chunk in sent} == {(0, first)}

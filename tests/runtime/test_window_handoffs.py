@@ -25,7 +25,7 @@ from diptych.runtime.kv_cache.shared_pool import SharedPool
 from diptych.runtime.local_engine import engine_config
 from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
 from diptych.runtime.transfer import make_connector
-from diptych.runtime.transfer.connector import TransferOptions
+from diptych.runtime.transfer.connector import CodecName, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.serving.link.messages import AttemptTokens, pack_token_ids
 from diptych.serving.worker.connector_driver import ConnectorDriver
@@ -66,12 +66,13 @@ class Worker:
     scheduler: SchedulerConfig
     name: str
     listen: str
+    codec: CodecName = "none"
     log: list[Event] = field(default_factory=list)
     answers: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.core = WorkerCore(EngineCore(engine_config(self.runner, self.scheduler)), publishes_kv=False)
-        options = TransferOptions(bytes(32), self.listen, frame_bytes=5000)
+        options = TransferOptions(bytes(32), self.listen, self.codec, frame_bytes=5000)
         form, layers = kv_format(self.runner), self.runner.kv.layers
         self.connector = make_connector(NAMES[self.name], layers, form, options, self.runner.kv.groups)
         self.intake = RequestIntake(self.core, self.runner)
@@ -191,13 +192,22 @@ def runners_of(family: str) -> tuple[ModelRunner, ModelRunner]:
 
 
 @contextmanager
-def pair_of(family: str, name: str, tmp_path: Path, *, runs_ahead: bool = False, tokens: int = 70) -> Iterator[Pair]:
+def pair_of(
+    family: str,
+    name: str,
+    tmp_path: Path,
+    *,
+    runs_ahead: bool = False,
+    tokens: int = 70,
+    codec: CodecName = "none",
+) -> Iterator[Pair]:
     """Workers with empty caches; ``tokens`` of prompts in a step."""
     runners = pool_of(family) if name == "shared_memory" else runners_of(family)
     for each in runners:
         spoil(each)
     listens = ["tcp://127.0.0.1:0"] * 2 if name == "tcp" else [f"unix://{tmp_path}/{side}" for side in ("p", "d")]
-    workers = [Worker(each, chunked(tokens), name, listen) for each, listen in zip(runners, listens, strict=True)]
+    both = zip(runners, listens, strict=True)
+    workers = [Worker(each, chunked(tokens), name, listen, codec) for each, listen in both]
     try:
         yield Pair(*workers, runs_ahead=runs_ahead)
     finally:
@@ -257,6 +267,16 @@ def test_only_the_last_window_travels(tmp_path: Path) -> None:
         num_blocks = sum([blocks - first[group] for group in pair.prefill.runner.kv.groups])
         assert event.num_bytes == 2 * form.bytes_per_layer_block * num_blocks
         assert num_blocks < 0.7 * blocks * form.num_layers
+
+
+def test_what_travels_in_eight_bits_takes_about_half(tmp_path: Path) -> None:
+    num_bytes = []
+    for codec in ("none", "int8"):
+        with pair_of("gemma3", "tcp", tmp_path, codec=codec) as pair:
+            pair.start("r", PROMPTS["r601"], 8)
+            assert len(pair.run()["r"]) == 8
+            num_bytes += [event.num_bytes for event in pair.decode.log if isinstance(event, HandoffDelivered)]
+    assert 0.4 < num_bytes[1] / num_bytes[0] < 0.7
 
 
 def test_a_peer_that_keeps_other_windows_is_refused_by_name(tmp_path: Path) -> None:

@@ -71,7 +71,9 @@ class HandoffReserved:
     """A decode worker holds the blocks of a prompt that another worker will compute.
 
     num_cached_tokens: leading tokens whose KV it has already; only the rest need travel. block_tables: all of its
-    blocks, those included. num_tier_tokens: the cached tokens found in the tiers below the prefix cache.
+    blocks, those included; of a window, those from the first on that is read behind the cached tokens, as far as they
+    lie here (NO_BLOCK: the other worker has one of its own), or those that are read behind the prompt. num_tier_tokens:
+    the cached tokens found in the tiers below the prefix cache.
     """
 
     time_ns: int

@@ -408,10 +408,10 @@ def cache_config(settings: Settings, scheduler: SchedulerConfig, choice: CostCho
 
 def layer_groups(settings: Settings, choice: CostChoice) -> LayerGroups | None:
     """How a worker deals the model's layers into groups, to free what lies before windows. None: it keeps all tokens of
-    all layers: there is no window, or a sequence has a state beside them, or there are tiers below. Such a cache counts
-    tokens, and is sized for the mean context."""
+    all layers: there is no window, or a sequence has a state beside them. Such a cache counts tokens, and is sized for
+    the mean context."""
     memory = settings.memory
-    if isinstance(choice.source, Calibration) or memory.host_bytes or memory.disk_bytes:
+    if isinstance(choice.source, Calibration):
         return None
     model = choice.source[0]
     if model.window is None or model.linear is not None:

@@ -112,7 +112,8 @@ class KVConnector(Protocol):
     """Moves KV between the caches of workers. One thread makes all calls; none of them waits for a peer.
 
     ``block_ids`` is always the transfer's whole block table: token t lies in block_ids[t // block_size] of that side;
-    where layers are of several groups, GroupTables. Both sides leave out the same tokens of each layer. Sequences and payloads are copied during the call. Of the cache, a connector touches at any time only
+    where layers are of several groups, GroupTables. Both sides leave out the same tokens of each layer. Sequences and
+    payloads are copied during the call. Of the cache, a connector touches at any time only
 
         written   at the receiver, blocks of the expected tokens: from expect to Committed, TransferBroken, or the
                   return of forget. The last block may be written whole, behind the last token too.

@@ -151,6 +151,8 @@ def worker_options(options: EngineOptions, fleet: FleetOptions) -> list[EngineOp
 def _with_windows(options: EngineOptions, fleet: FleetOptions) -> EngineOptions:
     """Which windows count: workers that hand sequences to each other lay their KV out alike, whatever the longest is
     that each of them takes."""
+    if len(fleet.slots) == 1 and fleet.join is None:
+        return options
     longest = longest_sequence_of(options)
     below = max([group.max_model_len or longest for group in fleet.groups], default=longest)
     return msgspec.structs.replace(options, memory=msgspec.structs.replace(options.memory, windows_below=below))

@@ -105,12 +105,9 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
     compute: ComputeDevice = ThreadPool(threads)
     if device == "cuda":
         compute = multiprocessors_of(runner.attention.device, runner.forget_graphs)
-    model, loaded = runner.model_config, runner.loaded
+    model, loaded, capacity = runner.model_config, runner.loaded, _capacity_tokens(engine)
     where = f"{threads.words if device == 'cpu' else device}, {loaded.instruction_set}"
-    capacity, windows = _capacity_tokens(engine), "" if engine.kv.is_dense else ", windows freed"
-    size = f"{runner.num_blocks * geometry.block_bytes / 2**30:.2f} GiB{windows}"
-    cache = f"KV cache of {capacity:,} tokens ({size})"
-    description = f"{model.architecture}, {loaded.weights}, {where}, {cache}"
+    description = f"{model.architecture}, {loaded.weights}, {where}, {_cache_words(engine, capacity, geometry)}"
     ready = Ready(
         model.vocab_size,
         runner.max_model_len,
@@ -129,6 +126,13 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
     )
     driver = open_tiers(options, runner, kv_format(runner)) if memory.prefix_cache else None
     return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model), driver, recent)
+
+
+def _cache_words(engine: EngineCore, capacity: int, geometry: KVGeometry) -> str:
+    num_gib, windows = engine.kv.pool.num_blocks * geometry.block_bytes / 2**30, ""
+    if not engine.kv.is_dense:
+        windows = ", windows freed"
+    return f"KV cache of {capacity:,} tokens ({num_gib:.2f} GiB{windows})"
 
 
 def _capacity_tokens(engine: EngineCore) -> int:

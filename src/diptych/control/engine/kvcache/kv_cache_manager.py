@@ -29,6 +29,7 @@ class KVCacheManager:
         self.block_size = config.block_size
         self.is_dense = self.layout.is_dense
         self._finds_hits = config.enable_prefix_cache
+        self._own_range = range(config.first_block, config.first_block + config.num_blocks)  # from the start on
         full = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
         self._full_group = full[0] if full else None  # one that keeps all blocks of a sequence
         self.longest_chunk = self.layout.longest_chunk(config.window_chunk)  # of one prompt, in a step
@@ -279,7 +280,7 @@ class KVCacheManager:
         return self.tiers.fetch(request, self.num_cached_tokens(request) // self.block_size, work_ns, now)
 
     def _fetch_groups(self, request: Request, work_ns: WorkNs, now: int) -> bool:
-        """``fetch``: what is read from disk is what a boundary lacks that is deeper than any on the device or the host."""
+        """``fetch``: what is read from disk is what a boundary lacks that is deeper than any on device and host."""
         tiers = self.tiers
         if not tiers.reads_disk(request, now) or request.remote_block_tables:
             return False
@@ -560,8 +561,7 @@ class KVCacheManager:
 
     def _own(self, block_ids: Iterable[int]) -> list[int]:
         """Those of these blocks that are this worker's."""
-        own = range(self.config.first_block, self.config.first_block + self.config.num_blocks)
-        return [block_id for block_id in block_ids if block_id in own]
+        return [block_id for block_id in block_ids if block_id in self._own_range]
 
     def _charged_blocks(self, request: Request, num_tokens: int) -> int:
         """Blocks of this worker that a request is charged which has ``num_tokens`` tokens in the end."""
@@ -776,7 +776,7 @@ class KVCacheManager:
         self._note_boundary(request.block_hashes[:num_blocks])
 
     def _note_boundary(self, hashes: list[bytes]) -> None:
-        """Sequences may go on behind these blocks: what this takes in windows can be found."""
+        """Sequences may go on behind these blocks, if what this takes is on the device and can be found."""
         if hashes[-1] in self.boundaries:
             return
         window_pages, last_pages = [], []
@@ -786,10 +786,11 @@ class KVCacheManager:
                 window_pages += [page_key(block_hash, number) for block_hash in hashes[first:]]
             else:
                 last_pages.append(page_key(hashes[-1], number))
-        if any(self.pool.prefix_cache.get(key) is None for key in last_pages):
-            return  # of a request that was swapped out, others may have taken the memory of what leads there
-        if not window_pages and not last_pages:
-            return  # windows of a token need nothing
+        pages = (*window_pages, *last_pages)
+        # Of a request that was swapped out, others may have taken the memory of what leads there; what is copied up is
+        # not there yet; and windows of a token need nothing.
+        if not pages or any(self.pool.prefix_cache.get(key) is None for key in pages):
+            return
         self.boundaries.add(hashes[-1], window_pages, last_pages)
         self.pool.report_boundary(hashes[-1])
 

@@ -44,9 +44,9 @@ class Hit:
     may go on. blocks: those that the request gets a share of, in the order of its tokens. tables: likewise by group of
     layers, of those whose layers are of several; of a group with a window, the blocks of the last one.
 
-    Where every layer attends to all tokens before it, each block ends at a boundary. Where layers are of several groups,
-    some of it may lie in a tier below: NO_BLOCK in the tables, and ``below`` has, for each of these in their order, the
-    name of the block and the host block. num_device_tokens: how far it would be without these.
+    Where every layer attends to all tokens before it, each block ends at a boundary. Where layers are of several
+    groups, some of it may lie in a tier below: NO_BLOCK in the tables, and ``below`` has, for each of these in their
+    order, the name of the block and the host block. num_device_tokens: how far it would be without these.
     """
 
     __slots__ = ("below", "blocks", "num_device_tokens", "num_tokens", "tables")

@@ -150,8 +150,8 @@ class TierLoads:
         actions: list[TierAction],
         now: int,
     ) -> bool:
-        """``begin``, where layers are of several groups: with the blocks of the ``run``, which are on disk, and those of
-        ``host``, the request need not compute the ``span``, (first token, how many)."""
+        """``begin``, where layers are of several groups: with the blocks of the ``run``, which are on disk, and those
+        of ``host``, the request need not compute the ``span``, (first token, how many)."""
         for name in run:
             if (load_id := self._load_of.get(name)) is not None:
                 if self._loads[load_id].is_over:

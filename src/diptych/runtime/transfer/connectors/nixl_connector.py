@@ -70,16 +70,15 @@ class NixlReads:
         caches = [cache for pair in layers for cache in pair]
         if not all(cache.is_contiguous() for cache in caches):
             raise ConfigError("the tensors of the KV cache must be contiguous to be transferred", param="layers")
-        self._caches = caches  # registered memory must not go away
+        # Layers of several groups lie in the same regions, in other blocks. Registered memory must not go away.
+        self._caches = [*{cache.data_ptr(): cache for cache in caches}.values()]
         self._format = kv_format
         self._timeout_s = timeout_s
         self._bases = np.array([cache.data_ptr() for cache in caches], dtype=np.int64)
         self._num_blocks = caches[0].shape[0]
         self.device: int = caches[0].device.index if caches[0].device.type == "cuda" else -1  # -1: host memory
         self._agent: Any = _nixl.nixl_agent(secrets.token_hex(8), _nixl.nixl_agent_config(backends=["UCX"]))
-        # Layers of several groups lie in the same regions, each in blocks of its own.
-        regions = {cache.data_ptr(): cache for cache in caches}
-        self._registered: Any = self._agent.register_memory([*regions.values()])
+        self._registered: Any = self._agent.register_memory(self._caches)
         self._metadata: bytes = self._agent.get_agent_metadata()
         self._errors = tuple(getattr(_nixl.nixlBind, f"nixl{name}Error") for name in _ERRORS)
         self._peers: dict[bytes, str] = {}  # names of agents, by their metadata

@@ -76,7 +76,7 @@ def layer_runs(num_layers: int, groups: Sequence[int] = ()) -> tuple[LayerRun, .
 
 
 @dataclass(frozen=True, slots=True)
-class LayerTables:
+class SequenceTables:
     """Where the KV of a sequence lies, layer by layer. tables: by group, a block id for each block of the sequence (of
     blocks that do not travel, any). starts: by group, the first token that travels. groups: of each layer, its group
     ((): all are in the first)."""
@@ -85,7 +85,7 @@ class LayerTables:
     starts: tuple[int, ...]
     groups: tuple[int, ...] = ()
 
-    def from_token(self, start: int) -> "LayerTables":
+    def from_token(self, start: int) -> "SequenceTables":
         """The same, but that what lies before ``start`` does not travel."""
         return replace(self, starts=tuple([max(start, begin) for begin in self.starts]))
 

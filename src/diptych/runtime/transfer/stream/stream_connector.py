@@ -51,8 +51,8 @@ from diptych.runtime.transfer.stream.body_format import (
     BodyFormat,
     BodyFormats,
     LayerRun,
-    LayerTables,
     Part,
+    SequenceTables,
     layer_runs,
     parts_of_runs,
 )
@@ -399,10 +399,10 @@ class RecvTransfer(KVTransfer):
         block_ids: Sequence[int],
         start: int,
         num_tokens: int,
-        tables: LayerTables | None = None,
+        tables: SequenceTables | None = None,
     ) -> None:
         super().__init__(attempt_id, start)
-        self.tables = tables or LayerTables((tuple(block_ids),), (start,))
+        self.tables = tables or SequenceTables((tuple(block_ids),), (start,))
         self.has_blocks = any(self.tables.tables)  # else they are borrowed: no KV comes
         self.end = start + num_tokens
         self.next_sequence = 0
@@ -457,7 +457,7 @@ class _Send:
 
     start: int
     num_tokens: int
-    tables: LayerTables
+    tables: SequenceTables
     num_layers: int  # that are computed
     awaited: int  # layers after which the connector's thread wants to be notified
 
@@ -511,7 +511,7 @@ class SendTransfer(KVTransfer):
         num_tokens: int,
         block_ids: Sequence[int],
         num_layers: int,
-        tables: LayerTables | None = None,
+        tables: SequenceTables | None = None,
     ) -> bool:
         """Worker's thread. Whether the connector's thread has to be notified. Raises ValueError for a gap, for other
         tokens while some lack layers, and after the commit. tables: as of RecvTransfer."""
@@ -525,7 +525,7 @@ class SendTransfer(KVTransfer):
         if self._payload is not None:
             raise ValueError(f"transfer {self.attempt_id}: KV after its commit")
         self.queued_until = start + num_tokens
-        tables = tables or LayerTables((tuple(block_ids),), (start,))
+        tables = tables or SequenceTables((tuple(block_ids),), (start,))
         if skipped:
             tables = tables.from_token(start + skipped)
         if min(tables.starts) >= self.queued_until:  # windows will have left all of it
@@ -1254,8 +1254,8 @@ def _trim(memory: "OrderedDict[bytes, int] | OrderedDict[tuple[bytes, str], int]
 
 
 class StreamConnector:
-    """A KVConnector with one protocol over TCP and unix sockets; ``bodies`` say how KV becomes bodies of frames. groups:
-    of each layer, the number of its block table ((): all have one)."""
+    """A KVConnector with one protocol over TCP and unix sockets; ``bodies`` say how KV becomes bodies of frames.
+    groups: of each layer, the number of its block table ((): all have one)."""
 
     def __init__(
         self, bodies: BodyFormats, kv_format: KVFormat, options: TransferOptions, groups: Sequence[int] = ()
@@ -1375,13 +1375,13 @@ class StreamConnector:
         self._news.append(transfer)
         os.eventfd_write(self._wake, 1)
 
-    def _tables_of(self, attempt_id: str, block_ids: BlockIds, start: int, end: int) -> LayerTables:
+    def _tables_of(self, attempt_id: str, block_ids: BlockIds, start: int, end: int) -> SequenceTables:
         """Where the KV of the tokens [start, end) lies. Raises ValueError where blocks do not hold them."""
         size = self._format.block_size
         if not isinstance(block_ids, GroupTables):
             if block_ids and len(block_ids) * size < end:
                 raise ValueError(f"transfer {attempt_id}: {len(block_ids)} blocks do not hold {end} tokens")
-            return LayerTables((tuple(block_ids),), (start,))
+            return SequenceTables((tuple(block_ids),), (start,))
         needed = 1 + max(self._groups, default=0)
         if not needed == len(block_ids.block_tables) == len(block_ids.first_blocks):
             given = f"{len(block_ids.block_tables)} block tables, {len(block_ids.first_blocks)} first blocks"
@@ -1392,7 +1392,7 @@ class StreamConnector:
             tables.append((0,) * first + tuple(ids))
             if starts[-1] < end and len(tables[-1]) * size < end:
                 raise ValueError(f"transfer {attempt_id}: {len(tables[-1])} blocks do not hold {end} tokens")
-        return LayerTables(tuple(tables), tuple(starts), self._groups or (0,) * self._format.num_layers)
+        return SequenceTables(tuple(tables), tuple(starts), self._groups or (0,) * self._format.num_layers)
 
     # The connector's thread
 
