@@ -205,7 +205,7 @@ class _Check:
     def layer(self, index: int) -> ExpertNames:
         experts, layer = self._experts, f"model.layers.{index}"
         count, width, hidden = experts.routing.num_experts, experts.intermediate_size, self._hidden
-        spelling = max(_SPELLINGS, key=lambda one: self._num_found(layer, one))  # the first of several
+        spelling = max(_SPELLINGS, key=lambda each: self._num_found(layer, each))  # the first of several
         router = next((name for name in ROUTERS if f"{layer}.{name}.weight" in self._tensors), ROUTERS[0])
         self._check_shape(f"{layer}.{router}.weight", count, hidden)  # first: it bounds the count
         is_fused = len(spelling.gate_up) == 1
