@@ -172,7 +172,7 @@ def batch_of(num_seqs: int, new: int, before: int) -> InputBatch:
         query_start=torch.arange(0, num_seqs * new + 1, new, dtype=torch.int32),
         context_lens=torch.full((num_seqs,), before + new, dtype=torch.int32),
         block_tables=(tables,),
-        sample_rows=torch.arange(new - 1, num_seqs * new, new),
+        sample_rows=torch.arange(num_seqs * new),  # all: else the last layer computes one of a prompt
         num_decodes=num_seqs if new == 1 else 0,
         max_query_len=new,
         max_context_len=before + new,

@@ -10,7 +10,8 @@ from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
 
 # Of the gate of an MLP; gelu_tanh: x (1 + tanh(u)) / 2, see torch's gelu. ClampedSwish changes both halves.
-Activation = Literal["silu", "gelu_tanh"] | ClampedSwish
+NamedActivation = Literal["silu", "gelu_tanh"]
+Activation = NamedActivation | ClampedSwish
 
 
 class Linear(Protocol):
