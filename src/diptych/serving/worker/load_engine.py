@@ -40,6 +40,7 @@ from diptych.serving.worker.request_intake import Runner
 if TYPE_CHECKING:
     from diptych.runtime.sampling.grammar import Grammars
     from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig
+    from diptych.runtime.step.step_pipeline import StepPipeline
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ PREFILL_NICENESS = 5
 class LoadedEngine(Generic[RunnerType]):
     """What a worker process serves with. recorder: of the engine's recording; its owner closes it. device: what it
     computes on. grammars: None where none can be followed. tiers: what drives the disk and the reading of
-    other workers' host blocks, if there is either; its owner closes it. recent: the newest inputs of the engine."""
+    other workers' host blocks, if there is either; its owner closes it. recent: the newest inputs of the engine.
+    pipeline: where steps are launched ahead."""
 
     engine: EngineCore
     runner: RunnerType
@@ -65,6 +67,7 @@ class LoadedEngine(Generic[RunnerType]):
     grammars: "Grammars | None" = None
     tiers: TierDriver | None = None
     recent: RecentRows | None = None
+    pipeline: "StepPipeline | None" = None
 
 
 def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = True) -> "LoadedEngine[ModelRunner]":
@@ -76,6 +79,7 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
     from diptych.runtime.device.threads import ThreadPool, configure_threads
     from diptych.runtime.local_engine import engine_config
     from diptych.runtime.step.model_runner import load_runner
+    from diptych.runtime.step.step_pipeline import StepPipeline
     from diptych.runtime.step.warm_up import warm_up
 
     device = _choose_device(options)
@@ -126,7 +130,9 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
         measured=measured,
     )
     driver = open_tiers(options, runner, kv_format(runner)) if memory.prefix_cache else None
-    return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model), driver, recent)
+    grammars = _load_grammars(options, model)
+    pipeline = StepPipeline(runner) if device == "cuda" else None  # a CPU does not compute by itself
+    return LoadedEngine(engine, runner, ready, recorder, compute, grammars, driver, recent, pipeline)
 
 
 def _max_model_len(options: EngineOptions) -> int:
