@@ -561,10 +561,11 @@ def sampler_of(device: torch.device, instruction_set: str) -> BatchSampler | Non
     """What samples on a device; None on a CPU."""
     if device.type == "cpu":
         return None
-    pick = None
-    if instruction_set == TRITON:
-        from diptych.runtime.kernels.triton_kernels.pick_tokens import pick_triton as pick
-    return BatchSampler(device, memory_of(device), pick)
+    if instruction_set != TRITON:
+        return BatchSampler(device, memory_of(device))
+    from diptych.runtime.kernels.triton_kernels.pick_tokens import pick_triton
+
+    return BatchSampler(device, memory_of(device), pick_triton)
 
 
 def _num_blocks(
