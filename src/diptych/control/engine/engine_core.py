@@ -339,7 +339,12 @@ class EngineCore:
         """Whether the step that was begun may be broken off for a request of these options that comes now: all that it
         computes gives way to it, and nothing of it is on its way to other workers."""
         output = self._plan
-        if output is None or options.is_best_effort or not self.scheduler.best_effort.are_all(output):
+        if (
+            output is None
+            or self._plan_ahead is not None
+            or options.is_best_effort
+            or not self.scheduler.best_effort.are_all(output)
+        ):
             return False
         return output.is_compute and not any(self.requests[chunk.request_id].hands_off for chunk in output.prefills)
 
