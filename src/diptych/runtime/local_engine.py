@@ -62,8 +62,8 @@ def engine_config(
 
 
 class LocalEngine:
-    """Runs requests, one step at a time. depth: 2 launches the step that follows before the result of this one is
-    known, where runner and core allow it; the tokens are the same."""
+    """Runs requests, one step at a time. pipeline: launches the step that follows before the result of this one is
+    known, where runner and core allow it (None: never); the tokens are the same."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class LocalEngine:
         clock: Clock = time.perf_counter_ns,
         grammars: "Grammars | None" = None,
         tiers: TierDriver | None = None,
-        depth: int = 1,
+        pipeline: StepPipeline | None = None,
     ) -> None:
         self._tiers = tiers
-        self._pipeline = StepPipeline(runner) if depth > 1 else None
+        self._pipeline = pipeline
         self.core = core
         self.runner = runner
         self._grammars = grammars
