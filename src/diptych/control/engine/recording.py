@@ -19,7 +19,7 @@ release                     now, id: another worker has taken it over
     shrink                      now, blocks that the KV cache has from now on
     configure                   scheduler settings
     rescale                     how many times as long steps take from now on
-    begin                       now, the plan (None: nothing to do); a second one before the "end" of the first plans ahead
+    begin                       now, the plan (None: nothing to do); a second before the first "end" plans ahead
     end                         now, step id, stopped, full blocks, failed, (number of steps, start of the last one)
                                 where end_step was told them, else (); then, if there are any, what came of extra rows
                                 and proposals, as (id, tokens, accepted, forced) and (id, chances)
