@@ -79,7 +79,6 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
     from diptych.runtime.device.threads import ThreadPool, configure_threads
     from diptych.runtime.local_engine import engine_config
     from diptych.runtime.step.model_runner import load_runner
-    from diptych.runtime.step.step_pipeline import StepPipeline
     from diptych.runtime.step.warm_up import warm_up
 
     device = _choose_device(options)
@@ -129,10 +128,19 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
         embedding_size=model.hidden_size,
         measured=measured,
     )
-    driver = open_tiers(options, runner, kv_format(runner)) if memory.prefix_cache else None
-    grammars = _load_grammars(options, model)
-    pipeline = StepPipeline(runner) if device == "cuda" else None  # a CPU does not compute by itself
-    return LoadedEngine(engine, runner, ready, recorder, compute, grammars, driver, recent, pipeline)
+    driver, grammars = _open_tiers(options, runner), _load_grammars(options, model)
+    return LoadedEngine(engine, runner, ready, recorder, compute, grammars, driver, recent, _pipeline_of(runner))
+
+
+def _open_tiers(options: EngineOptions, runner: "ModelRunner") -> TierDriver | None:
+    return open_tiers(options, runner, kv_format(runner)) if options.memory.prefix_cache else None
+
+
+def _pipeline_of(runner: "ModelRunner") -> "StepPipeline | None":
+    """None on a CPU, which does not compute by itself."""
+    from diptych.runtime.step.step_pipeline import StepPipeline
+
+    return StepPipeline(runner) if runner.attention.device.type != "cpu" else None
 
 
 def _max_model_len(options: EngineOptions) -> int:
