@@ -28,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what people have lying about."""
     folder = tmp_path_factory.mktemp("place")
     model(folder, "gemma", architectures=["Gemma3ForCausalLM"])
-    model(folder, "fp8", quantization_config={"quant_method": "fp8"})
+    model(folder, "hqq", quantization_config={"quant_method": "hqq"})
     model(folder, "truncated")
     whole = (BUNDLED_MODEL / "model.safetensors").read_bytes()
     (folder / "truncated" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -79,10 +79,10 @@ WRONG: Mapping[str, str] = {
     "serve {}/notes.txt": "is no GGUF file",
     "serve {}/gemma/model.safetensors": "give its directory",
     "serve {}/gemma": "Gemma3ForCausalLM",
-    "serve {}/fp8": "quant_method is 'fp8'",
+    "serve {}/hqq": "quant_method is 'hqq'",
     "serve {}/truncated": "model.safetensors",
     "serve {}/pickled": "must be converted",
-    "serve {}/gemma --model {}/fp8": "given twice",
+    "serve {}/gemma --model {}/hqq": "given twice",
     "generate hi --model /no/such": "/no/such does not exist",
     "calibrate --model /no/such": "/no/such does not exist",
     "calibrate /no/such": "/no/such does not exist",
@@ -118,6 +118,11 @@ WRONG: Mapping[str, str] = {
     "advise http://127.0.0.1:9 --trace azure-conv": "2 sources of traffic",
     "advise --model llama-3-8b": "--model has no effect without --trace",
     "replay {}/notes.txt": "notes.txt",
+    # a command that asks for no keys does not repeat them
+    "guide --api-keys keys.toml": "--api-keys: there is no such option here: diptych serve and diptych front",
+    "guide --api-key=sk-1": "--api-key: there is no such option here",
+    "guide --admin-key sk-1": "--admin-key: there is no such option here",
+    "simulate --admin-key-file key": "--admin-key-file: there is no such option here",
 }
 
 
@@ -137,3 +142,4 @@ def test_a_wrong_word_gets_one_helpful_sentence(
     assert isinstance(result.exception, SystemExit)
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
     assert WRONG[words] in result.stderr
+    assert "sk-1" not in result.stderr

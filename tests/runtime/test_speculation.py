@@ -28,6 +28,9 @@ from tests.runtime.kernel_sets import NATIVE
 FAMILY = "qwen2-window"
 STEP_NS = 1_000_000
 DTYPE_AND_SET = NATIVE[-1] if NATIVE else ("float32", TORCH)
+# That a row has the same bits alone and beside others is held for each set by test_model_runner.py, and masks and
+# counts are not the kernels': the first and the last set; the others are among the slow tests.
+FEW_SETS = [pytest.param(*each, marks=() if each in (NATIVE[0], NATIVE[-1]) else pytest.mark.slow) for each in NATIVE]
 
 
 class Guesses(DraftTokens):
@@ -77,7 +80,9 @@ class Rhyme:
         return (token * 7 + self._seed()) % 3 == 0
 
     def allowed(self) -> bytes | None:
-        bits = np.array([self._may(token) for token in range(VOCAB_SIZE)], dtype=np.uint8)
+        tokens = np.arange(VOCAB_SIZE)
+        forced = self.forced(1)
+        bits = tokens == forced[0] if forced else (tokens * 7 + self._seed()) % 3 == 0
         return np.packbits(bits, bitorder="little").tobytes()
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
@@ -164,7 +169,7 @@ def check_same(plain: dict[str, GeneratedTokens], guessed: dict[str, GeneratedTo
         assert other.logprobs == generation.logprobs
 
 
-@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+@pytest.mark.parametrize(("dtype", "instruction_set"), FEW_SETS)
 def test_guesses_right_and_wrong_change_no_token_and_no_logprob(dtype: str, instruction_set: str) -> None:
     shared = runner(FAMILY, instruction_set, dtype)
     plain = run(Eager(shared, DraftTokens(drafts=False)), max_tokens=70)
@@ -196,7 +201,7 @@ def test_streams_that_lose_their_blocks_go_on_with_the_same_tokens(kind: str) ->
     assert extras(engine)[1] > 100
 
 
-@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+@pytest.mark.parametrize(("dtype", "instruction_set"), FEW_SETS)
 def test_forced_tokens_are_not_sampled_and_the_others_obey_the_mask(dtype: str, instruction_set: str) -> None:
     shared = runner(FAMILY, instruction_set, dtype)
 

@@ -63,7 +63,7 @@ DETECTION_NS, RESTART_NS = 10 * NS_PER_MS, 50 * NS_PER_MS
 class Host:
     """What the workers of a test share. num_blocks: of each, where the options do not say it. model: what warm-up has
     taught one of these settings. refusal: an error with which a worker refuses to start, by number. bytes_per_token,
-    travel_ns: of KV, and how long so many bytes travel."""
+    travel_ns: of KV, and how long its bytes travel."""
 
     time: VirtualTime
     cost: CostModel = COST
@@ -77,20 +77,19 @@ class Host:
     workers: "list[InProcessWorker]" = field(default_factory=list)
 
     async def open(self, join_port: int) -> None:
-        """See Launcher."""
+        """Nothing is to be opened."""
 
     async def close(self) -> None:
-        """See Launcher."""
+        """Nothing is to be closed."""
 
     def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> "InProcessWorker":
-        """See Launcher."""
         worker = InProcessWorker(number, options, self)
         self.workers.append(worker)
         return worker
 
 
 class InProcessWorker:
-    """See WorkerHandle. ``lose`` ends the engine, as a crash ends a process."""
+    """A WorkerHandle in this process. ``lose`` ends the engine, as a crash ends a process."""
 
     def __init__(self, number: int, options: EngineOptions, host: Host) -> None:
         self.number = number
@@ -106,14 +105,13 @@ class InProcessWorker:
         self._life = 0
 
     def start(self, listener: WorkerListener) -> None:
-        """See WorkerHandle."""
         self._listener = listener
         self.state = WorkerState.STARTING
         self.ready = asyncio.get_running_loop().create_future()
         self._host.time.at(self._host.time.now, MESSAGE, self._begin)
 
     def send(self, message: FrontendMessage) -> None:
-        """See WorkerHandle. Messages keep their order, and never arrive within the call."""
+        """Send a message. Messages keep their order, and never arrive within the call."""
         if self.engine is None:
             return
         time, data = self._host.time, encode(message)
@@ -121,15 +119,12 @@ class InProcessWorker:
         time.at(self._last_ns, MESSAGE, partial(self._arrive, self._life, data))
 
     def pulse(self) -> Pulse | None:
-        """See WorkerHandle."""
         return None
 
     def kill(self, because: str) -> None:
-        """See WorkerHandle."""
         self.lose(because, crashed=False)
 
     async def stop(self, *, is_removed: bool = False) -> None:
-        """See WorkerHandle."""
         self._end_engine()
         self.state = WorkerState.STOPPED
 
@@ -342,7 +337,7 @@ class _Sending:
 
 
 class InProcessConnector:
-    """See KVConnector: no bytes, only the news of them. Its peers are found by their numbers."""
+    """A KVConnector that moves no bytes, only the news of them. Its peers are found by their numbers."""
 
     def __init__(self, number: int, host: Host) -> None:
         self.address = f"worker:{number}"
@@ -353,33 +348,27 @@ class InProcessConnector:
         self._events: list[ConnectorEvent] = []
 
     def expect(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
-        """See KVConnector."""
         assert attempt_id not in self._receiving, attempt_id
         assert not num_tokens or block_ids
         self._receiving[attempt_id] = _Receiving(start + num_tokens, start)
 
     def forget(self, attempt_id: str) -> None:
-        """See KVConnector."""
         self._receiving.pop(attempt_id, None)
         self._events = [event for event in self._events if event.attempt_id != attempt_id]
 
     def open(self, attempt_id: str, address: str, start: int) -> None:
-        """See KVConnector."""
         assert attempt_id not in self._sending, attempt_id
         self._sending[attempt_id] = _Sending(int(address.removeprefix("worker:")))
 
     def send(
         self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
     ) -> None:
-        """See KVConnector."""
         self._post(attempt_id, start + num_tokens, num_tokens * self._host.bytes_per_token)
 
     def commit(self, attempt_id: str, payload: bytes) -> None:
-        """See KVConnector."""
         self._post(attempt_id, 0, 0, payload)
 
     def cancel(self, attempt_id: str) -> None:
-        """See KVConnector."""
         self._sending.pop(attempt_id, None)
 
     def is_sending(self, attempt_id: str) -> bool:
@@ -392,16 +381,15 @@ class InProcessConnector:
         self._happened(TransferBroken(attempt_id, True, "the link is gone"))
 
     def poll(self) -> list[ConnectorEvent]:
-        """See KVConnector."""
         events, self._events = self._events, []
         return events
 
     def fileno(self) -> int:
-        """See KVConnector: there is no file; news asks for a turn instead."""
+        """No descriptor: there is no file; news asks for a turn instead."""
         return -1
 
     def close(self) -> None:
-        """See KVConnector. What is on its way is lost."""
+        """Close it. What is on its way is lost."""
         self._sending.clear()
 
     def _post(self, attempt_id: str, end: int, num_bytes: int, payload: bytes | None = None) -> None:

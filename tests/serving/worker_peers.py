@@ -173,7 +173,7 @@ class Peer:
         return value
 
     def read(self, seconds: float = 0.0) -> None:
-        """Take what it has said, or what it says first within so many seconds."""
+        """Take what it has said, or what it says first within ``seconds``."""
         self.channel.flush()
         select.select([self.channel], [], [], seconds)
         for data in self.channel.receive():
@@ -239,7 +239,6 @@ class FourCores:
         return self.share.num_threads
 
     def resize(self, share: ComputeShare) -> None:
-        """See ComputeDevice."""
         if not set(share.cpus) <= {0, 1, 2, 3}:
             raise ConfigError(f"cores is {share.cpus}; there are four", param="cores")
         self.share = share

@@ -3,6 +3,7 @@
 Only its public methods are called, and only with inputs of the recording.
 """
 
+from base64 import b64decode
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -211,7 +212,7 @@ class _ReplayedEngine:
             slo = Slo(ttft_ns, tpot_ns) if ttft_ns or tpot_ns else None
             options = RequestOptions(priority=priority, slo=slo)
         self._tick(now)
-        hashes = tuple(block_hash.encode() for block_hash in hashes)
+        hashes = tuple(b64decode(block_hash) for block_hash in hashes)
         request = Request(
             request_id, num_prompt, max_tokens, block_hashes=hashes, options=options, reads_prefix_cache=reads
         )
@@ -278,7 +279,7 @@ class _ReplayedEngine:
         result = StepResult(
             step_id,
             stopped=tuple((request_id, FinishReason(reason)) for request_id, reason in stopped),
-            full_blocks=tuple((request_id, block_hash.encode()) for request_id, block_hash in full_blocks),
+            full_blocks=tuple((request_id, b64decode(block_hash)) for request_id, block_hash in full_blocks),
             failed=tuple((request_id, message) for request_id, message, *_ in failed),
             beyond_grammar=frozenset(request_id for request_id, _, *reason in failed if reason),
             extra=tuple(VerifyResult(*fields) for fields in extra),
@@ -310,7 +311,7 @@ class _ReplayedEngine:
 def tier_event(name: str, fields: dict[str, Any]) -> TierEvent:
     """The event of a "tier" row. Raises KeyError or TypeError for one that no version has written."""
     if name == DiskContents.__name__:
-        fields = {part: tuple(block_hash.encode() for block_hash in hashes) for part, hashes in fields.items()}
+        fields = {part: tuple(b64decode(block_hash) for block_hash in hashes) for part, hashes in fields.items()}
     event: TierEvent = TIER_EVENTS[name](**fields)
     return event
 

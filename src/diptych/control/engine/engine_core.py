@@ -53,7 +53,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig, model: StepTimeModel | None = None) -> None:
         self.config = config
         self.kv = KVCacheManager(config.cache)
-        self.model = model or StepTimeModel()
+        self.model = model or StepTimeModel(experts=config.experts)
         self.scheduler = Scheduler(config, self.kv, self.model)
         self.requests: dict[str, Request] = {}
         self.leases = Leases()
@@ -107,7 +107,8 @@ class EngineCore:
         """
         if request.request_id in self._dropped:
             return [HandoffReleased(now, request.request_id)]
-        if refused := self._enter(request, now, is_incoming=True):
+        request.awaits_kv = True
+        if refused := self._enter(request, now):
             return refused
         self.scheduler.reserve(request, now)
         self.leases.grant(request.request_id, lease_ns, now)
@@ -136,8 +137,9 @@ class EngineCore:
             return []
         self.leases.end(request_id)
         request.first_step_ns, request.first_token_ns = first_step_ns, first_token_ns
-        self.scheduler.incoming.deliver(request)
+        self.kv.take_back_lent(request)
         self.kv.remember_computed(request, request.num_prompt_tokens)
+        self.scheduler.incoming.deliver(request)
         events: list[Event] = [HandoffDelivered(now, request_id, num_bytes, transfer_ns, wire_ns)]
         if request.num_output_tokens >= request.max_tokens:  # the context is longer where its prompt was computed
             events.append(self._finish(request, FinishReason.LENGTH, now))
@@ -177,7 +179,7 @@ class EngineCore:
 
     def kv_snapshot(self, now: int) -> list[Event]:
         """All that the prefix cache holds; first the changes that were not said yet, so that it follows from them."""
-        known = tuple(self.kv.pool.prefix_cache) if self.kv.is_dense else ()
+        known = tuple(self.kv.pool.prefix_cache if self.kv.is_dense else self.kv.boundaries)
         snapshot = KVSnapshot(now, self._num_kv_events + self.kv.pool.has_changes, known)
         return [*self._kv_events(now), snapshot]
 
@@ -276,7 +278,7 @@ class EngineCore:
         events = self.take_events()
         if self.scheduler.incoming.raising:
             raised = self.scheduler.incoming.take_raised()
-            events += [reservation(request, self.kv.block_size, now) for request in raised]
+            events += [reservation(request, self.kv, now) for request in raised]
         if not num_steps:
             events += self._end_failed(result, now)
             if result.num_blocks:
@@ -376,14 +378,14 @@ class EngineCore:
         """What a router needs to know."""
         return load_report(self.config, self.scheduler, self.kv, self.model, now)
 
-    def _enter(self, request: Request, now: int, *, is_incoming: bool = False) -> list[Event]:
+    def _enter(self, request: Request, now: int) -> list[Event]:
         """Number the request and take it in; or the terminal event with which it is refused."""
         if request.request_id in self.requests:
             raise ConfigError(f"request id {request.request_id!r} is in use", param="request_id")
         request.arrival_ns = now
         request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
         request.slo = self._effective_slo(request.slo)
-        if error := self._refusal(request, is_incoming=is_incoming):
+        if error := self._refusal(request):
             return [self._finished_event(request, FinishReason.ERROR, now, 0, ErrorRecord.of(error))]
         request.number = self._num_arrivals
         self._num_arrivals += 1
@@ -397,10 +399,17 @@ class EngineCore:
         merged = objectives(own, self.config.slo)
         return merged if merged.ttft_ns or merged.tpot_ns else None
 
-    def _refusal(self, request: Request, *, is_incoming: bool = False) -> RequestError | None:
-        if not self.kv.is_dense and (request.hands_off or is_incoming):
-            return InvalidRequestError("a model with windows is prefilled and decoded on one worker", param="model")
-        return refusal(request, self.config, self.kv.capacity_tokens, self.scheduler.num_waiting)
+    def _refusal(self, request: Request) -> RequestError | None:
+        if error := refusal(request, self.config, self.kv.capacity_tokens, self.scheduler.num_waiting):
+            return error
+        room = self.kv.pool.num_blocks - self.kv.config.watermark_blocks
+        if request.remote_block_tables and (needed := self.kv.num_borrowed_beside(request)) > room:
+            return ContextLengthError(
+                f"windows of a prompt of {request.num_prompt_tokens} tokens take {needed} blocks; "
+                f"the KV cache has {room}",
+                param="prompt",
+            )
+        return None
 
     def _end_prefills(self, output: SchedulerOutput, now: int, events: list[Event]) -> list[Request]:
         """Confirm the step's chunks. Returns requests whose first token was also their last."""

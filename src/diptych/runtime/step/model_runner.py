@@ -92,7 +92,7 @@ class RunnerConfig:
     four on the cpu only.
     speculation: see SPECULATIONS. frees_windows: layers are dealt into groups, and blocks that lie before the window of
     a group are free for other sequences; then prefixes of prompts are found at boundaries alone (see Hit), and none is
-    handed off.
+    handed off. windows_below: a window of that many tokens or more is none (None: of max_model_len).
     """
 
     model: str | Path
@@ -113,6 +113,7 @@ class RunnerConfig:
     shared_host: int | None = None
     speculation: str = "off"
     frees_windows: bool = False
+    windows_below: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,7 +528,8 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     _check_cpu_only(config, device)
     instruction_set = choose(dtype, config.instruction_set, device.type)
     ops = make_ops(dtype, instruction_set)
-    layers = deal(model_config.attention.layers, config.block_size, max_model_len) if config.frees_windows else None
+    below = config.windows_below or max_model_len
+    layers = deal(model_config.attention.layers, config.block_size, below) if config.frees_windows else None
     attention = make_attention(model_config.attention, config.block_size, dtype, device, instruction_set, layers)
     quantization = QUANTIZATIONS[config.quantize]
     rotary = RotaryTables(model_config.attention.head_dim, max_model_len, device)

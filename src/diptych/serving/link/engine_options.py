@@ -44,7 +44,8 @@ class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache and the tiers below it. kv_cache_bytes None: a share of the free memory. host_bytes: host memory of
     each worker for evicted blocks and preempted requests. disk: a folder for KV (None: none), which all its files
     together fill up to disk_bytes at most, also those of other workers and other servers. disk_codec: how blocks lie
-    there."""
+    there. frees_windows: where layers attend to a window, what lies before it is free for other sequences.
+    windows_below: a window of that many tokens or more is none (None: of the longest sequence)."""
 
     block_size: int = 32
     kv_cache_bytes: int | None = None
@@ -53,6 +54,8 @@ class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int = 0
     disk_codec: DiskCodecName = "none"
     prefix_cache: bool = True
+    frees_windows: bool = True
+    windows_below: int | None = None
 
 
 class PoolShare(msgspec.Struct, frozen=True, kw_only=True):
