@@ -82,7 +82,7 @@ def sampling() -> None:
 
 def codec() -> None:
     """KV of a prompt of a model with 8 B parameters to wire bytes in host memory, and back."""
-    form = KVFormat("model", 32, 8, 128, "bfloat16" if ON_GPU else "float32", 32, "cuda")
+    form = KVFormat("model", 32 if ON_GPU else 2, 8, 128, "bfloat16" if ON_GPU else "float32", 32, "cuda")
     blocks = list(range(CODEC_TOKENS // form.block_size))[::-1]
     dtype = getattr(torch, form.dtype)
     caches = [

@@ -28,6 +28,7 @@ from diptych.control.events import Event
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepTokens
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
+from diptych.runtime.step.step_pipeline import of_open_requests
 from diptych.runtime.transfer.connector import Committed, ConnectorEvent
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.worker_handle import WorkerListener, WorkerSite, WorkerState, hand_over
@@ -71,6 +72,7 @@ class Host:
     bytes_per_token: int = 0
     travel_ns: Callable[[int], int] = lambda num_bytes: NS_PER_MS
     refusal: dict[int, DiptychError] = field(default_factory=dict)
+    depth: int = 1
     is_reporting: bool = False
     workers: "list[InProcessWorker]" = field(default_factory=list)
 
@@ -219,6 +221,7 @@ class InProcessEngine:
         self._slowness = 1000  # per mille
         self._inbox: deque[Order] = deque()
         self._step: SchedulerOutput | None = None  # under way
+        self._ahead: SchedulerOutput | None = None  # planned behind it
 
     def ready(self) -> Ready:
         """What it holds."""
@@ -254,10 +257,11 @@ class InProcessEngine:
             self._take(self._inbox.popleft(), now)
         core.end_turn(now)
         self._flush(self._held_back.release())
-        while (output := core.begin_step(now)) is not None:
+        while (output := self._next_plan(now)) is not None:
             self._flush()
             if output.is_compute:
                 self._step = output
+                self._ahead = core.begin_step(now) if self._host.depth > 1 else None
                 end_ns = now + max(1, self._host.cost.step_ns(output) * self._slowness // 1000)
                 self._host.time.at(end_ns, STEP_END + self._worker.number, self._end_step)
                 return
@@ -266,6 +270,10 @@ class InProcessEngine:
         self._flush()
         if (wake_ns := core.next_wake_ns) is not None:
             self._host.time.at(max(wake_ns, now), MESSAGE, self._on_time)
+
+    def _next_plan(self, now: int) -> SchedulerOutput | None:
+        ahead, self._ahead = self._ahead, None
+        return self.core.begin_step(now) if ahead is None else ahead
 
     def _on_time(self) -> None:
         wake_ns = self.core.next_wake_ns
@@ -277,8 +285,10 @@ class InProcessEngine:
         if self.is_over or output is None:
             return
         result = self.runner.execute(output)
+        assert result.payload is not None
+        tokens = of_open_requests(result.payload, self.core.engine.requests)
         self.core.end_step(output, result, self._host.time.now)
-        self._flush(self._held_back.hold_back(result.payload))
+        self._flush(self._held_back.hold_back(tokens))
         self.turn()
 
     def _take(self, order: Order, now: int) -> None:

@@ -22,6 +22,7 @@ from diptych.control.step import SchedulerOutput, StepResult, StepTokens
 from diptych.runtime.models.decoder import DecoderConfig
 from diptych.runtime.sampling.answer_constraint import constraint_of
 from diptych.runtime.step.model_runner import ModelRunner
+from diptych.runtime.step.step_pipeline import StepPipeline, of_open_requests
 from diptych.runtime.tiers.tier_io import TierDriver
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def engine_config(
 
 
 class LocalEngine:
-    """Runs requests, one step at a time."""
+    """Runs requests, one step at a time. pipeline: launches the step that follows before the result of this one is
+    known, where runner and core allow it (None: never); the tokens are the same."""
 
     def __init__(
         self,
@@ -75,8 +77,10 @@ class LocalEngine:
         clock: Clock = time.perf_counter_ns,
         grammars: "Grammars | None" = None,
         tiers: TierDriver | None = None,
+        pipeline: StepPipeline | None = None,
     ) -> None:
         self._tiers = tiers
+        self._pipeline = pipeline
         self.core = core
         self.runner = runner
         self._grammars = grammars
@@ -106,16 +110,24 @@ class LocalEngine:
 
     def step(self) -> StepOutcome | None:
         """Run one step. None when there is nothing to do and nothing to report."""
-        output = self._begin_step()
+        pipeline = self._pipeline
+        output = pipeline.under_way if pipeline is not None else None
+        if output is None:
+            output = self._begin_step()
         if output is None:
             events = self.core.take_events()
             return StepOutcome(StepTokens([], []), events) if events else None
         try:
-            result = self.runner.execute(output)
+            if pipeline is None:
+                result = self.runner.execute(output)
+            else:
+                result = pipeline.execute(output, lambda: self.core.begin_step(self._clock()))
         except KeyboardInterrupt:  # the step is over all the same: what it computed is not known, and not used
             self.core.end_step(StepResult(output.step_id), self._clock(), num_steps=0)
             raise
         tokens = result.payload or StepTokens([], [])
+        if pipeline is not None:
+            tokens = of_open_requests(tokens, self.core.requests)
         return StepOutcome(tokens, self.core.end_step(result, self._clock()))
 
     def close(self) -> None:

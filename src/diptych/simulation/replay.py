@@ -4,6 +4,7 @@ Only its public methods are called, and only with inputs of the recording.
 """
 
 from base64 import b64decode
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,7 +123,7 @@ class _ReplayedEngine:
         self._report = report
         self._chain = DecisionChain()
         self._start_ns: int | None = None
-        self._output = SchedulerOutput(0)  # of the newest step
+        self._under_way: deque[SchedulerOutput] = deque()  # two, where the next step was planned ahead
         self._usage = WorkerUsage(report.config.cache.num_blocks)
         self._ahead: set[str] = set()  # prompts that the next "add" is of
         self._numbers: dict[str, tuple[int, int]] = {}  # of requests in the worker: place of arrival, time of it
@@ -250,7 +251,7 @@ class _ReplayedEngine:
         """plan: digest and summary of the recorded one, if there was something to do."""
         output = self.core.begin_step(self.now)
         if output is not None:
-            self._output = output
+            self._under_way.append(output)
         expected = plan[1] if plan else None
         if expected is None and output is None:
             return None
@@ -285,7 +286,7 @@ class _ReplayedEngine:
             proposals=tuple(DraftProposal(request_id, tuple(chances)) for request_id, chances in proposals),
         )
         events = self.core.end_step(result, self.now, num_steps=num_steps, last_start_ns=last_start_ns)
-        self._take(events, self._output)
+        self._take(events, self._under_way.popleft())
 
     def _take(self, events: list[Event], output: SchedulerOutput | None = None) -> None:
         """Note what happened; ``output``: the plan of the step that ended."""

@@ -59,6 +59,7 @@ class EngineCore:
         self.leases = Leases()
         self._dropped: dict[str, None] = {}  # oldest first
         self._plan: SchedulerOutput | None = None  # between begin_step and end_step
+        self._plan_ahead: SchedulerOutput | None = None  # of the step that follows it
         self._begun_ns = 0
         self._finished_ids: list[str] = []  # ended since the last plan: the next one says so to the executor
         self._num_arrivals = 0
@@ -211,9 +212,14 @@ class EngineCore:
 
     def begin_step(self, now: int) -> SchedulerOutput | None:
         """The plan of the next step, or None when there is nothing to do. Events that planning causes are returned by
-        ``end_step`` or ``take_events``."""
+        ``end_step`` or ``take_events``.
+
+        A driver may ask once more while a step is under way, to run ahead of its result (depth 2). It gets a plan where
+        that follows from the one before: all members of the decode batch take one token more, nothing joins, leaves,
+        or is copied, and no answer ends by its length. Requests that end with the first step of the two, by a stop
+        token or a failure, cost a row in the second: its token is none, and the driver drops it."""
         if self._plan is not None:
-            raise BrokenInvariantError("the step before has not ended")
+            return self._begin_ahead(now)
         if not self.has_work:
             if self._audit_at:
                 check_idle(self.leases, self.scheduler, self.kv)
@@ -233,6 +239,18 @@ class EngineCore:
         self._plan, self._begun_ns = output, now
         return output
 
+    def _begin_ahead(self, now: int) -> SchedulerOutput | None:
+        if self._plan_ahead is not None or self._plan is None:
+            raise BrokenInvariantError("two steps are under way already")
+        if self._plan.verify_rows or self._finished_ids or self._shrinks_to or not self.scheduler.may_run_ahead():
+            return None
+        output, events = self.scheduler.schedule(self._num_steps, (), now, is_ahead=True)
+        if output is None or events or output.prefills or output.paused or output.resumed or output.swap_in:
+            raise BrokenInvariantError(f"a step ahead decides more than its decodes: {output}")
+        self._num_steps += 1
+        self._plan_ahead = output
+        return output
+
     def end_step(
         self, result: StepResult, now: int, *, num_steps: int = 1, last_start_ns: int | None = None
     ) -> list[Event]:
@@ -245,7 +263,7 @@ class EngineCore:
         """
         if result.is_out_of_memory:
             num_steps = 0
-        output, self._plan = self._plan, None
+        output, self._plan, self._plan_ahead = self._plan, self._plan_ahead, None
         if output is None:
             raise BrokenInvariantError("no step has begun")
         if result.step_id != output.step_id:
@@ -285,6 +303,8 @@ class EngineCore:
                 events.append(self._finish(request, FinishReason.LENGTH, now))
         if output.is_compute:
             events.append(self._measure(output, now, result, num_steps, last_start_ns))
+        if self._plan is not None:  # it was computed behind this one
+            self._begun_ns = now
         events += self._kv_events(now)
         return events
 
@@ -321,7 +341,12 @@ class EngineCore:
         """Whether the step that was begun may be broken off for a request of these options that comes now: all that it
         computes gives way to it, and nothing of it is on its way to other workers."""
         output = self._plan
-        if output is None or options.is_best_effort or not self.scheduler.best_effort.are_all(output):
+        if (
+            output is None
+            or self._plan_ahead is not None
+            or options.is_best_effort
+            or not self.scheduler.best_effort.are_all(output)
+        ):
             return False
         return output.is_compute and not any(self.requests[chunk.request_id].hands_off for chunk in output.prefills)
 

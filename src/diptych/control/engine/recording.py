@@ -19,12 +19,13 @@ release                     now, id: another worker has taken it over
     shrink                      now, blocks that the KV cache has from now on
     configure                   scheduler settings
     rescale                     how many times as long steps take from now on
-    begin                       now, the plan (None: nothing to do)
+    begin                       now, the plan (None: nothing to do); a second before the first "end" plans ahead
     end                         now, step id, stopped, full blocks, failed, (number of steps, start of the last one)
                                 where end_step was told them, else (); then, if there are any, what came of extra rows
                                 and proposals, as (id, tokens, accepted, forced) and (id, chances)
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -212,15 +213,19 @@ def request_row(request: Request) -> Row:
 def measured_steps(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[StepFeatures, int]]:
     """What each step of a recording computed and how many nanoseconds it took, the loop around it included (a busy
     worker ends a step and begins the next one at the same time). Plans as in ``plan_summary``."""
-    begun_ns, features = 0, StepFeatures()
+    under_way: deque[tuple[int, StepFeatures]] = deque()  # two, where the next step is planned ahead
+    last_ns = 0
     for row in rows:
         if row[0] == "begin" and len(row) > 2:
             _, chunks, num_decodes, context, *_ = row[3]
             tokens = sum(chunk[2] for chunk in chunks)
             pairs = sum(chunk_attention(chunk[1], chunk[2]) for chunk in chunks)
-            begun_ns, features = row[1], StepFeatures(tokens, pairs, num_decodes, context)
-        elif row[0] == "end" and features != StepFeatures() and not row[6]:
-            yield features, row[1] - begun_ns
+            under_way.append((row[1], StepFeatures(tokens, pairs, num_decodes, context)))
+        elif row[0] == "end" and under_way:
+            begun_ns, features = under_way.popleft()
+            if features != StepFeatures() and not row[6]:
+                yield features, row[1] - max(begun_ns, last_ns)
+            last_ns = row[1]
 
 
 def failed_rows(result: StepResult) -> Row:

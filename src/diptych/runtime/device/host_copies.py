@@ -47,9 +47,10 @@ class CudaMemory:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def record_event(self) -> Event:
-        event = torch.cuda.Event()
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return event
+        recorded: Event = event
+        return recorded
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:

@@ -7,6 +7,7 @@ gets token ids, and for rows whose log probabilities are wanted the few numbers 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,8 +66,8 @@ class RowBatch:
 
 @dataclass(frozen=True, slots=True)
 class PickOptions:
-    """How to pick from some rows, tensors [rows] on the device. has_filters: whether any row has top_k or top_p; of the
-    latter without the former, any_top_p. most: the largest top_k of any row."""
+    """How to pick from some rows, tensors [rows] on the device. has_filters: whether any row has top_k or top_p. most:
+    how many of the likeliest tokens these may need."""
 
     factors: torch.Tensor  # float32, see depth_factor
     top_ks: torch.Tensor  # int64; rows without one have the size of the vocabulary
@@ -78,8 +79,10 @@ class PickOptions:
 
     def of(self, rows: slice) -> "PickOptions":
         """Those of some of the rows."""
-        tensors = (self.factors, self.top_ks, self.top_ps, self.least_depths, self.uniforms)
-        return PickOptions(*[tensor[rows] for tensor in tensors], self.has_filters, self.most)
+        return PickOptions(
+            self.factors[rows], self.top_ks[rows], self.top_ps[rows], self.least_depths[rows], self.uniforms[rows],
+            self.has_filters, self.most,
+        )  # fmt: skip
 
 
 # (logits [n, vocab], which rows of it [rows] (None: all), the largest logit of each of these rows) -> tokens [rows]
@@ -150,14 +153,10 @@ class BatchSampler:
         ).tensors
 
         def of(places: npt.NDArray[np.intp], on_device: torch.Tensor) -> PickOptions:
-            has_filters = bool(((options[1] < vocab_size) | (batch.top_ps < 1.0))[places].any())
-            # without top_k top_p may need any token
-            most = int(
-                np.where(options[1] < vocab_size, options[1], np.where(batch.top_ps < 1.0, vocab_size, 1))[places].max(
-                    initial=1
-                )
-            )
-            return PickOptions(*[column[on_device] for column in columns], has_filters, most)
+            needed = _num_needed(batch, vocab_size)[places]
+            factors, top_ks, top_ps, least_depths, numbers = [column[on_device] for column in columns]
+            most = int(needed.max(initial=1))
+            return PickOptions(factors, top_ks, top_ps, least_depths, numbers, bool(needed.any()), most)
 
         values, ids = logits.max(dim=-1)
         peaks = values[rows].float()
@@ -185,9 +184,9 @@ class BatchSampler:
         pending = PendingTokens(chosen, packed, dict.fromkeys(range(len(token_ids)), num_top), num_top)
         return list(pending.result()[1].values())
 
-    def _host_options(self, batch: RowBatch, vocab_size: int) -> list[npt.NDArray[np.generic]]:
+    def _host_options(self, batch: RowBatch, vocab_size: int) -> list[npt.NDArray[Any]]:
         """Columns of PickOptions, as arrays."""
-        has_top_k = (batch.top_ks > 0) & (batch.top_ks < vocab_size)
+        has_top_k = _has_top_k(batch, vocab_size)
         least = np.full(len(batch.rows), -np.inf, dtype=np.float32)
         for place in np.flatnonzero(batch.min_ps):
             least[place] = least_depth(float(batch.min_ps[place]))
@@ -277,6 +276,16 @@ class BatchSampler:
             of_rows = (rows[on_device], peaks[on_device], token_ids[on_device].clamp_min(0))
             packed = torch.cat((token_ids, _logprob_columns(logits, *of_rows, most)))
         return PendingTokens(token_ids, FromDevice(packed, self._memory), num_top, most)
+
+
+def _has_top_k(batch: RowBatch, vocab_size: int) -> npt.NDArray[np.bool_]:
+    return (batch.top_ks > 0) & (batch.top_ks < vocab_size)
+
+
+def _num_needed(batch: RowBatch, vocab_size: int) -> Ints:
+    """How many of the likeliest tokens each row may need to be filtered: without top_k, top_p may need all. 0: none."""
+    needed = np.where(batch.top_ps < 1.0, vocab_size, 0)
+    return np.where(_has_top_k(batch, vocab_size), batch.top_ks, needed)
 
 
 def pick_torch(

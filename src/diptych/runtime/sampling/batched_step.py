@@ -6,13 +6,20 @@ verifies drafts takes a round for each of these tokens that is not forced.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from diptych.control.step import TokenLogprobs
-from diptych.runtime.sampling.batch_sampler import NOT_FINITE, Adjustment, BatchSampler, RowBatch
+from diptych.runtime.sampling.batch_sampler import (
+    NOT_FINITE,
+    Adjustment,
+    BatchSampler,
+    PendingTokens,
+    RowBatch,
+)
 from diptych.runtime.sampling.sampler import NOTHING_TO_PICK, SamplingError, uniforms
 from diptych.runtime.sampling.step_sampling import NOT_A_NUMBER, Masks, Sampled, StepSampling, mask_of
 from diptych.runtime.sampling.token_counts import CountedTokens
@@ -59,9 +66,9 @@ class _OpenAnswer:
 class _Round:
     """Rows that are sampled at once: which of the logits, whose slot, and how many right drafts lie before each."""
 
-    def __init__(self, rows: Sequence[int] = (), slots: Sequence[int] = ()) -> None:
+    def __init__(self, rows: Sequence[int] = (), slots: Sequence[int] = (), place: int = 0) -> None:
         self.rows, self.slots = list(rows), list(slots)
-        self.places = [0] * len(rows)
+        self.places = [place] * len(rows)
         self.forced: dict[int, int] = {}
         self.adjustments: dict[int, Adjustment] = {}
 
@@ -71,6 +78,15 @@ class _Round:
         self.slots.append(slot)
         self.places.append(place)
         return len(self.rows) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step whose slots get one token each, which may still be on their way to the host."""
+
+    first_slot: int
+    num_slots: int
+    tokens: PendingTokens
 
 
 class BatchedStepSampling(StepSampling):
@@ -83,14 +99,10 @@ class BatchedStepSampling(StepSampling):
     def sample(self, layout: StepLayout, logits: torch.Tensor) -> Sampled:
         batch, first, last = self._batch, layout.first_slot, layout.last_slot
         is_alone = (np.diff(layout.first_rows) == 1) & ~batch.is_constrained[first:last]
+        if is_alone.all():
+            return self.finish(self.start(layout, logits))
         alone = np.flatnonzero(is_alone)
-        if len(alone) == last - first and batch.is_plain[first:last].all():
-            token_ids, _ = self._sampler.greedy(logits).result()
-            return self._of_alone(Sampled.of(last - first), first, alone, token_ids, {})
-        first_round = _Round(layout.first_rows[alone].tolist(), (first + alone).tolist())
-        for number in np.flatnonzero(batch.is_adjusted[first + alone]).tolist():
-            slot = first_round.slots[number]
-            first_round.adjustments[number] = self._adjustment(batch.states[slot], slot, 0, None)
+        first_round = self._round_of(layout.first_rows[alone], first + alone)
         answers = []
         for place in np.flatnonzero(~is_alone).tolist():
             rows = range(int(layout.first_rows[place]), int(layout.first_rows[place + 1]))
@@ -104,6 +116,35 @@ class BatchedStepSampling(StepSampling):
         for answer in answers:
             self._conclude(answer, sampled, answer.slot - first)
         return sampled
+
+    def may_start(self, layout: StepLayout) -> bool:
+        """Whether no slot of the step verifies drafts or has a constraint."""
+        first, last = layout.first_slot, layout.last_slot
+        return not layout.extra and not self._batch.is_constrained[first:last].any()
+
+    def start(self, layout: StepLayout, logits: torch.Tensor, num_ahead: int = 0) -> PendingStep:
+        """Have the device sample such a step; ``finish`` waits for it. num_ahead: 1 if the host does not know the
+        tokens of the step before yet; then no slot may have penalties, which look at them."""
+        batch, first, last = self._batch, layout.first_slot, layout.last_slot
+        if batch.is_plain[first:last].all():
+            return PendingStep(first, last - first, self._sampler.greedy(logits))
+        rows = self._round_of(layout.first_rows[:-1], np.arange(first, last), num_ahead)
+        return PendingStep(first, last - first, self._sampler.sample(logits, self._row_batch(rows)))
+
+    def finish(self, pending: PendingStep) -> Sampled:
+        """What the slots of a step got that was started."""
+        token_ids, logprobs = pending.tokens.result()
+        places = np.arange(pending.num_slots)
+        return self._of_alone(Sampled.of(pending.num_slots), pending.first_slot, places, token_ids, logprobs)
+
+    def _round_of(self, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], num_ahead: int = 0) -> _Round:
+        """A round of slots that get one token each."""
+        batch = self._batch
+        found = _Round(rows.tolist(), slots.tolist(), num_ahead)
+        for number in np.flatnonzero(batch.is_adjusted[slots]).tolist():
+            slot = found.slots[number]
+            found.adjustments[number] = self._adjustment(batch.states[slot], slot, num_ahead, None)
+        return found
 
     def score(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         return self._sampler.logprobs(logits, np.array(token_ids, dtype=np.int64), num_top)

@@ -68,7 +68,9 @@ class GraphedModel:
         return captured.hidden
 
     def forget(self) -> None:
-        """Capture every size again when it comes."""
+        """Capture every size again when it comes. Waits for those that are computed now."""
+        if self._captured and self._attention.device.type == "cuda":
+            torch.cuda.synchronize(self._attention.device)
         self._seen.clear()
         self._captured.clear()
         self._pool = None

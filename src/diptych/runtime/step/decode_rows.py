@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diptych.control.request import BlockTables
-from diptych.runtime.step.request_state import RequestState, adjusts_logits
+from diptych.runtime.step.request_state import RequestState, adjusts_logits, penalizes
 
 
 class DecodeRows:
@@ -42,6 +42,7 @@ class DecodeRows:
         self.min_ps = np.zeros(capacity, dtype=np.float64)
         self.num_logprobs = np.zeros(capacity, dtype=np.int64)  # -1: none are wanted
         self.is_adjusted = np.zeros(capacity, dtype=np.bool_)  # logits are changed before they are sampled from
+        self.is_penalized = np.zeros(capacity, dtype=np.bool_)  # ... by what was there before
         self.is_constrained = np.zeros(capacity, dtype=np.bool_)
 
     def __len__(self) -> int:
@@ -85,6 +86,7 @@ class DecodeRows:
         self.top_ps[slot], self.min_ps[slot] = params.top_p, params.min_p
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.is_adjusted[slot] = adjusts_logits(params)
+        self.is_penalized[slot] = penalizes(params)
         self.is_constrained[slot] = state.constraint is not None
 
     def leave(self, request_id: str, *, keep_tokens: bool) -> None:

@@ -19,7 +19,7 @@ Owns the tokens, the decode batch and the KV memory. Never decides what runs, ne
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -54,15 +54,15 @@ from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.models.registry import MODELS, LanguageModel, read_model_config
 from diptych.runtime.ops import make_ops
 from diptych.runtime.sampling.batch_sampler import BatchSampler
-from diptych.runtime.sampling.batched_step import BatchedStepSampling
+from diptych.runtime.sampling.batched_step import BatchedStepSampling, PendingStep
 from diptych.runtime.sampling.step_sampling import Sampled, StepSampling
 from diptych.runtime.step.cuda_graphs import GraphedModel
 from diptych.runtime.step.decode_rows import DecodeRows
 from diptych.runtime.step.draft_tokens import DraftTokens
 from diptych.runtime.step.kv_sizing import CudaUsage, MemoryTrial, kv_bytes_beside
-from diptych.runtime.step.pooling import add_rows, pool
+from diptych.runtime.step.pooling import Pooled, add_rows, pool
 from diptych.runtime.step.request_state import RequestState, check_tokens
-from diptych.runtime.step.step_layout import StepLayout, lay_out_decodes, lay_out_step
+from diptych.runtime.step.step_layout import StepLayout, lay_out_ahead, lay_out_decodes, lay_out_step
 from diptych.runtime.weights.checkpoint import open_checkpoint
 from diptych.runtime.weights.loader import Progress, Weights, resolve_dtype
 from diptych.runtime.weights.shared_weights import load_shared, weights_key
@@ -127,6 +127,16 @@ class LoadedModel:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step that was launched. result: where it is known already; else ``pending`` brings the tokens."""
+
+    output: SchedulerOutput
+    result: StepResult | None
+    layout: StepLayout | None = None
+    pending: PendingStep | None = None
+
+
 class ModelRunner:
     """One model and its KV memory. drafted: what is guessed of tokens that come next (None: nothing). sampler: of all
     rows of a step at once, on their device (None: row by row on the host, which is faster on a CPU)."""
@@ -169,6 +179,8 @@ class ModelRunner:
         if sampler is not None:
             self._sampling = BatchedStepSampling(self._batch, self._ends_sequence, sampler)
         self._draft_tokens = drafted or DraftTokens(drafts=False)
+        self._ended: frozenset[str] = frozenset()  # by the step collected last, when another was under way
+        self._drafts_wait = False  # until no step is under way: they are verified in a step that is planned with them
 
     def add_request(
         self,
@@ -226,19 +238,60 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.forget()
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Run one step: see SchedulerOutput for the order of things. Failures of single requests are reported, and that
         of all of them, where there was not enough memory for the step."""
+        return self.collect(self.launch(output))
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput, behind: StepInFlight | None = None) -> StepInFlight:
+        """Begin a step; ``collect`` waits for it and gives its result. Where the tokens of a step need nothing of the
+        host, it returns before they are there.
+
+        behind: the step before, which was not collected, and which ``may_run_ahead`` has found fit for this one: its
+        tokens are read where they are. Steps are collected in their order, and a step that others are not launched
+        behind is collected before the next is launched."""
         self._apply_membership(output)
         if not output.is_compute:
-            return StepResult(output.step_id, payload=StepTokens([], []))
+            return StepInFlight(output, StepResult(output.step_id, payload=StepTokens([], [])))
         try:
-            return self._compute(output)
+            return self._launch_ahead(output, behind) if behind is not None else self._launch(output)
         except torch.OutOfMemoryError as error:
             reason = str(error)
         # Not in the handler, whose exception keeps all tensors of the step.
-        return self._give_up(output, reason)
+        return StepInFlight(output, self._give_up(output, reason))
+
+    def may_run_ahead(self, flight: StepInFlight) -> bool:
+        """Whether the step that follows this one may be launched before this one is collected: its rows depend on the
+        tokens of this one alone, and not on what a host makes of them (constraints, penalties, drafts)."""
+        if flight.layout is None or flight.pending is None or self._drafts_wait:
+            return False
+        layout, batch = flight.layout, self._batch
+        if layout.first_slot or layout.last_slot != len(batch):
+            return False
+        return not batch.is_penalized[: len(batch)].any()
+
+    @torch.inference_mode()
+    def collect(self, flight: StepInFlight, *, is_followed: bool = False) -> StepResult:
+        """The result of a step that was launched. is_followed: another was launched behind it; then nothing is proposed
+        here, and where something could be, no further step runs ahead."""
+        ended, self._ended = self._ended, frozenset()
+        if flight.result is not None:
+            return flight.result
+        assert flight.layout is not None and flight.pending is not None
+        assert isinstance(self._sampling, BatchedStepSampling)
+        sampled = self._sampling.finish(flight.pending)
+        if ended:  # by the step before, when this one was under way
+            ids = self._batch.request_ids[flight.layout.first_slot : flight.layout.last_slot]
+            sampled.silence([place for place, request_id in enumerate(ids) if request_id in ended], ())
+            sampled.failed = [failure for failure in sampled.failed if failure[0] not in ended]
+        result = self._result(flight.output, flight.layout, sampled, {}, Pooled())
+        if is_followed:
+            self._ended = frozenset(request_id for request_id, _ in (*result.stopped, *result.failed))
+            self._drafts_wait = bool(result.proposals)
+            return replace(result, proposals=())
+        self._drafts_wait = False
+        return result
 
     def _give_up(self, output: SchedulerOutput, reason: str) -> StepResult:
         """The step ran out of memory. Its requests fail, and the KV cache leaves more to the steps that follow."""
@@ -270,7 +323,14 @@ class ModelRunner:
             if chunk.is_last:
                 self._batch.leave(chunk.request_id, keep_tokens=False)
 
-    def _compute(self, output: SchedulerOutput) -> StepResult:
+    def _launch_ahead(self, output: SchedulerOutput, behind: StepInFlight) -> StepInFlight:
+        assert behind.pending is not None and isinstance(self._sampling, BatchedStepSampling)
+        layout = lay_out_ahead(self._batch, behind.pending.tokens.token_ids, self._to_device)
+        hidden = self.forward(layout.batch)
+        logits = self.model.logits(hidden[: layout.num_samples])
+        return StepInFlight(output, None, layout, self._sampling.start(layout, logits, num_ahead=1))
+
+    def _launch(self, output: SchedulerOutput) -> StepInFlight:
         layout = self._lay_out(output)
         self._sampling.begin(layout)
         try:
@@ -283,8 +343,25 @@ class ModelRunner:
         if len(pooled.places) == layout.last_slot - layout.first_slot:  # nobody gets a token
             payload = StepTokens([], [], prompt_logprobs=prompt_logprobs, embeddings=pooled.vectors)
             full_blocks, failed = self._hash_full_blocks(layout), tuple(pooled.failed)
-            return StepResult(output.step_id, full_blocks=full_blocks, failed=failed, payload=payload)
-        sampled = self._sampling.sample(layout, self.model.logits(hidden[: layout.num_samples]))
+            return StepInFlight(
+                output, StepResult(output.step_id, full_blocks=full_blocks, failed=failed, payload=payload)
+            )
+        logits, sampling = self.model.logits(hidden[: layout.num_samples]), self._sampling
+        is_simple = not prompt_logprobs and not pooled.places
+        if is_simple and isinstance(sampling, BatchedStepSampling) and sampling.may_start(layout):
+            return StepInFlight(output, None, layout, sampling.start(layout, logits))
+        sampled = sampling.sample(layout, logits)
+        return StepInFlight(output, self._result(output, layout, sampled, prompt_logprobs, pooled))
+
+    def _result(
+        self,
+        output: SchedulerOutput,
+        layout: StepLayout,
+        sampled: Sampled,
+        prompt_logprobs: PromptLogprobs,
+        pooled: Pooled,
+    ) -> StepResult:
+        """What the step gave; the batch advances."""
         sampled.silence(pooled.places, pooled.failed)
         # In this order: accepted tokens count as computed in the hashes, the next inputs, which ``_conclude`` sets, do
         # not.
@@ -486,10 +563,11 @@ def sampler_of(device: torch.device, instruction_set: str) -> BatchSampler | Non
     """What samples on a device; None on a CPU."""
     if device.type == "cpu":
         return None
-    pick = None
-    if instruction_set == TRITON:
-        from diptych.runtime.kernels.triton_kernels.pick_tokens import pick_triton as pick
-    return BatchSampler(device, memory_of(device), pick)
+    if instruction_set != TRITON:
+        return BatchSampler(device, memory_of(device))
+    from diptych.runtime.kernels.triton_kernels.pick_tokens import pick_triton
+
+    return BatchSampler(device, memory_of(device), pick_triton)
 
 
 def _num_blocks(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from diptych.control.step import ScheduledPrefill
 from diptych.runtime.attention.input_batch import InputBatch
@@ -122,6 +123,26 @@ def lay_out_decodes(batch: DecodeRows, extra: dict[int, int], to_device: ToDevic
     )
     tensors = _input_batch(arrays, batch, to_device, len(decodes.slots), max_query_len=1)
     return StepLayout(tensors, 0, count, (), _first_rows(decodes, 0), extra)
+
+
+def lay_out_ahead(batch: DecodeRows, token_ids: torch.Tensor, to_device: ToDevice) -> StepLayout:
+    """A step in which every member of the decode batch computes the token behind its input, before the host knows it.
+    token_ids: these tokens on the device, by slot; a negative one is none, and the row is computed for nothing."""
+    count = len(batch)
+    slots, positions = np.arange(count), batch.positions[:count] + 1
+    rows = np.arange(count + 1, dtype=np.int32)
+    arrays = _Arrays(
+        token_ids=np.zeros(count, dtype=np.int64),
+        positions=positions,
+        slot_mappings=batch.slot_mappings(slots, positions),
+        query_start=rows,
+        context_lens=(positions + 1).astype(np.int32),
+        sample_rows=rows[:-1].astype(np.int64),
+        tables=slice(count),
+    )
+    tensors = _input_batch(arrays, batch, to_device, count, max_query_len=1)
+    tensors.token_ids.copy_(token_ids.clamp_min(0))
+    return StepLayout(tensors, 0, count, (), np.arange(count + 1), {})
 
 
 def lay_out_step(

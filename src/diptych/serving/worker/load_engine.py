@@ -39,6 +39,7 @@ from diptych.serving.worker.request_intake import Runner
 if TYPE_CHECKING:
     from diptych.runtime.sampling.grammar import Grammars
     from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig
+    from diptych.runtime.step.step_pipeline import StepPipeline
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ PREFILL_NICENESS = 5
 class LoadedEngine(Generic[RunnerType]):
     """What a worker process serves with. recorder: of the engine's recording; its owner closes it. device: what it
     computes on. grammars: None where none can be followed. tiers: what drives the disk and the reading of
-    other workers' host blocks, if there is either; its owner closes it. recent: the newest inputs of the engine."""
+    other workers' host blocks, if there is either; its owner closes it. recent: the newest inputs of the engine.
+    pipeline: where steps are launched ahead."""
 
     engine: EngineCore
     runner: RunnerType
@@ -64,6 +66,7 @@ class LoadedEngine(Generic[RunnerType]):
     grammars: "Grammars | None" = None
     tiers: TierDriver | None = None
     recent: RecentRows | None = None
+    pipeline: "StepPipeline | None" = None
 
 
 def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = True) -> "LoadedEngine[ModelRunner]":
@@ -124,8 +127,19 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
         measured=measured,
         groups=list(runner.groups),
     )
-    driver = open_tiers(options, runner, kv_format(runner)) if memory.prefix_cache else None
-    return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model), driver, recent)
+    driver, grammars = _open_tiers(options, runner), _load_grammars(options, model)
+    return LoadedEngine(engine, runner, ready, recorder, compute, grammars, driver, recent, _pipeline_of(runner))
+
+
+def _open_tiers(options: EngineOptions, runner: "ModelRunner") -> TierDriver | None:
+    return open_tiers(options, runner, kv_format(runner)) if options.memory.prefix_cache else None
+
+
+def _pipeline_of(runner: "ModelRunner") -> "StepPipeline | None":
+    """None on a CPU, which does not compute by itself."""
+    from diptych.runtime.step.step_pipeline import StepPipeline
+
+    return StepPipeline(runner) if runner.attention.device.type != "cpu" else None
 
 
 def _cache_words(engine: EngineCore, capacity: int, geometry: KVGeometry) -> str:

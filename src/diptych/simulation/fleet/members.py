@@ -129,6 +129,7 @@ def make_workers(
             stall_ns=scenario.pools.stall_ns if scenario.pools else 0,
             share=member.info.share,
             drafts=scenario.drafts,
+            depth=scenario.depth,
             disk=_disk(scenario, member),
             shared=shared if member.config.cache.tiers.shares_host else None,
         )

@@ -164,8 +164,11 @@ class Scheduler:
             self.block_owners.remove(request_id)
         return outputs
 
-    def schedule(self, step_id: int, finished: tuple[str, ...], now: int) -> tuple[SchedulerOutput | None, list[Event]]:
-        """The plan of the next step (None: nothing to do) and the events that planning caused."""
+    def schedule(
+        self, step_id: int, finished: tuple[str, ...], now: int, *, is_ahead: bool = False
+    ) -> tuple[SchedulerOutput | None, list[Event]]:
+        """The plan of the next step (None: nothing to do) and the events that planning caused. is_ahead: the step
+        before has not ended; ``may_run_ahead`` was asked."""
         plan = StepPlan(now)
         # First: prompts that the last step completed decode in this one.
         self._settle(plan)
@@ -180,13 +183,37 @@ class Scheduler:
         predicted_ns = self._model.predict_ns(features)
         # Last: only now is it known how long the step takes, of which copies get a share, and nothing is allocated any
         # more.
-        plan.swap_out += self._kv.tiers.copy_down(predicted_ns if plan.prefills or plan.num_decodes else 0, step_id)
+        if not is_ahead:  # the copies of the step before count as done when that ends
+            plan.swap_out += self._kv.tiers.copy_down(predicted_ns if plan.prefills or plan.num_decodes else 0, step_id)
         if plan.is_empty and not finished:
             return None, plan.events
         if plan.num_decodes:
             self.batch.advance_scheduled()
         predicted_ns += plan.num_copies * self._kv.config.tiers.copy_block_ns
         return plan.output(step_id, finished, features, predicted_ns, self._repeats(plan)), plan.events
+
+    def may_run_ahead(self) -> bool:
+        """Whether the next plan follows from the one under way, whatever comes of it (see EngineCore.begin_step)."""
+        if (
+            not len(self.batch)
+            or self.prefilling
+            or self.joining
+            or self.swapped
+            or self.incoming.raising
+            or self.incoming.delivered
+            or self.speculation.has_offers
+            or self._kv.tiers.has_moves
+            or self._kv.tiers.loads.num_waiting
+            or self.best_effort.requests
+            or len(self.early_prefills.parked)
+        ):
+            return False
+        queues = ((self.waiting, self._refused), (self.incoming.waiting, self._refused_incoming))
+        if any(queue and refusal.until_tick <= self.batch.ticks_scheduled for queue, refusal in queues):
+            return False
+        num_groups = len(self._kv.layout.groups)
+        room = self._kv.pool.num_free - self._kv.tiers.num_watched_blocks
+        return self.batch.steps_until_end() > 1 and len(self.batch) * num_groups <= room
 
     def repeat(self, num_steps: int) -> None:
         """The step just handed out was taken ``num_steps`` more times (see SchedulerOutput.max_repeats)."""
