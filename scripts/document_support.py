@@ -43,6 +43,8 @@ TITLES = {"amx": "AMX", "avx512_bf16": "AVX512-BF16", "avx512": "AVX-512", "avx2
 PUBLISHED = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (also as `Gemma3ForConditionalGeneration`: the text part)",
+    "Glm4MoeForCausalLM": "GLM-4.5, GLM-4.5-Air and GLM-4.6",
+    "GptOssForCausalLM": "gpt-oss 20b and 120b, in MXFP4 as published or in bf16",
     "GraniteForCausalLM": "Granite 3 and 4 without experts and without state-space layers",
     "GraniteMoeForCausalLM": "Granite 3 with experts (without shared experts)",
     "LlamaForCausalLM": "Llama 2, 3, 3.1 and 3.2, SmolLM2, and others of that architecture",
@@ -133,7 +135,8 @@ def readme_table(api: Mapping[str, Any] | None = None) -> str:
         "PyTorch",
         "GPUs": "NVIDIA by PyTorch and CUDA, one GPU for each worker. **Continuous integration has no GPU**: the tests "
         "marked `cuda` run only where there is one",
-        "models": f"{_join([_class(name) for name in MODELS])} architectures, dense, text only",
+        "models": f"{_join([_class(name) for name in MODELS])} architectures, text only: each proven by {RANDOM}, and "
+        f"{_join([_class(name) for name in REAL])} by real checkpoints, too",
         "weights": f"safetensors in {_join(list(DTYPES))}; {_join(list(METHODS))}; GGUF. On a CPU also "
         f"`--quantize {'`, `'.join(name for name in get_args(QuantizeName) if name != 'none')}`",
         "parallelism": "one device for each worker, any number of workers that prefill, decode or do both. No tensor, "

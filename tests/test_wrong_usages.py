@@ -28,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what people have lying about."""
     folder = tmp_path_factory.mktemp("place")
     model(folder, "gemma", architectures=["Gemma3ForCausalLM"])
-    model(folder, "fp8", quantization_config={"quant_method": "fp8"})
+    model(folder, "hqq", quantization_config={"quant_method": "hqq"})
     model(folder, "truncated")
     whole = (BUNDLED_MODEL / "model.safetensors").read_bytes()
     (folder / "truncated" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -79,10 +79,10 @@ WRONG: Mapping[str, str] = {
     "serve {}/notes.txt": "is no GGUF file",
     "serve {}/gemma/model.safetensors": "give its directory",
     "serve {}/gemma": "Gemma3ForCausalLM",
-    "serve {}/fp8": "quant_method is 'fp8'",
+    "serve {}/hqq": "quant_method is 'hqq'",
     "serve {}/truncated": "model.safetensors",
     "serve {}/pickled": "must be converted",
-    "serve {}/gemma --model {}/fp8": "given twice",
+    "serve {}/gemma --model {}/hqq": "given twice",
     "generate hi --model /no/such": "/no/such does not exist",
     "calibrate --model /no/such": "/no/such does not exist",
     "calibrate /no/such": "/no/such does not exist",

@@ -2,6 +2,7 @@
 
 import random
 import re
+import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from diptych.runtime.gguf.gguf_config import HARMLESS, NEUTRAL, READ
 from diptych.runtime.gguf.gguf_decoding import read_float, read_quantized
 from diptych.runtime.gguf.gguf_families import GGUF_FAMILIES
 from diptych.runtime.gguf.gguf_file import GgufFile
+from diptych.runtime.gguf.gguf_model import GgufModel
 from diptych.runtime.kernels.instruction_set import TORCH
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.layers.rope import inverse_frequencies
@@ -29,7 +31,7 @@ from diptych.runtime.weights.checkpoint import open_checkpoint
 from diptych.runtime.weights.tensor_reader import make_reader
 from diptych.serving.answers.tokenizer import Tokenizer
 from tests import gguf_files
-from tests.gguf_files import VOCABULARY, model_metadata, model_tensors, write_gguf
+from tests.gguf_files import VOCABULARY, model_metadata, model_tensors, split_model, write_gguf
 from tests.runtime import checkpoints
 from tests.runtime.checkpoints import prompt_of, reference
 from tests.runtime.driving import generate, greedy
@@ -40,7 +42,11 @@ EXACT = [  # whose file says what config.json says, digit by digit
 ]  # fmt: skip
 OTHERS = ["gemma2", "gemma3", "granite", "ministral3", "olmo2", "olmo3", "phi3-longrope"]
 WHOLE_NUMBERS = {number: kind for number, kind in GGML_TYPES.items() if kind.format is not None}
-HALVES = {"Q6_K": [208], "Q4_0": [0], "Q5_0": [0], "Q8_0": [0]}  # where in a block fp16 numbers lie; else at 0 and 2
+HALVES = {  # where in a block fp16 numbers lie; else at 0 and 2
+    "Q6_K": [208], "Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [], "Q2_K": [80, 82],
+    "Q3_K": [108],
+}  # fmt: skip
+REQUANTISED = ("Q2_K", "Q3_K", "Q6_K")
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +72,8 @@ def random_blocks(number: int, count: int) -> np.ndarray:
     blocks = rng.integers(0, 256, (count, kind.num_bytes), dtype=np.uint8)
     for at in HALVES.get(kind.name, [0, 2]):
         blocks[:, at : at + 2] = rng.standard_normal((count, 1)).astype(np.float16).view(np.uint8)
+    if kind.name == "MXFP4":
+        blocks[:, 0] %= 250  # exponents whose values fp32 holds
     return blocks
 
 
@@ -78,7 +86,7 @@ def test_every_type_is_decoded_as_the_reference_decodes_it(number: int) -> None:
     assert torch.equal(read_float(kind, data, columns), expected)
     weight = read_quantized(kind, data, columns)
     assert weight.format == kind.format and weight.values.shape == expected.shape
-    if kind.name != "Q6_K":
+    if kind.name not in REQUANTISED:
         assert torch.equal(weight.dequantize(), expected)
         return
     lost = (weight.dequantize() - expected).view(rows, -1, 32).abs().amax(-1)
@@ -108,7 +116,7 @@ def test_a_file_answers_as_its_checkpoint(family: str, tmp_path: Path) -> None:
     reference(family).check_greedy(prompt, tokens)
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q5_1])
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q5_1, Kind.MXFP4])
 def test_quantised_rows_of_queries_and_keys_come_in_the_order_of_the_layers(kind: Kind, tmp_path: Path) -> None:
     config = read_model_config(write_model(tmp_path / "m.gguf", kind=kind))
     checkpoint, directory = open_checkpoint(config), open_checkpoint(read_model_config(reference("llama").directory))
@@ -211,7 +219,7 @@ HUGE = 1 << 62
         (b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"t" + struct.pack("<IQIQ", 1, HUGE, 0, 0), "truncated"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"t" + struct.pack("<IQIQ", 1, 8, 0, 3), "no multiple of 8"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry(b"general.alignment", 4, b"\3\0\0\0"), "alignment is 3"),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"t" + struct.pack("<IQIQ", 1, 8, 20, 0), "of type IQ4_NL; sup"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"t" + struct.pack("<IQIQ", 1, 8, 16, 0), "of type IQ2_XXS; su"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"t" + struct.pack("<IQIQ", 1, 8, 99, 0), "of type number 99"),
     ],
 )  # fmt: skip
@@ -229,7 +237,6 @@ def test_hostile_lengths_counts_and_types_are_refused(content: bytes, message: s
         ({"general.architecture": "gemma4"}, "general.architecture is 'gemma4'; supported: gemma2, gemma3"),
         ({"general.architecture": 3}, "general.architecture is 3; supported: text"),
         ({"general.type": "adapter"}, "general.type is 'adapter'; supported: model"),
-        ({"split.count": 3}, "split.count is 3; supported: 1: the parts"),
         ({"llama.expert_count": 8}, "llama.expert_used_count is None; supported: a whole"),
         ({"llama.block_count": None}, "llama.block_count is None; supported: a value"),
         ({"llama.block_count": 4_000_000_000}, "llama.block_count is 4000000000; supported: at most"),
@@ -324,6 +331,53 @@ def test_tensors_that_are_not_of_the_architecture_or_missing_are_named(tmp_path:
         read_model_config(write_model(tmp_path / "less.gguf", without="token_embd.weight"))
     with pytest.raises(ConfigError, match=r"down\.gguf: tensor model\.layers\.1\.mlp\.down_proj\.weight is missing"):
         load(write_model(tmp_path / "down.gguf", without="blk.1.ffn_down.weight"))
+
+
+@pytest.mark.parametrize("no_first", [False, True])
+def test_a_model_in_several_files_is_the_model_in_one(no_first: bool, model: Path, tmp_path: Path) -> None:
+    paths = split_model(tmp_path, reference("llama").directory, no_first=no_first, **VOCABULARY)
+    config, expected = read_model_config(paths[0]), read_model_config(model)
+    assert replace(config, path=model) == expected
+    checkpoint, whole = open_checkpoint(config), open_checkpoint(expected)
+    assert list(checkpoint.files) == paths and checkpoint.num_bytes == whole.num_bytes
+    assert {tensor.path for tensor in checkpoint.tensors.values()} == set(paths[no_first:])
+    assert set(checkpoint.tensors) == set(whole.tensors)
+    for name in checkpoint.tensors:
+        assert torch.equal(make_reader(checkpoint).read(name), make_reader(whole).read(name)), name
+        assert checkpoint.first_bytes(name, 8) == whole.first_bytes(name, 8)
+    assert model_name(paths[0]) == "m"
+    assert Tokenizer(paths[0]).decode([0, 1]) == Tokenizer(model).decode([0, 1])
+    tokens, _ = generate(load(paths[0]), prompt_of(20), [20], greedy(5))
+    assert tokens == generate(load(model), prompt_of(20), [20], greedy(5))[0]
+
+
+def test_parts_that_are_missing_or_do_not_belong_together_are_named(tmp_path: Path) -> None:
+    first, second, third = split_model(tmp_path, reference("llama").directory)
+    with pytest.raises(ConfigError, match=r"-00002-of-00003\.gguf: is part 2 of 3 of a model; give the first: m-00001"):
+        GgufModel(second)
+    other = shutil.copy(first, tmp_path / "renamed.gguf")
+    with pytest.raises(ConfigError, match=r"renamed\.gguf: is one of 3 parts .* must end in -00001-of-00003\.gguf"):
+        GgufModel(Path(other))
+    content = third.read_bytes()
+    third.unlink()
+    with pytest.raises(ConfigError, match=r"m-00003-of-00003\.gguf: no such file; m-00001\S+ is the first of 3"):
+        GgufModel(first)
+    shutil.copy(second, third)
+    with pytest.raises(ConfigError, match=r"-00003-of-00003\.gguf: split\.no and split\.count are 1 and 3; .* 2 and 3"):
+        GgufModel(first)
+    same = next(iter(model_tensors(reference("llama").directory).items()))
+    said = {"split.no": 2, "split.count": 3}
+    write_gguf(third, said, dict([same]))
+    with pytest.raises(ConfigError, match=rf"tensor {re.escape(same[0])} lies in both \S+-00001-\S+ and \S+-00003-"):
+        GgufModel(first)
+    write_gguf(third, said)
+    with pytest.raises(
+        ConfigError, match=r"m-00001-of-00003\.gguf: split\.tensors\.count is \d+; its 3 parts hold \d+"
+    ):
+        GgufModel(first)
+    third.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ConfigError, match=r"m-00003-of-00003\.gguf: .*truncated"):
+        GgufModel(first)
 
 
 def test_a_window_is_served_as_mistral_and_refused_for_qwen(tmp_path: Path) -> None:

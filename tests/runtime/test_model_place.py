@@ -52,6 +52,14 @@ def test_a_gguf_file_in_the_cache_keeps_its_name(tmp_path: Path) -> None:
         find_model(NAME, {"HF_HUB_CACHE": str(tmp_path)})
 
 
+def test_a_folder_with_the_parts_of_one_gguf_model_holds_one_model(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"model-{number:05}-of-00002.gguf").touch()
+    with pytest.raises(ConfigError, match=r"holds a GGUF file; give it: .*model-00001-of-00002\.gguf"):
+        find_model(tmp_path)
+    assert name_of(tmp_path / "model-00001-of-00002.gguf") == "model"
+
+
 @pytest.mark.parametrize(
     ("environment", "folder"),
     [

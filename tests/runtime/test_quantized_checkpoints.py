@@ -160,7 +160,7 @@ ACTIVATIONS = ("config_groups", "group_0", "input_activations")
     ("config", "path", "value", "message"),
     [
         (GPTQ, ("quant_method",), "bitsandbytes", "quant_method is 'bitsandbytes'; supported: compressed-tensors, gp"),
-        (GPTQ, ("quant_method",), "fp8", "quant_method is 'fp8'; supported: compressed-tensors, gptq, awq"),
+        (GPTQ, ("quant_method",), "hqq", "quant_method is 'hqq'; supported: compressed-tensors, gptq, awq, fp8, mod"),
         (GPTQ, ("bits",), 3, "bits is 3; supported: 8, 4"),
         (GPTQ, ("bits",), None, "bits is None; supported: a whole number"),
         (GPTQ, ("group_size",), 16, "group_size is 16; supported: -1 and multiples of 32"),
@@ -170,7 +170,7 @@ ACTIVATIONS = ("config_groups", "group_0", "input_activations")
         (AWQ, ("bits",), 8, "bits is 8; supported: 4"),
         (AWQ, ("version",), "gemv", "version is 'gemv'; supported: gemm"),
         (AWQ, ("zero_point",), False, "zero_point is False; supported: True"),
-        (W4A16, ("format",), "float-quantized", "format is 'float-quantized'; supported: pack-quantized, int-quantiz"),
+        (W4A16, ("format",), "float-quantized", "config_groups.group_0.weights.type is 'int'; supported: float"),
         (W4A16, ("format",), "marlin-24", "format is 'marlin-24'; supported: pack-quantized"),
         (W4A16, ("kv_cache_scheme",), {"num_bits": 8}, "kv_cache_scheme is {'num_bits': 8}; supported: none"),
         (W4A16, ("transform_config",), {"config_groups": {}}, "transform_config is {'config_groups': {}}; supported"),

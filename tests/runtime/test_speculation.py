@@ -17,6 +17,7 @@ from diptych.control.request import FinishReason, Request, SamplingParams
 from diptych.control.step import DraftProposal, StepFeatures
 from diptych.runtime.kernels.instruction_set import TORCH
 from diptych.runtime.local_engine import engine_config
+from diptych.runtime.sampling.batch_sampler import BatchSampler
 from diptych.runtime.step.draft_tokens import DraftTokens
 from diptych.runtime.step.model_runner import ModelRunner
 from diptych.runtime.step.request_state import RequestState
@@ -105,8 +106,10 @@ class Rhyme:
 class Eager(GatheringEngine):
     """An engine on a machine where every step takes the same time: rows cost nothing, and all are taken."""
 
-    def __init__(self, shared: ModelRunner, drafted: DraftTokens, **changes: object) -> None:
-        own = ModelRunner(shared.loaded, shared.attention, shared.kv, 64, shared.max_model_len, drafted)
+    def __init__(
+        self, shared: ModelRunner, drafted: DraftTokens, sampler: BatchSampler | None = None, **changes: object
+    ) -> None:
+        own = ModelRunner(shared.loaded, shared.attention, shared.kv, 64, shared.max_model_len, drafted, sampler)
         config = engine_config(own, **changes)  # type: ignore[arg-type]
         super().__init__(own, config)
         model = StepTimeModel()

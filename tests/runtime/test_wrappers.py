@@ -78,7 +78,7 @@ def test_a_tensor_of_neither_part_is_named(tmp_path: Path) -> None:
         ({"model_type": "mistral4"}, "model_type is 'mistral4'; supported: mistral3, the type of Mistral3ForCond"),
         ({"audio_config": {"a": 1}}, "audio_config is {'a': 1}; supported: no such field beside text_config"),
         ({"text_config": {"model_type": "ministral3", "num_experts": 8}}, "text_config.num_experts is 8; supported: "),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.quant_method is 'fp8'; supported: com"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method is 'hqq'; supported: com"),
     ],
 )
 def test_what_is_not_known_is_refused_by_its_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

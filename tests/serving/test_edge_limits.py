@@ -1,6 +1,7 @@
 """Each limit of the edge is sent, and one more: by a probe here, or by a test elsewhere that is named here."""
 
 import ast
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -453,6 +454,6 @@ async def test_an_event_of_the_timeline_has_so_many_records_and_the_next_has_the
         for record in range(number):
             timeline.on_worker(0, "ready", record)
         timeline.close()
-        texts = [text async for text in timeline_routes.events(timeline, reader)]
+        texts = [text async for text in timeline_routes.events(timeline, reader, asyncio.Lock())]
         sizes = [len(json.loads(text.split(b"data: ")[1])) for text in texts if b"data: " in text]
         assert sizes[1:] == parts  # behind the header

@@ -171,7 +171,7 @@ def expected_vectors(model: str, pooling: Pooling) -> list[list[float]]:
 async def embed_and_compare(llm: AsyncLLM, model: str) -> None:
     for pooling in POOLINGS:
         sampling = SamplingParams(max_tokens=1, temperature=0, pooling=pooling)
-        generation = llm.submit(EMBEDDED, sampling)
+        generation = await llm.submit_in_turn(EMBEDDED, sampling)
         while not generation.is_exhausted:
             await generation.read()
         vectors = [array("f", stream.embedding).tolist() for stream in generation.streams]

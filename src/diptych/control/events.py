@@ -202,8 +202,9 @@ class StepFinished:
 @dataclass(frozen=True, slots=True)
 class KVEvents:
     """Changes of what can be found in one tier of the worker, numbered from 1 in each: hashes that can no longer be
-    found, then hashes that can (of the prefix cache, which is the tier "device": parents first). evicted_for: where a
-    worker names them, the requests that needed the evicted blocks, with how many of them, in their order."""
+    found, then hashes that can (of the prefix cache, which is the tier "device": parents first; of a model with
+    windows, the hashes of the last blocks before boundaries, see Hit, and of no others). evicted_for: where a worker
+    names them, the requests that needed the evicted blocks, with how many of them, in their order."""
 
     time_ns: int
     sequence: int

@@ -19,6 +19,7 @@ from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event
 from diptych.control.request import FinishReason, Request, RequestOptions, SamplingParams
 from diptych.control.step import SchedulerOutput, StepResult, StepTokens
+from diptych.runtime.models.decoder import DecoderConfig
 from diptych.runtime.sampling.answer_constraint import constraint_of
 from diptych.runtime.step.model_runner import ModelRunner
 from diptych.runtime.tiers.tier_io import TierDriver
@@ -52,12 +53,16 @@ def engine_config(
         first_block=runner.first_block,
         block_size=runner.block_size,
         num_host_blocks=runner.num_host_blocks,
-        watermark_blocks=min(4, runner.num_blocks - 1),
+        watermark_blocks=min(4, max(0, runner.num_blocks - max(1, len(runner.groups)))),
         enable_prefix_cache=enable_prefix_cache,
         groups=runner.groups,
     )
     scheduler = scheduler or SchedulerConfig(max_num_seqs=runner.max_num_seqs)
-    return EngineConfig(cache=cache, scheduler=scheduler, max_model_len=runner.max_model_len).with_(**changes)
+    experts = runner.model_config.experts if isinstance(runner.model_config, DecoderConfig) else None
+    config = EngineConfig(
+        cache, scheduler, max_model_len=runner.max_model_len, experts=experts.law if experts else None
+    )
+    return config.with_(**changes)
 
 
 class LocalEngine:

@@ -10,10 +10,10 @@ from diptych.base.cgroups import ROOT, memory_limit_bytes
 from diptych.base.processor import Processor, read_processor
 from diptych.control.errors import ConfigError
 from diptych.runtime.device.thread_limits import allowed_threads
-from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.required_packages import require_packages
 from diptych.runtime.weights.checkpoint import open_checkpoint
+from diptych.serving.kv_memory import kv_geometry_of
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 
 GPU = Path("/dev/nvidiactl")  # where there is one, memory may be that of a GPU
@@ -25,7 +25,7 @@ def check_start(options: EngineOptions, processor: Processor | None = None) -> N
     open_checkpoint(read_model_config(options.model))
     device, kv_cache_bytes = options.device, options.memory.kv_cache_bytes
     if kv_cache_bytes is not None:
-        read_kv_geometry(options.model, device.dtype, options.memory.block_size).blocks_within(kv_cache_bytes)
+        kv_geometry_of(options).blocks_within(kv_cache_bytes)
     if device.device == "cpu" or (device.device == "auto" and not GPU.exists()):
         cores = parse_cores(device.cores) if device.cores else None
         allowed_threads(device.threads, cores, processor or read_processor())

@@ -115,6 +115,7 @@ class Scenario:
                 host=LinkCost(*LINKS[LOCAL_LINK]) if self.pools.num_hosts else network,
                 network=network,
                 far=_beyond(network, self.pools.uplink),
+                windows=tuple([group.window_tokens for group in self.engine.cache.groups]),
             )
         routing = replace(self.cluster.routing, links=links)
         return replace(self.cluster, routing=routing, slo=self.engine.slo)

@@ -16,6 +16,7 @@ release                     now, id: another worker has taken it over
     expire                      now: leases and loads run out
     tier                        now, name and fields of the event: what became of an action on the tiers
     abort                       now, id, reason
+    shrink                      now, blocks that the KV cache has from now on
     configure                   scheduler settings
     rescale                     how many times as long steps take from now on
     begin                       now, the plan (None: nothing to do)
@@ -148,6 +149,8 @@ class RecordingEngineCore(EngineCore):
     def end_step(
         self, result: StepResult, now: int, *, num_steps: int = 1, last_start_ns: int | None = None
     ) -> list[Event]:
+        if result.is_out_of_memory:
+            num_steps = 0
         if (
             num_steps == 1
             and last_start_ns is None
@@ -162,6 +165,10 @@ class RecordingEngineCore(EngineCore):
         failed = failed_rows(result)
         self._write(("end", now, result.step_id, result.stopped, result.full_blocks, failed, repeats, *more))
         return super().end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
+
+    def shrink_cache(self, num_blocks: int, now: int) -> list[Event]:
+        self._write(("shrink", now, num_blocks))
+        return super().shrink_cache(num_blocks, now)
 
     def on_tier(self, event: TierEvent, now: int) -> None:
         self._write(("tier", now, type(event).__name__, event))
@@ -275,6 +282,7 @@ def canonical_plan(output: SchedulerOutput) -> bytes:
         output.max_repeats,
         *((output.block_copies,) if output.block_copies else ()),
         *(([(rows.request_id, rows.num_tokens) for rows in output.verify_rows],) if output.verify_rows else ()),
+        *((f"{output.num_blocks} blocks",) if output.num_blocks else ()),
     )
     return ascii(fields).encode()
 

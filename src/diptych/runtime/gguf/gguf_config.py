@@ -14,11 +14,13 @@ from diptych.runtime.gguf.gguf_families import (
     EXPERT_KEYS,
     FREQUENCY_FACTORS,
     GGUF_FAMILIES,
+    LONG_ROPES,
+    PARTLY_ROTATED,
     WINDOWED,
     find_family,
     rotary_factors,
 )
-from diptych.runtime.gguf.gguf_file import GgufFile
+from diptych.runtime.gguf.gguf_model import GgufModel
 from diptych.runtime.gguf.gguf_vocabulary import read_vocabulary
 from diptych.runtime.models.config_fields import ConfigFields
 
@@ -99,9 +101,9 @@ class GgufFields(ConfigFields):
 
 
 def read_gguf_fields(path: Path) -> GgufFields:
-    """What a config.json of the model in this file would say. Raises ConfigError or UnsupportedModelError that name the
-    key."""
-    file = GgufFile(path)
+    """What a config.json of the model in this file, or in the parts of which it is the first, would say. Raises
+    ConfigError or UnsupportedModelError that name the key."""
+    file = GgufModel(path)
     metadata = file.metadata
     architecture = metadata.string("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -123,7 +125,7 @@ def read_gguf_fields(path: Path) -> GgufFields:
     values["architectures"] = [_class_name(file, architecture, values)]
     values["rope_theta"] = values["rope_theta"] or DEFAULT_THETA
     values["rope_parameters"] = _rope(file, architecture, values["head_dim"])
-    vocabulary = read_vocabulary(file)
+    vocabulary = read_vocabulary(metadata)
     values |= {
         "vocab_size": _vocab_size(file, len(vocabulary.texts) if vocabulary else 0),
         "eos_token_id": list(vocabulary.stop_token_ids) if vocabulary else [],
@@ -137,13 +139,11 @@ def read_gguf_fields(path: Path) -> GgufFields:
     return GgufFields(path, {field: value for field, value in values.items() if value is not None}, keys)
 
 
-def _check_kind(file: GgufFile, architecture: str) -> None:
-    """Raise for files that are not one whole model, and for what such a model computes and this engine does not."""
+def _check_kind(file: GgufModel, architecture: str) -> None:
+    """Raise for files that are no model, and for what such a model computes and this engine does not."""
     metadata, family = file.metadata, find_family(file)
     if metadata.string("general.type") not in (None, "model"):
         raise metadata.unsupported("general.type", "model")
-    if (metadata.integer("split.count") or 1) > 1:
-        raise metadata.unsupported("split.count", "1: the parts of a split model must be merged into one file first")
     for key, value in metadata.values.items():
         prefix, _, name = key.partition(".")
         if prefix != architecture or name in READ | family.read or name in HARMLESS:
@@ -160,7 +160,7 @@ def _entries(value: Any) -> Sequence[Any]:
     return value if isinstance(value, Sequence | memoryview) and not isinstance(value, str) else (value,)
 
 
-def _class_name(file: GgufFile, architecture: str, values: Mapping[str, Any]) -> str:
+def _class_name(file: GgufModel, architecture: str, values: Mapping[str, Any]) -> str:
     """The architecture as config.json names it. Mistral is stored as llama; a window tells it from that."""
     if values["sliding_window"] is None:
         return ARCHITECTURES[architecture]
@@ -169,25 +169,25 @@ def _class_name(file: GgufFile, architecture: str, values: Mapping[str, Any]) ->
     return "MistralForCausalLM" if architecture == "llama" else ARCHITECTURES[architecture]
 
 
-def _head_dim(file: GgufFile, architecture: str, values: Mapping[str, Any]) -> int:
+def _head_dim(file: GgufModel, architecture: str, values: Mapping[str, Any]) -> int:
     """The dimension of a head. Checks that values are as wide as keys, and that all of a head is rotated."""
     metadata, heads, width = file.metadata, values["num_attention_heads"], values["hidden_size"]
     if heads < 1 or (width % heads and values["head_dim"] is None):
         raise metadata.unsupported(f"{architecture}.attention.head_count", f"a divisor of embedding_length ({width})")
     head_dim: int = values["head_dim"] or width // heads
-    for name in ("attention.value_length", *(["rope.dimension_count"] if architecture != "phi3" else [])):
+    for name in ("attention.value_length", *([] if architecture in PARTLY_ROTATED else ["rope.dimension_count"])):
         key = f"{architecture}.{name}"
         if metadata.integer(key) not in (None, head_dim):
             raise metadata.unsupported(key, f"{head_dim}, the length of a head's keys")
     return head_dim
 
 
-def _rope(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
+def _rope(file: GgufModel, architecture: str, head_dim: int) -> dict[str, Any]:
     """The fields of ``rope_parameters``, but for the base."""
     metadata, prefix = file.metadata, f"{architecture}.rope"
     factor = metadata.number(f"{prefix}.scaling.factor") or metadata.number(f"{prefix}.scale_linear") or 1.0
     kind = metadata.string(f"{prefix}.scaling.type") or "linear"
-    if kind not in ("none", "linear", "yarn", *(["longrope"] if architecture == "phi3" else [])):
+    if kind not in ("none", "linear", "yarn", *(["longrope"] if architecture in LONG_ROPES else [])):
         raise metadata.unsupported(f"{prefix}.scaling.type", "none, linear, yarn")
     if not factor > 0:
         raise metadata.unsupported(f"{prefix}.scaling.factor", "a positive number")
@@ -208,7 +208,7 @@ def _rope(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
     return {"rope_type": kind, "factor": factor} | {name: value for name, value in optional.items() if value}
 
 
-def _vocab_size(file: GgufFile, num_tokens: int) -> int:
+def _vocab_size(file: GgufModel, num_tokens: int) -> int:
     """The rows of the embedding: at least the tokens of the vocabulary."""
     if EMBEDDING not in file.tensors:
         raise ConfigError(f"{file.path}: tensor {EMBEDDING} is missing", param="model")
@@ -220,7 +220,7 @@ def _vocab_size(file: GgufFile, num_tokens: int) -> int:
     return rows
 
 
-def _dtype(file: GgufFile) -> str:
+def _dtype(file: GgufModel) -> str:
     """float32 and float16 where all matrices are; bfloat16 for BF16, whole numbers, and mixtures."""
     kinds = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")

@@ -1,8 +1,10 @@
 """The values of GGUF tensors: blocks of packed bytes to whole numbers with scales (QuantizedWeight), or to fp32.
 
-A block of 32 values is one group of a WeightFormat, and a "K" block of 256 values is eight. Its ``GgmlType.format``
-holds every type exactly, but for Q6_K: its scales are for 16 values, so as a QuantizedWeight it is quantised again, to
-8 bits in groups of 32. As fp32 it is exact, too.
+A block of 32 values is one group of a WeightFormat, and a block of 256 values is eight. Its ``GgmlType.format`` holds
+every type exactly, but for those of FINE: their scales are for 16 values, so as a QuantizedWeight they are quantised
+again, to 8 bits in groups of 32. As fp32 they are exact, too.
+
+The 4 bits of IQ4_NL, IQ4_XS and MXFP4 are places in a table of whole numbers of 8 bits.
 
 Decoding works on some rows at a time, so that its temporary memory is bounded.
 """
@@ -18,6 +20,13 @@ VALUES_AT_ONCE = 1 << 18  # decoded together: their temporary fp32, 1 MiB, stays
 GROUP = 32
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What the 16 values of 4 bits stand for, counted from -128: (IQ4) the nearest to normally distributed weights, (E2M1) a
+# sign, two bits of exponent and one of mantissa, doubled.
+IQ4_VALUES = torch.tensor([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], dtype=torch.uint8)
+E2M1_VALUES = torch.tensor(
+    [128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116], dtype=torch.uint8
+)
+_SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)  # of the values of 2 bits in a byte
 Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # values, scales and mins of blocks: see _GROUPS
 
 
@@ -29,7 +38,7 @@ def read_float(kind: GgmlType, data: memoryview, columns: int) -> torch.Tensor:
     target = torch.empty(len(blocks), kind.values)
     step = VALUES_AT_ONCE // kind.values
     for part, some in zip(torch.split(target, step), torch.split(blocks, step), strict=True):
-        part.copy_(_q6_k(some) if kind.name == "Q6_K" else _weight(kind, some, kind.values).dequantize())
+        part.copy_(FINE[kind.name](some) if kind.name in FINE else _weight(kind, some, kind.values).dequantize())
     return target.view(-1, columns)
 
 
@@ -49,8 +58,8 @@ def _blocks(kind: GgmlType, data: memoryview) -> torch.Tensor:
 def _weight(kind: GgmlType, blocks: torch.Tensor, columns: int) -> QuantizedWeight:
     """Blocks of whole rows."""
     assert kind.format is not None
-    if kind.name == "Q6_K":
-        return quantize(_q6_k(blocks).view(-1, columns), kind.format)
+    if kind.name in FINE:
+        return quantize(FINE[kind.name](blocks).view(-1, columns), kind.format)
     values, scales, mins = _GROUPS[kind.name](blocks)
     groups = columns // GROUP
     mins = None if mins is None else mins.reshape(-1, groups)
@@ -114,11 +123,55 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _half(blocks, 0) * scales, _half(blocks, 2) * mins
 
 
+def _iq4_nl(blocks: torch.Tensor) -> Groups:
+    return _looked_up(IQ4_VALUES, _nibbles(blocks[:, 2:])), _half(blocks, 0), None
+
+
+def _iq4_xs(blocks: torch.Tensor) -> Groups:
+    """The scale of each group is an fp16 times a whole number from -32 to 31: its upper two bits lie in bytes 2 and 3,
+    those of the first group lowest, its lower four in the halves of bytes 4 to 7."""
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
+    high = (blocks[:, 2:4].unsqueeze(-1) >> _SHIFTS & 3).flatten(1)
+    scales = _half(blocks, 0) * ((low | high << 4).float() - 32)
+    return _looked_up(IQ4_VALUES, _nibbles(blocks[:, 8:].view(-1, 8, GROUP // 2))), scales, None
+
+
+def _mxfp4(blocks: torch.Tensor) -> Groups:
+    """The first byte is the exponent of the scale, 2 ** (byte - 128): the table has the values of E2M1 doubled."""
+    exponents = blocks[:, :1].int()
+    bits = torch.where(exponents < 2, (exponents + 1) << 21, (exponents - 1) << 23)  # below 2: subnormal
+    return _looked_up(E2M1_VALUES, _nibbles(blocks[:, 1:])), bits.view(torch.float32), None
+
+
+def _looked_up(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The whole numbers at these places of a table, counted from -128."""
+    return table[places.int()]
+
+
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    """[num_blocks, 256] fp32. Each 16 values have a scale in the lower half of a byte and a minimum in the upper."""
+    values = (blocks[:, 16:80].view(-1, 2, 1, GROUP) >> _SHIFTS.view(4, 1) & 3).reshape(-1, 16, 16).float()
+    scales = _half(blocks, 80) * (blocks[:, :16] & 15).float()
+    mins = _half(blocks, 82) * (blocks[:, :16] >> 4).float()
+    return (values * scales.unsqueeze(-1) - mins.unsqueeze(-1)).flatten(1)
+
+
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    """[num_blocks, 256] fp32. Two bits of each value lie together; the third one says that 4 is not to be subtracted.
+    Of the sixteen scales from -32 to 31, the lower four bits lie in the halves of eight bytes, first the lower halves,
+    and the upper two in four more bytes."""
+    low = blocks[:, 32:96].view(-1, 2, 1, GROUP) >> _SHIFTS.view(4, 1) & 3
+    high = _bits(blocks[:, :32]).transpose(1, 2).reshape(-1, 2, 4, GROUP)  # bit g of byte i: of value i in group g
+    values = (low | high << 2).view(-1, 16, 16).float() - 4
+    last = (blocks[:, 104:108].unsqueeze(1) >> _SHIFTS.view(4, 1) & 3).flatten(1)
+    scales = _half(blocks, 108) * ((_nibbles(blocks[:, 96:104]) | last << 4).float() - 32)
+    return (values * scales.unsqueeze(-1)).flatten(1)
+
+
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     """[num_blocks, 256] fp32."""
     low = _nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 2, 4, GROUP)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
-    high = blocks[:, 128:192].view(-1, 2, 1, GROUP) >> shifts & 3
+    high = blocks[:, 128:192].view(-1, 2, 1, GROUP) >> _SHIFTS.view(4, 1) & 3
     values = (low | high << 4).view(-1, 16, 16).float() - 32
     scales = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
     return (values * scales.unsqueeze(-1)).flatten(1)
@@ -133,4 +186,9 @@ _GROUPS: dict[str, Callable[[torch.Tensor], Groups]] = {
     "Q5_1": _q5_1,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
+# Types with a scale for each 16 values: blocks [num_blocks, num_bytes] to [num_blocks, values] fp32.
+FINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q6_K": _q6_k}

@@ -15,7 +15,7 @@ from diptych.control.errors import UnsupportedModelError
 from diptych.runtime.models.model_config import FULL, SLIDING
 
 if TYPE_CHECKING:
-    from diptych.runtime.gguf.gguf_file import GgufFile
+    from diptych.runtime.gguf.gguf_model import GgufModel
 
 Values = dict[str, Any]
 
@@ -56,13 +56,28 @@ EXPERT_NAMES: Mapping[str, str] = {  # a tensor of three dimensions for all expe
     "ffn_down_exps": "mlp.experts.down_proj",
     "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
 }
+GPT_OSS_NAMES: Mapping[str, str] = {
+    **{name: part for name, part in EXPERT_NAMES.items() if name != "ffn_norm"},
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks.weight": "self_attn.sinks",  # a whole name for a whole name
+    "ffn_gate_inp": "mlp.router",
+}
+GLM4_MOE_NAMES: Mapping[str, str] = {
+    **{name: part for name, part in EXPERT_NAMES.items() if name != "ffn_norm"},
+    "post_attention_norm": "post_attention_layernorm",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",  # likewise
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 EXPERT_KEYS = {  # fields of config.json by the key behind "ARCHITECTURE.", as in gguf_config.py
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
 GATING, WEIGHTS_NORM = "expert_gating_func", "expert_weights_norm"
-SOFTMAX = 1  # of GATING
+SOFTMAX, SIGMOID, SOFTMAX_OF_TOP = 1, 2, 3  # of GATING
+DRAFT_LAYERS = "nextn_predict_layers"  # of the layers that the file counts, the last ones, which are for drafts
 # tensors of numbers to divide rotary frequencies by
 FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
@@ -71,7 +86,7 @@ ROTARY_TENSORS = (FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 DEFAULT_THETA = 10_000.0
 
 
-def _nothing_more(file: GgufFile, values: Values) -> None:
+def _nothing_more(file: GgufModel, values: Values) -> None:
     """For families whose fields all architectures have."""
 
 
@@ -87,18 +102,18 @@ class GgufFamily:
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     is_interleaved: bool = False
     read: frozenset[str] = frozenset()
-    complete: Callable[[GgufFile, Values], None] = _nothing_more
+    complete: Callable[[GgufModel, Values], None] = _nothing_more
     with_experts: GgufFamily | None = None
 
 
-def find_family(file: GgufFile) -> GgufFamily:
+def find_family(file: GgufModel) -> GgufFamily:
     """The family of a file whose architecture is in GGUF_FAMILIES."""
     family = GGUF_FAMILIES[file.metadata.string("general.architecture") or ""]
     has_experts = family.with_experts is not None and bool(file.metadata.integer(_key(file, "expert_count")))
     return family.with_experts if has_experts and family.with_experts else family
 
 
-def _kinds(file: GgufFile, values: Values, pattern: int) -> list[str]:
+def _kinds(file: GgufModel, values: Values, pattern: int) -> list[str]:
     """Each layer's kind: by an array of whether it has a window, or every n-th has none. pattern: n, where the file
     does not say it."""
     num_layers, key = values["num_hidden_layers"], _key(file, "attention.sliding_window_pattern")
@@ -113,7 +128,7 @@ def _kinds(file: GgufFile, values: Values, pattern: int) -> list[str]:
     return [SLIDING if mark else FULL for mark in marks]
 
 
-def _complete_gemma(file: GgufFile, values: Values, num_layers_27b: int) -> None:
+def _complete_gemma(file: GgufModel, values: Values, num_layers_27b: int) -> None:
     """Norms hold 1 + weight; the largest model of a generation scales scores by the width of its hidden states."""
     values["norm_offset"] = 0.0
     is_27b = values["num_hidden_layers"] == num_layers_27b
@@ -124,7 +139,7 @@ def _complete_gemma(file: GgufFile, values: Values, num_layers_27b: int) -> None
             values[name] = cap or None
 
 
-def _complete_gemma2(file: GgufFile, values: Values) -> None:
+def _complete_gemma2(file: GgufModel, values: Values) -> None:
     _complete_gemma(file, values, 46)
     if file.metadata.integer(_key(file, "attention.sliding_window")) is None:
         values["sliding_window"] = 4096
@@ -134,13 +149,13 @@ def _complete_gemma2(file: GgufFile, values: Values) -> None:
         raise file.metadata.unsupported(_key(file, "rope.freq_base_swa"), f"rope.freq_base ({values['rope_theta']})")
 
 
-def _complete_gemma3(file: GgufFile, values: Values) -> None:
+def _complete_gemma3(file: GgufModel, values: Values) -> None:
     _complete_gemma(file, values, 62)
     values["layer_types"] = _kinds(file, values, 6)
     _two_ropes(values, file.metadata.number(_key(file, "rope.freq_base_swa")) or DEFAULT_THETA)
 
 
-def _complete_olmo2(file: GgufFile, values: Values) -> None:
+def _complete_olmo2(file: GgufModel, values: Values) -> None:
     if values.get("sliding_window") is None:
         return
     values["architectures"] = ["Olmo3ForCausalLM"]
@@ -154,7 +169,7 @@ def _two_ropes(values: Values, theta: float) -> None:
     values["rope_parameters"] = {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": theta}}
 
 
-def _complete_granite(file: GgufFile, values: Values) -> None:
+def _complete_granite(file: GgufModel, values: Values) -> None:
     metadata = file.metadata
     if metadata.flag(_key(file, "rope.scaling.finetuned")) is False:
         raise metadata.unsupported(_key(file, "rope.scaling.finetuned"), "true: queries and keys are rotated")
@@ -164,7 +179,7 @@ def _complete_granite(file: GgufFile, values: Values) -> None:
     values["attention_multiplier"] = metadata.number(_key(file, "attention.scale")) or values["head_dim"] ** -0.5
 
 
-def _complete_mistral3(file: GgufFile, values: Values) -> None:
+def _complete_mistral3(file: GgufModel, values: Values) -> None:
     metadata, rope = file.metadata, values["rope_parameters"]
     multiplier = metadata.number(_key(file, "rope.scaling.yarn_log_multiplier"))
     if multiplier and rope.get("rope_type") == "yarn":
@@ -175,13 +190,11 @@ def _complete_mistral3(file: GgufFile, values: Values) -> None:
         rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
 
 
-def _complete_phi3(file: GgufFile, values: Values) -> None:
+def _complete_phi3(file: GgufModel, values: Values) -> None:
     metadata, head_dim = file.metadata, values["head_dim"]
-    rotary = metadata.integer(_key(file, "rope.dimension_count")) or head_dim
-    if rotary > head_dim or rotary % 2:
-        raise metadata.unsupported(_key(file, "rope.dimension_count"), f"an even number of at most {head_dim}")
-    if rotary < head_dim:
-        values["partial_rotary_factor"] = (rotary + 0.5) / head_dim  # of which the whole part counts
+    if (share := _partial_rotary(file, head_dim)) < 1.0:
+        values["partial_rotary_factor"] = share
+    rotary = int(head_dim * share)
     original = metadata.integer(_key(file, "rope.scaling.original_context_length"))
     values["original_max_position_embeddings"] = original or values["max_position_embeddings"]
     if not {SHORT_FACTORS, LONG_FACTORS} <= file.tensors.keys():
@@ -195,26 +208,27 @@ def _complete_phi3(file: GgufFile, values: Values) -> None:
     }
 
 
-def _complete_experts(file: GgufFile, values: Values) -> bool | None:
-    """Whether the file says that weights of experts are divided by their sum."""
+def _complete_experts(file: GgufModel, values: Values, gating: int = SOFTMAX) -> bool | None:
+    """Whether the file says that weights of experts are divided by their sum. gating: that of the architecture."""
     metadata = file.metadata
     for field_name, key in EXPERT_KEYS.items():
         values[field_name] = metadata.integer(_key(file, key))
         if not values[field_name] and field_name != "moe_intermediate_size":
             raise metadata.unsupported(_key(file, key), "a whole number of at least 1")
-    if metadata.integer(_key(file, GATING)) not in (None, 0, SOFTMAX):
-        raise metadata.unsupported(_key(file, GATING), f"{SOFTMAX}: softmax")
+    if metadata.integer(_key(file, GATING)) not in (None, 0, gating):
+        name = {SOFTMAX: "softmax", SIGMOID: "sigmoid", SOFTMAX_OF_TOP: "a softmax of the chosen experts"}[gating]
+        raise metadata.unsupported(_key(file, GATING), f"{gating}: {name}")
     return metadata.flag(_key(file, WEIGHTS_NORM))
 
 
-def _complete_qwen3_moe(file: GgufFile, values: Values) -> None:
+def _complete_qwen3_moe(file: GgufModel, values: Values) -> None:
     is_normalized = _complete_experts(file, values)
     values["norm_topk_prob"] = is_normalized is not False
     if not values["moe_intermediate_size"]:
         values["moe_intermediate_size"] = values["intermediate_size"] // values["num_experts_per_tok"]
 
 
-def _complete_wide_experts(file: GgufFile, values: Values) -> bool | None:
+def _complete_wide_experts(file: GgufModel, values: Values) -> bool | None:
     """Experts that are as wide as feed_forward_length says."""
     is_normalized = _complete_experts(file, values)
     if (values.pop("moe_intermediate_size") or values["intermediate_size"]) != values["intermediate_size"]:
@@ -223,44 +237,94 @@ def _complete_wide_experts(file: GgufFile, values: Values) -> bool | None:
     return is_normalized
 
 
-def _complete_olmoe(file: GgufFile, values: Values) -> None:
+def _complete_olmoe(file: GgufModel, values: Values) -> None:
     values["norm_topk_prob"] = bool(_complete_wide_experts(file, values))
 
 
-def _complete_normalized(file: GgufFile, values: Values) -> None:
+def _complete_normalized(file: GgufModel, values: Values) -> None:
     """Experts whose weights are always divided by their sum."""
     if _complete_wide_experts(file, values) is False:
         raise file.metadata.unsupported(_key(file, WEIGHTS_NORM), "true")
 
 
-def _complete_mixtral(file: GgufFile, values: Values) -> None:
+def _complete_mixtral(file: GgufModel, values: Values) -> None:
     _complete_normalized(file, values)
     values["architectures"] = ["MixtralForCausalLM"]
 
 
-def _complete_granite_moe(file: GgufFile, values: Values) -> None:
+def _complete_granite_moe(file: GgufModel, values: Values) -> None:
     _complete_granite(file, values)
     _complete_normalized(file, values)
     values["num_local_experts"] = values.pop("num_experts")
 
 
-def rotary_factors(file: GgufFile, name: str, count: int) -> list[float]:
+def _complete_gpt_oss(file: GgufModel, values: Values) -> None:
+    _complete_experts(file, values, SOFTMAX_OF_TOP)
+    values["intermediate_size"] = values.pop("moe_intermediate_size") or values["intermediate_size"]
+    values["num_local_experts"] = values.pop("num_experts")
+    values["layer_types"] = _kinds(file, values, 2)
+    if values["rope_parameters"].get("rope_type") == "yarn":
+        values["rope_parameters"]["truncate"] = False
+
+
+def _complete_glm4_moe(file: GgufModel, values: Values) -> None:
+    metadata = file.metadata
+    values["norm_topk_prob"] = bool(_complete_experts(file, values, SIGMOID))
+    if not values["moe_intermediate_size"]:
+        key = _key(file, EXPERT_KEYS["moe_intermediate_size"])
+        raise metadata.unsupported(key, "a whole number of at least 1")
+    values["n_shared_experts"] = metadata.integer(_key(file, "expert_shared_count")) or 1
+    values["first_k_dense_replace"] = metadata.integer(_key(file, "leading_dense_block_count")) or 0
+    values["routed_scaling_factor"] = metadata.number(_key(file, "expert_weights_scale")) or 1.0
+    values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
+    drafts = metadata.integer(_key(file, DRAFT_LAYERS)) or 0
+    if not 0 <= drafts < values["num_hidden_layers"]:
+        raise metadata.unsupported(_key(file, DRAFT_LAYERS), f"below block_count ({values['num_hidden_layers']})")
+    values["num_hidden_layers"] -= drafts
+    values["partial_rotary_factor"] = _partial_rotary(file, values["head_dim"])
+
+
+def _partial_rotary(file: GgufModel, head_dim: int) -> float:
+    """The share of a head that is rotated: of the share times head_dim, the whole part counts."""
+    key = _key(file, "rope.dimension_count")
+    rotary = file.metadata.integer(key) or head_dim
+    if rotary > head_dim or rotary % 2:
+        raise file.metadata.unsupported(key, f"an even number of at most {head_dim}")
+    return (rotary + 0.5) / head_dim if rotary < head_dim else 1.0
+
+
+def _complete_phimoe(file: GgufModel, values: Values) -> None:
+    """One factor for attention, where config.json has one for short contexts and one for long ones."""
+    _complete_wide_experts(file, values)
+    _complete_phi3(file, values)
+    values["num_local_experts"] = values.pop("num_experts")
+    values["lm_head_bias"] = "output.bias" in file.tensors
+    if values["rope_parameters"]:
+        factor = values["rope_parameters"].pop("attention_factor") or 1.0
+        original = values["original_max_position_embeddings"]
+        values["rope_parameters"] |= {"short_mscale": factor, "long_mscale": factor}
+        values["rope_parameters"]["original_max_position_embeddings"] = original
+
+
+def rotary_factors(file: GgufModel, name: str, count: int) -> list[float]:
     """The numbers in one of ROTARY_TENSORS. Raises UnsupportedModelError unless their number is
     right and all are above 0."""
     tensor = file.tensors[name]
     if tensor.kind.name != "F32" or tensor.shape != (count,):
         raise UnsupportedModelError(
-            f"{file.path}: tensor {name} is {tensor.kind.name} of shape {list(tensor.shape)}; supported: F32 of shape "
-            f"[{count}]",
+            f"{file.file_of(name)}: tensor {name} is {tensor.kind.name} of shape {list(tensor.shape)}; supported: F32 "
+            f"of shape [{count}]",
             param="model",
         )
     factors = list(struct.unpack(f"<{count}f", file.data(name)))
     if not all(factor > 0 for factor in factors):
-        raise UnsupportedModelError(f"{file.path}: tensor {name} holds numbers that are not positive", param="model")
+        raise UnsupportedModelError(
+            f"{file.file_of(name)}: tensor {name} holds numbers that are not positive", param="model"
+        )
     return factors
 
 
-def _key(file: GgufFile, name: str) -> str:
+def _key(file: GgufModel, name: str) -> str:
     return f"{file.metadata.string('general.architecture')}.{name}"
 
 
@@ -272,6 +336,18 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
     "gemma2": GgufFamily("Gemma2ForCausalLM", AROUND_NAMES, read=_WINDOWS | _CAPS, complete=_complete_gemma2),
     "gemma3": GgufFamily(
         "Gemma3ForCausalLM", AROUND_NAMES, read=_WINDOWS | {"final_logit_softcapping"}, complete=_complete_gemma3
+    ),
+    "glm4moe": GgufFamily(
+        "Glm4MoeForCausalLM",
+        GLM4_MOE_NAMES,
+        read=_EXPERTS | {"expert_shared_count", "leading_dense_block_count", "expert_weights_scale", DRAFT_LAYERS},
+        complete=_complete_glm4_moe,
+    ),
+    "gpt-oss": GgufFamily(
+        "GptOssForCausalLM",
+        GPT_OSS_NAMES,
+        read=_EXPERTS | {"attention.sliding_window_pattern"},
+        complete=_complete_gpt_oss,
     ),
     "granite": GgufFamily(
         "GraniteForCausalLM",
@@ -305,10 +381,19 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
     "phi3": GgufFamily(
         "Phi3ForCausalLM", FUSED_NAMES, read=frozenset({"rope.scaling.attn_factor"}), complete=_complete_phi3
     ),
+    "phimoe": GgufFamily(
+        "PhimoeForCausalLM",
+        EXPERT_NAMES,
+        read=_EXPERTS | {"rope.scaling.attn_factor"},
+        complete=_complete_phimoe,
+    ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", EXPERT_NAMES, read=_EXPERTS, complete=_complete_qwen3_moe),
     "seed_oss": GgufFamily("SeedOssForCausalLM", SEED_NAMES),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", is_interleaved=True),
 }
-WINDOWED = ("gemma2", "gemma3", "llama", "mistral3", "olmo2", "phi3")  # a window is part of the architecture
+# a window is part of the architecture
+WINDOWED = ("gemma2", "gemma3", "gpt-oss", "llama", "mistral3", "olmo2", "phi3", "phimoe")
+LONG_ROPES = ("phi3", "phimoe")  # with factors for short and for long contexts
+PARTLY_ROTATED = ("glm4moe", "phi3")  # with rope.dimension_count below the width of a head

@@ -1,4 +1,4 @@
-"""Reads the values of a GGUF file's tensors, with the rows of queries and keys in the order that the layers expect."""
+"""Reads the values of tensors in GGUF files, with the rows of queries and keys in the order that the layers expect."""
 
 import torch
 
@@ -8,21 +8,22 @@ from diptych.runtime.weights.quantized_weight import QuantizedWeight
 
 
 class GgufReader:
-    """A TensorReader of one GGUF file."""
+    """A TensorReader of GGUF files."""
 
     def __init__(self, checkpoint: GgufCheckpoint) -> None:
         self._checkpoint = checkpoint
-        self._file = checkpoint.file
+        self._model = checkpoint.model
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        tensor = self._file.tensors[self._checkpoint.stored_names[name]]
-        shape = tensor.shape if index is None else tensor.shape[1:]
-        values = read_float(tensor.kind, self._data(name, index), shape[-1]).view(shape)
-        order = self._order(name)
+        values, order = self._values(name, index), self._order(name)
         return values if order is None else values[order]
 
+    def read_rows(self, name: str, target: torch.Tensor, first_row: int = 0, index: int | None = None) -> None:
+        values, order, kept = self._values(name, index), self._order(name), slice(first_row, first_row + len(target))
+        target.copy_(values[kept] if order is None else values[order[kept]])
+
     def read_quantized(self, name: str, index: int | None = None) -> QuantizedWeight:
-        tensor = self._file.tensors[self._checkpoint.stored_names[name]]
+        tensor = self._model.tensors[self._checkpoint.stored_names[name]]
         weight = read_quantized(tensor.kind, self._data(name, index), tensor.shape[-1])
         order = self._order(name)
         if order is None:
@@ -31,10 +32,16 @@ class GgufReader:
         return QuantizedWeight(weight.format, weight.values[order], weight.scales[order], mins)
 
     def release(self, name: str, index: int | None = None) -> None:
-        self._file.release(self._checkpoint.stored_names[name], index)
+        self._model.release(self._checkpoint.stored_names[name], index)
+
+    def _values(self, name: str, index: int | None) -> torch.Tensor:
+        """A tensor in floating point, or one matrix of it, its rows as they are stored."""
+        tensor = self._model.tensors[self._checkpoint.stored_names[name]]
+        shape = tensor.shape if index is None else tensor.shape[1:]
+        return read_float(tensor.kind, self._data(name, index), shape[-1]).view(shape)
 
     def _data(self, name: str, index: int | None) -> memoryview:
-        return self._file.data(self._checkpoint.stored_names[name], index)
+        return self._model.data(self._checkpoint.stored_names[name], index)
 
     def _order(self, name: str) -> torch.Tensor | None:
         """Which stored row goes where, if not each to its own place: of each head first the even rows, then the odd."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diptych.runtime.gguf.gguf_file import GgufFile
+from diptych.runtime.gguf.gguf_metadata import GgufMetadata
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
 ROLES = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown", "pad": "padding"}
@@ -30,9 +30,8 @@ class GgufVocabulary:
         return tuple(dict.fromkeys(found))
 
 
-def read_vocabulary(file: GgufFile) -> GgufVocabulary | None:
+def read_vocabulary(metadata: GgufMetadata) -> GgufVocabulary | None:
     """The vocabulary, or None in a file that has none. Raises UnsupportedModelError naming the key."""
-    metadata = file.metadata
     texts = metadata.strings("tokenizer.ggml.tokens")
     if texts is None:
         return None

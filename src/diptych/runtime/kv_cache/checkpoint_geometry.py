@@ -6,15 +6,18 @@ The front end sizes a pool with it before any worker runs. Never imports torch.
 from pathlib import Path
 
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
+from diptych.runtime.kv_cache.layer_groups import deal
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.weights.checkpoint import open_checkpoint, resolve_dtype_name
 
 
-def read_kv_geometry(model: str | Path, dtype: str, block_size: int) -> KVGeometry:
-    """The geometry of a checkpoint directory's KV cache; dtype: auto | bfloat16 | float32.
+def read_kv_geometry(model: str | Path, dtype: str, block_size: int, windows_below: int = 0) -> KVGeometry:
+    """The geometry of a checkpoint directory's KV cache; dtype: auto | bfloat16 | float32. windows_below: blocks that
+    lie before windows of fewer tokens than that are free for other sequences (0: all layers keep all tokens).
 
     Raises ConfigError or UnsupportedModelError for what a worker would refuse, too.
     """
     config = read_model_config(model)
     name, _ = resolve_dtype_name(dtype, config, open_checkpoint(config))
-    return KVGeometry.of(config.attention, block_size, name)
+    layers = deal(config.attention.layers, block_size, windows_below) if windows_below else None
+    return KVGeometry.of(config.attention, block_size, name, layers)

@@ -13,7 +13,11 @@ from diptych.runtime.dtypes import DTYPES
 from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.field_table import check_rope
 from diptych.runtime.models.wrappers import TextPart
-from diptych.runtime.quantization.quantization_config import QuantizationConfig, read_quantization
+from diptych.runtime.quantization.quantization_config import (
+    Fp8Quantization,
+    QuantizationConfig,
+    read_quantization,
+)
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")  # those of every family
 
@@ -73,11 +77,13 @@ class RopeConfig:
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """How one layer attends. Scores are s = scale * (q . k), with a softcap softcap * tanh(s / softcap). With a window
-    of w, a token sees itself and the w - 1 tokens before it; None: all of them."""
+    of w, a token sees itself and the w - 1 tokens before it; None: all of them. has_sinks: each head has one more
+    score, the same for all tokens, which takes its share of the softmax and has no value (Xiao et al. 2023)."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,7 @@ class ModelConfig:
     attention: AttentionConfig
     dtype: str | None
     eos_token_ids: tuple[int, ...]
-    quantization: QuantizationConfig | None
+    quantization: QuantizationConfig | Fp8Quantization | None
     notes: tuple[str, ...]
     text_part: TextPart | None
 
@@ -129,6 +135,7 @@ class ModelConfig:
 
 def read_common(fields: ConfigFields) -> dict[str, Any]:
     """The arguments of ModelConfig that every family reads alike: all but ``attention``."""
+    quantization = read_quantization(fields)
     return {
         "path": fields.model,
         "architecture": fields.values["architectures"][0],
@@ -137,8 +144,8 @@ def read_common(fields: ConfigFields) -> dict[str, Any]:
         "max_position_embeddings": fields.integer("max_position_embeddings"),
         "dtype": _dtype(fields),
         "eos_token_ids": _eos_token_ids(fields),
-        "quantization": read_quantization(fields),
-        "notes": _notes(fields),
+        "quantization": quantization,
+        "notes": (*_notes(fields), *(quantization.notes if isinstance(quantization, Fp8Quantization) else ())),
         "text_part": None,
     }
 

@@ -14,7 +14,7 @@ from diptych.control.errors import ConfigError
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # organisation/name
 HUB_ADDRESS = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+).*")
 WEIGHTS = ("*.safetensors", "*.gguf")
-SPLIT_GGUF = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
+SPLIT_GGUF = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")  # a part of a model, with its number
 
 
 def find_model(place: str | Path, environment: Mapping[str, str] = os.environ) -> Path:
@@ -83,7 +83,7 @@ def name_of(path: Path) -> str:
     for folder in (path, *path.parents):
         if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
             return folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
-    return path.name.removesuffix(".gguf")
+    return SPLIT_GGUF.sub("", path.name).removesuffix(".gguf")
 
 
 def _is_model(path: Path) -> bool:
@@ -102,7 +102,7 @@ def _model_at(path: Path) -> Path:
     if (path / "config.json").exists():
         return path
     if found := sorted(path.glob("*.gguf")):
-        raise ConfigError(_which_gguf(path, found), param="model")
+        raise ConfigError(_which_gguf(path, list(filter(_is_model, found)) or found), param="model")
     if (path / "adapter_config.json").exists():
         raise ConfigError(f"{path} is an adapter (LoRA); merge it into its model first", param="model")
     if snapshots := sorted(path.glob("snapshots/*/config.json")):

@@ -43,7 +43,9 @@ class TorchQuantizedLinear:
         self._bias, self._dtype = bias, dtype
         read = _ReadOnce(weight)
         shape = [weight.rows, weight.columns]
-        self._values = memory.new(shape, torch.int8, lambda to: to.copy_(read().values.to(torch.int16) - 128))
+        self._values = memory.new(
+            shape, torch.int8, lambda to: torch.bitwise_xor(read().values, 128, out=to.view(torch.uint8))
+        )  # less 128, as signed bytes
         self._scales = memory.new(shape[:1], torch.float32, lambda to: to.copy_(read().scales[:, 0]))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

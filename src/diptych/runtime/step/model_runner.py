@@ -17,6 +17,7 @@ stop token id) is part of StepTokens; hiding it from the client is the driver's 
 Owns the tokens, the decode batch and the KV memory. Never decides what runs, never reads a clock, never looks at text.
 """
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,8 @@ from diptych.control.step import (
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.attention.input_batch import InputBatch
-from diptych.runtime.kernels.instruction_set import AUTO, TORCH, choose
+from diptych.runtime.device.host_copies import ToDevice, memory_of
+from diptych.runtime.kernels.instruction_set import AUTO, TORCH, TRITON, choose
 from diptych.runtime.kv_cache.kv_tensors import KVTensors
 from diptych.runtime.kv_cache.layer_groups import deal
 from diptych.runtime.kv_cache.shared_pool import SharedPool
@@ -51,11 +53,13 @@ from diptych.runtime.layers.rope import RotaryTables
 from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.models.registry import MODELS, LanguageModel, read_model_config
 from diptych.runtime.ops import make_ops
-from diptych.runtime.sampling.sampler import row_as_float32, token_logprobs
+from diptych.runtime.sampling.batch_sampler import BatchSampler
+from diptych.runtime.sampling.batched_step import BatchedStepSampling
 from diptych.runtime.sampling.step_sampling import Sampled, StepSampling
 from diptych.runtime.step.cuda_graphs import GraphedModel
 from diptych.runtime.step.decode_rows import DecodeRows
 from diptych.runtime.step.draft_tokens import DraftTokens
+from diptych.runtime.step.kv_sizing import CudaUsage, MemoryTrial, kv_bytes_beside
 from diptych.runtime.step.pooling import add_rows, pool
 from diptych.runtime.step.request_state import RequestState, check_tokens
 from diptych.runtime.step.step_layout import StepLayout, lay_out_decodes, lay_out_step
@@ -65,7 +69,11 @@ from diptych.runtime.weights.shared_weights import load_shared, weights_key
 from diptych.runtime.weights.weight_format import QUANTIZATIONS
 from diptych.runtime.weights.weight_memory import PrivateMemory, WeightMemory
 
+logger = logging.getLogger(__name__)
+
 SPECULATIONS = ("auto", "on", "off")  # auto: where each row is computed the same whatever is beside it
+LEAST_BLOCKS = 16  # of a KV cache
+GIVEN_BACK = 0.05  # of the KV cache, each time that a step runs out of memory
 SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a whole prompt's would take gigabytes
 
 
@@ -73,7 +81,9 @@ SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a wh
 class RunnerConfig:
     """What to load and how much memory it may use.
 
-    dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks.
+    dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks, or
+    ``memory_share`` what share of a GPU's memory is this worker's: then the cache gets what is left of that beside the
+    weights, a step of ``max_step_tokens`` prompt tokens (None: of max_model_len) and CUDA graphs.
     max_model_len: None for what the checkpoint supports. instruction_set: the kernels, a name that
     instruction_set.choose takes for the device. quantize: weights in floating point become whole numbers, one of
     QUANTIZATIONS. shared_pool: the KV cache lies in a pool that other workers map, too; ``num_blocks`` of its blocks
@@ -82,7 +92,7 @@ class RunnerConfig:
     four on the cpu only.
     speculation: see SPECULATIONS. frees_windows: layers are dealt into groups, and blocks that lie before the window of
     a group are free for other sequences; then prefixes of prompts are found at boundaries alone (see Hit), and none is
-    handed off.
+    handed off. windows_below: a window of that many tokens or more is none (None: of max_model_len).
     """
 
     model: str | Path
@@ -91,6 +101,8 @@ class RunnerConfig:
     block_size: int = 32
     kv_bytes: int = 1 << 30
     num_blocks: int | None = None
+    memory_share: float | None = None
+    max_step_tokens: int | None = None
     num_host_blocks: int = 0
     max_num_seqs: int = 256
     max_model_len: int | None = None
@@ -101,6 +113,7 @@ class RunnerConfig:
     shared_host: int | None = None
     speculation: str = "off"
     frees_windows: bool = False
+    windows_below: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +128,8 @@ class LoadedModel:
 
 
 class ModelRunner:
-    """One model and its KV memory. drafted: what is guessed of tokens that come next (None: nothing)."""
+    """One model and its KV memory. drafted: what is guessed of tokens that come next (None: nothing). sampler: of all
+    rows of a step at once, on their device (None: row by row on the host, which is faster on a CPU)."""
 
     def __init__(
         self,
@@ -125,6 +139,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         drafted: DraftTokens | None = None,
+        sampler: BatchSampler | None = None,
     ) -> None:
         self.loaded = loaded
         self.model = model = loaded.model
@@ -134,6 +149,7 @@ class ModelRunner:
         self.block_size = attention.geometry.block_size
         self.first_block = kv.first_block
         self.num_blocks = kv.num_blocks
+        self._least_blocks = -(-kv.num_blocks // 2)  # a step that needs still more will not be saved by a smaller cache
         self.num_host_blocks = kv.num_host_blocks
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
@@ -148,7 +164,10 @@ class ModelRunner:
         self._ends_sequence = np.zeros(self.model_config.vocab_size, dtype=np.bool_)
         eos = [token for token in self.model_config.eos_token_ids if token < self.model_config.vocab_size]
         self._ends_sequence[eos] = True
+        self._to_device = ToDevice(memory_of(attention.device))
         self._sampling = StepSampling(self._batch, self._ends_sequence)
+        if sampler is not None:
+            self._sampling = BatchedStepSampling(self._batch, self._ends_sequence, sampler)
         self._draft_tokens = drafted or DraftTokens(drafts=False)
 
     def add_request(
@@ -209,18 +228,55 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:
-        """Run one step: see SchedulerOutput for the order of things. Failures of single requests are reported."""
+        """Run one step: see SchedulerOutput for the order of things. Failures of single requests are reported, and that
+        of all of them, where there was not enough memory for the step."""
         self._apply_membership(output)
         if not output.is_compute:
             return StepResult(output.step_id, payload=StepTokens([], []))
+        try:
+            return self._compute(output)
+        except torch.OutOfMemoryError as error:
+            reason = str(error)
+        # Not in the handler, whose exception keeps all tensors of the step.
+        return self._give_up(output, reason)
+
+    def _give_up(self, output: SchedulerOutput, reason: str) -> StepResult:
+        """The step ran out of memory. Its requests fail, and the KV cache leaves more to the steps that follow."""
+        self._forget_joined(output)
+        decodes = self._batch.request_ids[: output.num_decodes]
+        self.forget_graphs()
+        if self.attention.device.type == "cuda":
+            torch.cuda.empty_cache()
+        kept = self.num_blocks - max(1, int(self.num_blocks * GIVEN_BACK))
+        num_blocks = kept if kept >= self._least_blocks else 0
+        tokens = sum([chunk.num_tokens for chunk in output.prefills])
+        device = self.attention.device
+        message = f"a step of {len(decodes)} sequences and {tokens} prompt tokens ran out of memory on {device}"
+        logger.error(
+            "%s: %s The KV cache keeps %d of %d blocks", message, reason, num_blocks or self.num_blocks, self.num_blocks
+        )
+        request_ids = (*decodes, *[chunk.request_id for chunk in output.prefills])
+        return StepResult(
+            output.step_id,
+            failed=tuple([(request_id, message) for request_id in request_ids]),
+            payload=StepTokens([], []),
+            is_out_of_memory=True,
+            num_blocks=num_blocks,
+        )
+
+    def _forget_joined(self, output: SchedulerOutput) -> None:
+        """Prompts that were to join the decode batch in this step have not."""
+        for chunk in output.prefills:
+            if chunk.is_last:
+                self._batch.leave(chunk.request_id, keep_tokens=False)
+
+    def _compute(self, output: SchedulerOutput) -> StepResult:
         layout = self._lay_out(output)
         self._sampling.begin(layout)
         try:
             hidden = self.forward(layout.batch)
         except StepBrokenOff:  # it may be planned again
-            for chunk in output.prefills:
-                if chunk.is_last:
-                    self._batch.leave(chunk.request_id, keep_tokens=False)
+            self._forget_joined(output)
             raise
         prompt_logprobs = self._score_prompts(layout, hidden)
         pooled = pool(layout, self._batch, hidden)
@@ -255,6 +311,10 @@ class ModelRunner:
             self._requests.pop(request_id, None)
         for request_id in output.paused:
             batch.leave(request_id, keep_tokens=True)
+        if output.num_blocks:
+            self.kv.shrink(output.num_blocks)
+            self.num_blocks = output.num_blocks
+            self.forget_graphs()  # the cache may lie elsewhere
         # Copies in the order of SchedulerOutput: a block that is copied out here may be the target of the next copy.
         if output.swap_out:
             self.kv.copy_to_host(output.swap_out)
@@ -277,9 +337,9 @@ class ModelRunner:
             assert len(drafted) == rows.num_tokens, f"{rows.num_tokens} extra rows planned, {len(drafted)} are drafted"
             extra[batch.write_drafts(rows.request_id, drafted)] = rows.num_tokens
         if not output.prefills:
-            return lay_out_decodes(batch, extra, self.attention.device)
+            return lay_out_decodes(batch, extra, self._to_device)
         states = [self._requests[chunk.request_id] for chunk in output.prefills]
-        return lay_out_step(batch, output.num_decodes, extra, output.prefills, states, self.attention.device)
+        return lay_out_step(batch, output.num_decodes, extra, output.prefills, states, self._to_device)
 
     def _hash_full_blocks(self, layout: StepLayout) -> tuple[tuple[str, bytes], ...]:
         """Blocks with output tokens that this step completes; called before the batch advances to its new inputs."""
@@ -369,10 +429,8 @@ class ModelRunner:
                 count = min(SCORED_ROWS_AT_ONCE, chunk.scores.stop - first)
                 logits = self.model.logits(hidden[row : row + count])
                 row += count
-                entries += [
-                    token_logprobs(row_as_float32(logits, index), int(state.token_ids[first + index + 1]), num_top)
-                    for index in range(count)
-                ]
+                token_ids = state.token_ids[first + 1 : first + 1 + count].tolist()
+                entries += self._sampling.score(logits, token_ids, num_top)
             if entries:
                 scores[state.request_id] = (chunk.scores.start + 1, entries)
                 state.num_scored_tokens = chunk.scores.stop
@@ -393,9 +451,9 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     _check_cpu_only(config, device)
     instruction_set = choose(dtype, config.instruction_set, device.type)
     ops = make_ops(dtype, instruction_set)
-    layers = deal(model_config.attention.layers, config.block_size, max_model_len) if config.frees_windows else None
+    below = config.windows_below or max_model_len
+    layers = deal(model_config.attention.layers, config.block_size, below) if config.frees_windows else None
     attention = make_attention(model_config.attention, config.block_size, dtype, device, instruction_set, layers)
-    num_blocks = config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
     quantization = QUANTIZATIONS[config.quantize]
     rotary = RotaryTables(model_config.attention.head_dim, max_model_len, device)
 
@@ -413,13 +471,49 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
         (model, formats), why_private = load_shared(config.shared_weights, key, load)
     if progress is not None:
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
+    num_blocks = _num_blocks(config, model, attention, max_model_len, instruction_set)
     kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool, config.shared_host)
     empty = attention.geometry.layers.note
     loaded = LoadedModel(
         model, formats, instruction_set, "; ".join(filter(None, (note, why_private, *model_config.notes, empty)))
     )
     drafted = DraftTokens(drafts=speculates(config.speculation, instruction_set))
-    return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, drafted)
+    sampler = sampler_of(device, instruction_set)
+    return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, drafted, sampler)
+
+
+def sampler_of(device: torch.device, instruction_set: str) -> BatchSampler | None:
+    """What samples on a device; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    pick = None
+    if instruction_set == TRITON:
+        from diptych.runtime.kernels.triton_kernels.pick_tokens import pick_triton as pick
+    return BatchSampler(device, memory_of(device), pick)
+
+
+def _num_blocks(
+    config: RunnerConfig, model: LanguageModel, attention: AttentionBackend, max_model_len: int, instruction_set: str
+) -> int:
+    """Blocks of the KV cache. Raises ConfigError where no sequence would fit beside the weights on a GPU."""
+    if config.num_blocks is not None or config.memory_share is None:
+        return config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
+
+    def trial_runner(num_blocks: int) -> ModelRunner:
+        loaded, sampler = LoadedModel(model, "", instruction_set), sampler_of(attention.device, instruction_set)
+        kv = KVTensors(attention, num_blocks)
+        return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, None, sampler)
+
+    trial = MemoryTrial(trial_runner, config.block_size, min(config.max_step_tokens or max_model_len, max_model_len))
+    num_bytes = kv_bytes_beside(CudaUsage(), trial, config.memory_share)
+    num_blocks = attention.geometry.blocks_within(num_bytes)
+    if num_blocks < LEAST_BLOCKS:
+        raise ConfigError(
+            f"beside the weights, {num_bytes >> 20} MiB of the GPU are left for the KV cache; {LEAST_BLOCKS} blocks "
+            f"take {LEAST_BLOCKS * attention.geometry.block_bytes >> 20} (a smaller context makes steps smaller)",
+            param="max_model_len",
+        )
+    return num_blocks
 
 
 def speculates(speculation: str, instruction_set: str) -> bool:

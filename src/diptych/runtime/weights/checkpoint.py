@@ -79,9 +79,8 @@ def resolve_dtype_name(wanted: str, config: ModelConfig, checkpoint: Checkpoint)
         raise ConfigError(f"dtype is {wanted!r}; auto, bfloat16 or float32", param="dtype")
     own = config.dtype
     if own is None:
-        stored = next((tensor.dtype for tensor in checkpoint.tensors.values() if tensor.format is None), "")
-        dtype = DTYPES_BY_CODE.get(stored)
-        own = dtype.name if dtype else "float32"
+        stored = [tensor.dtype for tensor in checkpoint.tensors.values() if tensor.format is None]
+        own = next((DTYPES_BY_CODE[dtype].name for dtype in stored if dtype in DTYPES_BY_CODE), "float32")
     chosen = wanted if wanted != "auto" else ("bfloat16" if own == "float16" else own)
     note = f"the checkpoint is {own}; converted to {chosen}" if own == "float16" else ""
     return chosen, note

@@ -4,18 +4,25 @@ Owns: converting, fusing, and every complaint about a tensor. Never knows a mode
 shapes. At any moment at most one fused weight exists twice.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from diptych.control.errors import ConfigError
+from diptych.runtime.dtypes import FP8
 from diptych.runtime.models.experts import ExpertNames, ExpertsConfig, find_experts
 from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.weights.checkpoint import Checkpoint, resolve_dtype_name
-from diptych.runtime.weights.quantized_weight import QuantizedSource, QuantizedWeight, stack
+from diptych.runtime.weights.quantized_weight import (
+    ROWS_AT_ONCE,
+    QuantizedSource,
+    QuantizedWeight,
+    quantize_parts,
+    stack,
+)
 from diptych.runtime.weights.stored_tensor import StoredTensor, split_index, weight_name
 from diptych.runtime.weights.tensor_reader import make_reader
-from diptych.runtime.weights.weight_format import common_format
+from diptych.runtime.weights.weight_format import WeightFormat, common_format
 from diptych.runtime.weights.weight_memory import PrivateMemory, WeightMemory
 
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old exports hold; computed from the config instead
@@ -63,12 +70,14 @@ class Weights:
 
         return self.memory.new(shape, dtype or self.dtype, fill)
 
-    def fused(self, names: Sequence[str], rows: Sequence[int], *shape: int) -> torch.Tensor:
+    def fused(
+        self, names: Sequence[str], rows: Sequence[int], *shape: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Tensors of shape [rows[i], *shape] stacked along the first dimension, to pack or to give to
         ``memory.keep``. names: whole ones, or of one matrix (see split_index). Without values (device "meta") where the
-        memory is filled."""
+        memory is filled. dtype: None for the model's."""
         device = torch.device("meta") if self.memory.is_filled else self._device
-        target = torch.empty((sum(rows), *shape), dtype=self.dtype, device=device)
+        target = torch.empty((sum(rows), *shape), dtype=dtype or self.dtype, device=device)
         for name, part in zip(names, torch.split(target, list(rows)), strict=True):
             self._take(name, tuple(part.shape))
             if not self.memory.is_filled:
@@ -91,6 +100,18 @@ class Weights:
 
         return QuantizedSource(common_format(formats), sum(rows), columns, read)
 
+    def rounded(self, names: Sequence[str], rows: Sequence[int], columns: int, wanted: WeightFormat) -> QuantizedSource:
+        """Weights of shape [rows[i], columns] stacked along the first dimension, which become whole numbers as they are
+        read. names: as weight_name takes them."""
+        tensors = [weight_name(name) for name in names]
+        for tensor, count in zip(tensors, rows, strict=True):
+            self._take(tensor, (count, columns))
+
+        def read() -> QuantizedWeight:
+            return quantize_parts(self._parts(tensors), sum(rows), columns, wanted)
+
+        return QuantizedSource(wanted, sum(rows), columns, read)
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""
         return name in self._checkpoint.tensors
@@ -109,6 +130,11 @@ class Weights:
     def ignore(self, name: str) -> None:
         """A tensor that the checkpoint may hold but the model does not need."""
         self._left.pop(name, None)
+
+    def leave_out(self, prefix: str) -> None:
+        """Tensors with such names that the checkpoint may hold but the model does not need."""
+        for name in [name for name in self._left if name.startswith(prefix)]:
+            del self._left[name]
 
     def finish(self) -> None:
         """Raise ConfigError when tensors are left that the model did not ask for."""
@@ -147,8 +173,36 @@ class Weights:
             self._taken_matrices.add(name)
         self._left.pop(whole, None)
 
+    def _parts(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        """The rows of matrices, some at a time, as the model's dtype holds them; those of FP8 in fp32, so that they are
+        rounded only once more."""
+        for name in names:
+            stored = self._stored(name)
+            rows, columns = stored.shape
+            dtype = torch.float32 if stored.dtype == FP8 else self.dtype
+            for start, end in self._pieces(name, rows):
+                part = torch.empty(end - start, columns, dtype=dtype)
+                self._read_rows(name, part, start)
+                yield part
+            self._finish_reading(name)
+
+    def _pieces(self, name: str, rows: int) -> Iterator[tuple[int, int]]:
+        """First and last rows to read at once: all where the file has to be decoded whole."""
+        step = ROWS_AT_ONCE if self._stored(name).format is None else rows
+        return ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def _read_rows(self, name: str, target: torch.Tensor, first_row: int) -> None:
+        """Little more of the file is in memory than these rows, and not for long."""
+        whole, index = split_index(name)
+        self._reader.read_rows(whole, target, first_row, index)
+        self._reader.release(whole, index)
+
     def _read(self, name: str, target: torch.Tensor) -> None:
-        target.copy_(self._reader.read(*split_index(name)))
+        if target.dim() == 2:
+            for start, end in self._pieces(name, len(target)):
+                self._read_rows(name, target[start:end], start)
+        else:
+            target.copy_(self._reader.read(*split_index(name)))
         self._finish_reading(name)
 
     def _read_quantized(self, name: str) -> QuantizedWeight:

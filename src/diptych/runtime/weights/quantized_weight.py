@@ -4,7 +4,7 @@ Every source of such weights (a bf16 checkpoint with ``--quantize``, GGUF, GPTQ,
 QuantizedWeight, and every implementation of a linear layer takes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +70,24 @@ def quantize(weight: torch.Tensor, wanted: WeightFormat) -> QuantizedWeight:
 
     Scales and mins of groups are rounded to fp16, as they are kept, before the values are.
     """
-    return _concatenated([_quantize(rows.float(), wanted) for rows in torch.split(weight, ROWS_AT_ONCE)])
+    rows, columns = weight.shape
+    return quantize_parts([weight], rows, columns, wanted)
+
+
+def quantize_parts(parts: Iterable[torch.Tensor], rows: int, columns: int, wanted: WeightFormat) -> QuantizedWeight:
+    """``quantize`` of a weight [rows, columns] whose rows come in parts, so that only one of them need be in memory."""
+    groups = wanted.num_groups(columns)
+    values, scales = torch.empty(rows, columns, dtype=torch.uint8), torch.empty(rows, groups)
+    mins = torch.empty(rows, groups) if wanted.has_mins else None
+    start = 0
+    for part in parts:
+        for some in torch.split(part, ROWS_AT_ONCE):
+            made, end = _quantize(some.float(), wanted), start + len(some)
+            values[start:end], scales[start:end] = made.values, made.scales
+            if mins is not None and made.mins is not None:
+                mins[start:end] = made.mins
+            start = end
+    return QuantizedWeight(wanted, values, scales, mins)
 
 
 def _concatenated(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

@@ -2,8 +2,8 @@
 
 import torch
 
-from diptych.control.errors import UnsupportedModelError
-from diptych.runtime.dtypes import DTYPES_BY_CODE, STORED_DTYPES_BY_CODE
+from diptych.runtime.dtypes import STORED_DTYPES_BY_CODE
+from diptych.runtime.quantization.fp8_values import read_fp8
 from diptych.runtime.quantization.packed_weight import GROUP_INDICES
 from diptych.runtime.quantization.unpack import unpack_weight
 from diptych.runtime.weights.quantized_weight import QuantizedWeight
@@ -28,25 +28,34 @@ class SafetensorsReader:
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         if name in self._directory.packed:
-            return self.read_quantized(name).dequantize()
-        file = self._directory.file_of(name)
-        dtype = file.entries[name].dtype
-        if dtype not in DTYPES_BY_CODE:
-            raise UnsupportedModelError(
-                f"{file.path}: tensor {name} has dtype {dtype}; supported: {', '.join(DTYPES_BY_CODE)}", param="dtype"
-            )
-        tensor = read_tensor(file, name)
-        return tensor if index is None else tensor[index]
+            return self.read_quantized(name, index).dequantize()
+        if name not in self._directory.fp8:
+            return self._stored(name, index)
+        shape = self._directory.tensors[name].shape
+        assert index is not None or len(shape) == 2, "several matrices in FP8 are read one by one"
+        target = torch.empty(shape[-2:])
+        self.read_rows(name, target, index=index)
+        return target
+
+    def read_rows(self, name: str, target: torch.Tensor, first_row: int = 0, index: int | None = None) -> None:
+        if (weight := self._directory.fp8.get(name)) is not None:
+            values, scale = self._stored(weight.values, index), self._stored(weight.scale, index)
+            read_fp8(weight, values, scale, target, first_row)
+        else:
+            target.copy_(self.read(name, index)[first_row : first_row + len(target)])
 
     def read_quantized(self, name: str, index: int | None = None) -> QuantizedWeight:
-        assert index is None, "packed weights are matrices"
         packed = self._directory.packed[name]
+        assert (index is None) == (packed.count is None), "one weight is read at once"
         parts = {
-            suffix: read_tensor(self._directory.file_of(part), part)
-            for suffix, part in packed.parts.items()
-            if suffix not in GROUP_INDICES
+            suffix: self._stored(part, index) for suffix, part in packed.parts.items() if suffix not in GROUP_INDICES
         }
         return unpack_weight(packed, parts)
+
+    def _stored(self, part: str, index: int | None = None) -> torch.Tensor:
+        """A tensor by its name in the files, or one entry of it, as it is stored."""
+        tensor = read_tensor(self._directory.file_of(part), part)
+        return tensor if index is None else tensor[index]
 
     def release(self, name: str, index: int | None = None) -> None:
         for part in self._directory.parts_of(name):

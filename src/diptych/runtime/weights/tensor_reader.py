@@ -17,8 +17,12 @@ class TensorReader(Protocol):
     several (None: all of it)."""
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """A tensor in floating point, of the dtype that is stored, or fp32 for a weight in whole numbers. May be a view
-        of the file, good until ``release``. Raises UnsupportedModelError for a dtype that cannot be read."""
+        """A tensor in floating point, of the dtype that is stored, or fp32 for a weight in whole numbers or FP8. May be
+        a view of the file, good until ``release``."""
+        ...
+
+    def read_rows(self, name: str, target: torch.Tensor, first_row: int = 0, index: int | None = None) -> None:
+        """Fill ``target`` [n, columns] with rows of a matrix, from ``first_row`` on, as ``read`` gives them."""
         ...
 
     def read_quantized(self, name: str, index: int | None = None) -> QuantizedWeight:

@@ -88,8 +88,8 @@ WORD_RULES = {
 
 def read_gguf_tokenizer(path: Path) -> TokenizerParts:
     """The tokenizer of a GGUF file. Raises ConfigError or UnsupportedModelError that name the key."""
-    file = GgufFile(path)
-    metadata, vocabulary = file.metadata, read_vocabulary(file)
+    metadata = GgufFile(path).metadata
+    vocabulary = read_vocabulary(metadata)
     templates = {
         key.removeprefix(TEMPLATE).removeprefix(".") or "default": metadata.string(key) or ""
         for key in metadata.values

@@ -17,8 +17,6 @@ from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, LinkCosts, Role, WorkerInfo
-from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
-from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S
 from diptych.serving.fleet.fleet_options import CoreShare, FleetOptions, check_codec, divide_cores
@@ -33,6 +31,7 @@ from diptych.serving.fleet.shared_memory import (
 )
 from diptych.serving.fleet.worker_groups import copies_of
 from diptych.serving.fleet.worker_handle import WorkerSite
+from diptych.serving.kv_memory import kv_geometry_of, longest_sequence_of
 from diptych.serving.link.engine_options import EngineOptions, PoolShare, WorkerPlace, parse_cores
 from diptych.serving.link.messages import Ready
 
@@ -74,6 +73,7 @@ class FleetPlan:
             max_model_len=longest_sequence(ready),
             model_copy=self.copies[worker],
             host_domain=self.host_domain,
+            groups=tuple(ready.groups),
         )
 
     @property
@@ -115,6 +115,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
         memory = memories[copies[number]] if memories else None
         place = WorkerPlace(
             number=number,
+            num_workers=len(roles) if join is None else 1,
             role=role,
             pool=_share(memory, copies[:number].count(copies[number])),
             weights_fd=memory.weights_fd if memory else None,
@@ -131,8 +132,10 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
         own = _on_cores(wanted[number], cores[number % len(cores)] if cores else None)
         scheduler = prefill_scheduler(own.scheduler, own.slo) if role == "prefill" else own.scheduler
         told.append(msgspec.structs.replace(own, place=place, record=record, scheduler=scheduler))
-    geometry = _geometry(wanted[0])
-    links = LinkCosts(bytes_per_token=geometry.block_bytes // geometry.block_size)
+    geometry = kv_geometry_of(wanted[0])
+    groups = geometry.layers.groups
+    windows = () if geometry.layers.is_dense else tuple([group.window_tokens for group in groups])
+    links = LinkCosts(bytes_per_token=geometry.token_bytes, windows=windows)
     cluster = replace(cluster, routing=replace(cluster.routing, links=links))
     return FleetPlan(tuple(told), cluster, copies, memories, host_fds)
 
@@ -140,8 +143,17 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
 def worker_options(options: EngineOptions, fleet: FleetOptions) -> list[EngineOptions]:
     """What each worker that there may be differs in from ``options``, the fleet's, by its group. Raises ConfigError."""
     groups = fleet.groups_of_workers
+    options = _with_windows(options, fleet)
     own = {group.name: group.applied_to(options) for group in fleet.groups}
     return [own[group.name] for group in groups] + [options] * (len(fleet.slots) - len(groups))
+
+
+def _with_windows(options: EngineOptions, fleet: FleetOptions) -> EngineOptions:
+    """Which windows count: workers that hand sequences to each other lay their KV out alike, whatever the longest is
+    that each of them takes."""
+    longest = longest_sequence_of(options)
+    below = max([group.max_model_len or longest for group in fleet.groups], default=longest)
+    return msgspec.structs.replace(options, memory=msgspec.structs.replace(options.memory, windows_below=below))
 
 
 def _core_shares(options: EngineOptions, fleet: FleetOptions, processor: Processor) -> tuple[CoreShare | None, ...]:
@@ -206,23 +218,19 @@ def _may_be_gpu(options: EngineOptions) -> bool:
     return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
 
 
-def _geometry(options: EngineOptions) -> KVGeometry:
-    return read_kv_geometry(options.model, options.device.dtype, options.memory.block_size)
-
-
 def _shared_memories(options: Sequence[EngineOptions], copies: Sequence[int]) -> tuple[SharedMemory, ...]:
     """One for each copy. What no option sizes gets its part of the memory that is free before any of them is taken."""
     counts = [_num_blocks(own, len(options)) for own in options]
     memories = []
     for copy in range(max(copies) + 1):
         members = [number for number, of in enumerate(copies) if of == copy]
-        geometry = _geometry(options[members[0]])
+        geometry = kv_geometry_of(options[members[0]])
         memories.append(create_shared_memory(geometry, [counts[number] for number in members]))
     return tuple(memories)
 
 
 def _num_blocks(options: EngineOptions, num_workers: int) -> int:
-    geometry = _geometry(options)
+    geometry = kv_geometry_of(options)
     if options.memory.kv_cache_bytes is not None:
         return geometry.blocks_within(options.memory.kv_cache_bytes)
     return default_num_blocks(options, geometry, num_workers)

@@ -12,7 +12,7 @@ import msgspec
 from diptych.control.config import DTypeName, QuantizeName, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, Role
-from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
+from diptych.serving.kv_memory import kv_geometry_of
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 
 
@@ -20,9 +20,10 @@ from diptych.serving.link.engine_options import EngineOptions, parse_cores
 class WorkerGroup:
     """``replicas`` equal workers. What is None is as the fleet has it.
 
-    max_model_len: context length in tokens. kv_cache_bytes, kv_cache_tokens: of each worker, at most one of the two.
-    cores: a list of CPUs such as "0-3", which the group's workers divide, or the number of cores of each worker. dtype,
-    quantize: of its copy of the model. scheduler: all of its settings.
+    max_model_len: context length in tokens. kv_cache_bytes, kv_cache_tokens: of each worker, at most one of the two;
+    tokens as all layers would keep them, also those that attend to a window. cores: a list of CPUs such as "0-3", which
+    the group's workers divide, or the number of cores of each worker. dtype, quantize: of its copy of the model.
+    scheduler: all of its settings.
     """
 
     name: str
@@ -58,8 +59,8 @@ class WorkerGroup:
         options = msgspec.structs.replace(options, device=msgspec.structs.replace(options.device, **device), **changes)
         kv_cache_bytes = self.kv_cache_bytes
         if self.kv_cache_tokens is not None:
-            geometry = read_kv_geometry(options.model, options.device.dtype, options.memory.block_size)
-            kv_cache_bytes = -(-self.kv_cache_tokens // geometry.block_size) * geometry.block_bytes
+            geometry = kv_geometry_of(options)
+            kv_cache_bytes = geometry.blocks_for(self.kv_cache_tokens) * geometry.block_bytes
         if kv_cache_bytes is None:
             return options
         memory = msgspec.structs.replace(options.memory, kv_cache_bytes=kv_cache_bytes)
@@ -72,7 +73,7 @@ def copies_of(options: Sequence[EngineOptions], roles: Sequence[Role]) -> tuple[
     numbers: dict[object, int] = {}
     copies = []
     for own in options:
-        geometry = read_kv_geometry(own.model, own.device.dtype, own.memory.block_size)
+        geometry = kv_geometry_of(own)
         copies.append(numbers.setdefault((own.model, own.device.quantize, geometry), len(numbers)))
     for copy in numbers.values():
         of_copy = {role for role, number in zip(roles, copies, strict=True) if number == copy}

@@ -16,10 +16,8 @@ from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
 from diptych.control.recent_rows import RecentRows
 from diptych.runtime.device.compute_device import ComputeDevice, UndividedDevice
-from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.models.model_config import ModelConfig
-from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.required_packages import require_packages
 from diptych.runtime.tiers.tier_io import TierDriver
 from diptych.runtime.transfer import CONNECTORS, make_connector
@@ -30,6 +28,7 @@ from diptych.serving.answers.grammar.grammar_checker import is_installed
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.failures.recorded_cores import recent_of_engine, written_to
 from diptych.serving.fleet.shared_memory import default_num_blocks
+from diptych.serving.kv_memory import kv_geometry_of, longest_sequence_of, windows_below
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.messages import Ready
 from diptych.serving.link.recorder import Recorder, record_engine
@@ -84,7 +83,7 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
         os.nice(PREFILL_NICENESS)  # before there are threads: they inherit it
     threads = configure_threads(options.device.threads, cores, bind=owns_process and device == "cpu")
     memory = options.memory
-    geometry = read_kv_geometry(options.model, options.device.dtype, memory.block_size)
+    geometry = kv_geometry_of(options)
     config = _runner_config(options, device, geometry)
     runner = load_runner(config, lambda done, total: report("loading weights", done / max(1, total)))
     settings = engine_config(runner, options.scheduler, enable_prefix_cache=memory.prefix_cache, slo=options.slo)
@@ -106,9 +105,11 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
     compute: ComputeDevice = ThreadPool(threads)
     if device == "cuda":
         compute = multiprocessors_of(runner.attention.device, runner.forget_graphs)
-    model, loaded, capacity = runner.model_config, runner.loaded, engine.kv.capacity_tokens
+    model, loaded = runner.model_config, runner.loaded
     where = f"{threads.words if device == 'cpu' else device}, {loaded.instruction_set}"
-    cache = f"KV cache of {capacity:,} tokens ({runner.num_blocks * geometry.block_bytes / 2**30:.2f} GiB)"
+    capacity, windows = _capacity_tokens(engine), "" if engine.kv.is_dense else ", windows freed"
+    size = f"{runner.num_blocks * geometry.block_bytes / 2**30:.2f} GiB{windows}"
+    cache = f"KV cache of {capacity:,} tokens ({size})"
     description = f"{model.architecture}, {loaded.weights}, {where}, {cache}"
     ready = Ready(
         model.vocab_size,
@@ -124,13 +125,19 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
         share=compute.share,
         embedding_size=model.hidden_size,
         measured=measured,
+        groups=list(runner.groups),
     )
     driver = open_tiers(options, runner, kv_format(runner)) if memory.prefix_cache else None
     return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model), driver, recent)
 
 
-def _max_model_len(options: EngineOptions) -> int:
-    return options.max_model_len or read_model_config(options.model).max_position_embeddings
+def _capacity_tokens(engine: EngineCore) -> int:
+    """Tokens that the KV cache holds: with windows, in sequences of the greatest length, or in the longest that
+    fits."""
+    kv, length = engine.kv, engine.config.max_model_len
+    if kv.capacity_tokens < length:
+        return kv.capacity_tokens
+    return max(length, kv.layout.tokens_within(kv.pool.num_blocks - kv.config.watermark_blocks, length))
 
 
 def _load_grammars(options: EngineOptions, model: ModelConfig) -> "Grammars | None":
@@ -165,7 +172,8 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
     from diptych.runtime.kv_cache.shared_pool import SharedPool
     from diptych.runtime.step.model_runner import RunnerConfig
 
-    memory, place = options.memory, options.place
+    memory, place, below = options.memory, options.place, windows_below(options)
+    num_blocks: int | None = None
     pool, share = None, place.pool if place else None
     if share is not None:
         num_blocks = share.num_blocks
@@ -174,15 +182,17 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         if device == "cpu":
             check_kv_memory(memory.kv_cache_bytes)
         num_blocks = geometry.blocks_within(memory.kv_cache_bytes)
-    else:
-        num_blocks = default_num_blocks(options, geometry, 1, device)
+    elif device == "cpu":
+        num_blocks = default_num_blocks(options, geometry, 1)
     return RunnerConfig(
         model=options.model,
         dtype=options.device.dtype,
         device=device,
         block_size=memory.block_size,
         num_blocks=num_blocks,
-        num_host_blocks=num_host_blocks(memory, geometry, _max_model_len(options)),
+        memory_share=None if device == "cpu" else _share_of_gpu(options),
+        max_step_tokens=_max_step_tokens(options),
+        num_host_blocks=num_host_blocks(memory, geometry, longest_sequence_of(options)),
         max_num_seqs=options.scheduler.max_num_seqs,
         max_model_len=options.max_model_len,
         instruction_set=options.device.instruction_set,
@@ -191,7 +201,25 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         shared_weights=place.weights_fd if place else None,
         shared_host=place.host_fds.get(place.number) if place and device == "cpu" else None,
         speculation=options.speculation,
+        frees_windows=below > 0,
+        windows_below=below,
     )
+
+
+def _share_of_gpu(options: EngineOptions) -> float:
+    """The share of its GPU that is this worker's: ``_choose_device`` deals the workers of a host out in turn."""
+    import torch
+
+    if options.place is None:
+        return 1.0
+    num_gpus = torch.cuda.device_count()
+    return 1.0 / len(range(options.place.number % num_gpus, max(1, options.place.num_workers), num_gpus) or (0,))
+
+
+def _max_step_tokens(options: EngineOptions) -> int | None:
+    """The most tokens of a step; None where prompts run whole."""
+    scheduler = options.scheduler
+    return None if scheduler.budget.kind == "whole" else scheduler.budget.max_batched_tokens + scheduler.max_num_seqs
 
 
 def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path) -> KVConnector | None:
@@ -201,6 +229,7 @@ def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path
     if place is None:
         return None
     kind = CONNECTORS[place.transfer]
+    runner.kv.may_move = place.transfer != "nixl"  # which has registered it
     assert kind.shares_pool == (place.pool is not None), f"{place.transfer} and pool {place.pool}"
     transfer = TransferOptions(
         place.secret,
@@ -209,7 +238,8 @@ def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path
         resume_timeout_s=place.resume_timeout_s,
         encrypts=place.encrypts,
     )
-    return make_connector(place.transfer, runner.kv.layers, kv_format(runner), transfer)
+    groups = runner.kv.groups if runner.groups else ()
+    return make_connector(place.transfer, runner.kv.layers, kv_format(runner), transfer, groups)
 
 
 def kv_format(runner: "ModelRunner") -> KVFormat:
@@ -224,4 +254,5 @@ def kv_format(runner: "ModelRunner") -> KVFormat:
         dtype=str(caches[0].dtype).removeprefix("torch."),
         block_size=runner.block_size,
         layout=caches[0].device.type,
+        windows=tuple([runner.groups[group].window_tokens for group in runner.kv.groups]) if runner.groups else (),
     )

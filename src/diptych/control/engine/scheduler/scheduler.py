@@ -265,16 +265,18 @@ class Scheduler:
         off."""
         for request in self.incoming.take_delivered():
             request.handoff_end_ns = plan.now
+            if not self._kv.is_dense:
+                self._kv.end_prompt(request)
             self.batch.join(request, request.num_prompt_tokens, 1)
             tables, firsts = request.tables, request.first_blocks
             plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, tables, firsts))
         for request in self.joining.values():
+            if not self._kv.is_dense:
+                self._kv.end_prompt(request)
             if request.hands_off:
                 self.outgoing[request.request_id] = request
                 plan.paused.append(request.request_id)
             else:
-                if not self._kv.is_dense:
-                    self._kv.end_prompt(request)
                 self.batch.join(request, request.num_computed_tokens, request.num_output_tokens)
         self.joining.clear()
 
@@ -284,7 +286,7 @@ class Scheduler:
         incoming = self.incoming
         while incoming.waiting:
             request = next(iter(incoming.waiting.values()))
-            hit = self._kv.longest_hit(request)
+            hit = self._kv.admission_hit(request, self._model.prefill_work_ns)
             self._refused_incoming.clear()
             if any(stream.order_key <= request.order_key for stream in self.interrupted.values()):
                 self._refused_incoming.stand_until_departure()  # or until that stream is admitted: that is a prefill
@@ -292,9 +294,11 @@ class Scheduler:
             if not self._has_room(plan, request, hit, self._refused_incoming):
                 self._recall(plan, request)
                 return
+            if not self._kv.still_holds(hit):  # others went there
+                return
             incoming.seat(request, hit, self.block_owners.expected(request), self._kv, self._model.prefill_work_ns)
             if request.request_id not in incoming.raising:
-                plan.events.append(reservation(request, self._kv.block_size, plan.now))
+                plan.events.append(reservation(request, self._kv, plan.now))
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         """Every member of the decode batch takes a token or more; those at the end of a block get a new one first."""
@@ -415,9 +419,9 @@ class Scheduler:
             return _Verdict.PARK
         if self._order.defer(request, plan.now):
             return _Verdict.DEFER
-        hit = self._kv.longest_hit(request)
+        hit = self._kv.admission_hit(request, self._model.prefill_work_ns)
         below = self._kv.blocks_below(request, hit, self._model.prefill_work_ns)
-        start = self._kv.num_cached_tokens(request, hit) + len(below) * self._kv.block_size
+        start = self._kv.num_found_tokens(request, hit, below)
         remaining = request.num_tokens - start
         request.is_long = self._caps.is_long(request, remaining)
         is_stream = request.is_stream  # then it waits for no prompt: neither for its blocks nor for a cap
@@ -432,8 +436,10 @@ class Scheduler:
         if not self._seat(plan, request, hit):
             self._recall(plan, request)
             return _Verdict.STOP
+        if not self._kv.still_holds(hit):  # others went there
+            return _Verdict.STOP
         below = self._kv.blocks_below(request, hit, self._model.prefill_work_ns)  # less, if others went there
-        start = self._kv.num_cached_tokens(request, hit) + len(below) * self._kv.block_size
+        start = self._kv.num_found_tokens(request, hit, below)
         self.waiting.remove(request)
         self.interrupted.pop(request.request_id, None)
         is_first = request.first_step_ns is None
@@ -443,7 +449,7 @@ class Scheduler:
             request.first_step_ns = plan.now
             # Once: what a request finds after a preemption is mostly its own KV, which is no hit.
             request.num_cached_tokens = start
-        num_below = len(below) * self._kv.block_size
+        num_below = start - hit.num_device_tokens if hit.below else len(below) * self._kv.block_size
         plan.events.append(RequestAdmitted(plan.now, request.request_id, start, is_first, num_below))
         self.prefilling[request.request_id] = request
         self.early_prefills.admitted(request)
