@@ -36,7 +36,7 @@ class NativeRouting(ctypes.Structure):
     )
 
 
-class _Choice(ctypes.Structure):
+class _ExpertChoice(ctypes.Structure):
     _fields_ = (
         *_fields(ctypes.c_void_p, "logits"),
         *_fields(ctypes.c_int64, "is_wide rows"),
@@ -81,7 +81,7 @@ def choose_experts(
     rows, logits = logits.shape[0], logits.contiguous()
     chosen = torch.empty(rows, routing.top_k, dtype=torch.int64)
     weights = torch.empty(rows, routing.top_k, dtype=torch.float32)
-    call = _Choice(
+    call = _ExpertChoice(
         logits.data_ptr(), logits.dtype is torch.float32, rows, native_routing(routing, correction),
         chosen.data_ptr(), weights.data_ptr(),
     )  # fmt: skip
