@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def format(self) -> WeightFormat:
-        """Of all linear layers but the router."""
+        """The format of all linear layers but the router."""
         return WeightFormat(self.bits, 32)
 
     @property
@@ -132,7 +132,7 @@ class Stack:
         self.ops = ops
 
     def pass_of(self, num_seqs: int, new: int, before: int) -> ForwardPass:
-        """A step of so many sequences, each with ``new`` tokens behind ``before``."""
+        """A step of ``num_seqs`` sequences, each with ``new`` tokens behind ``before``."""
         return ForwardPass(batch_of(num_seqs, new, before), self.caches, self.attention)
 
     def run(self, residual: torch.Tensor, step: ForwardPass) -> None:
@@ -191,7 +191,7 @@ def in_turns(calls: Sequence[Callable[[], Any]], repetitions: int) -> list[float
 
 
 def decode_row(stack: Stack, num_seqs: int, gbps: float, repetitions: int) -> dict[str, Any]:
-    """A decode step of so many streams."""
+    """A decode step of ``num_seqs`` streams."""
     shape, step = stack.shape, stack.pass_of(num_seqs, 1, CONTEXT)
     residual = torch.randn(num_seqs, shape.hidden).to(BF16)
     touched = stack.touched(residual, step)

@@ -30,7 +30,7 @@ PAUSE_NS = 60 * NS_PER_S  # between requests
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """See main."""
+    """Add the options of ``main``."""
     parser.add_argument("--model", default="gemma-3-4b", help="of the catalogue, or a config.json")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--context", type=int, default=16_384, help="tokens of a stream at its end")
@@ -61,7 +61,7 @@ def caches(model: ModelSpec, layers: LayerGroups) -> list[tuple[str, LayerGroups
 
 
 def block_bytes(model: ModelSpec, layers: LayerGroups) -> int:
-    """Of one block, in 16 bits."""
+    """Bytes of one block, in 16 bits."""
     return BLOCK * layers.num_places * model.kv_width * 2
 
 
@@ -97,7 +97,7 @@ def memory_row(name: str, model: ModelSpec, layers: LayerGroups, options: argpar
 def hits_row(
     name: str, model: ModelSpec, layers: LayerGroups, tokens: int, options: argparse.Namespace
 ) -> dict[str, object]:
-    """Conversations that take turns, one request after the other, in the memory of so many tokens of all layers."""
+    """Conversations that take turns, one request after the other, in the memory of ``tokens`` tokens of all layers."""
     dense = LayerGroups.dense(model.attention_layers, BLOCK)
     num_blocks = tokens // BLOCK * block_bytes(model, dense) // block_bytes(model, layers)
     specs, identities = [], count(options.system)

@@ -104,7 +104,7 @@ class Case:
 
     @staticmethod
     def _mask(rng: np.random.Generator, vocab_size: int) -> bytes:
-        """Of a vocabulary that may be larger or smaller than the model's."""
+        """A mask of a vocabulary that may be larger or smaller than the model's."""
         allowed = rng.random(vocab_size + int(rng.choice([-7, 0, 9]))) < 0.2
         allowed[5] = True
         return np.packbits(allowed, bitorder="little").tobytes()

@@ -296,7 +296,7 @@ class AsyncLLM(ServedFleet):
         return generation
 
     def _check_room(self, count: int, options: RequestOptions, ready: Ready) -> None:
-        """Raise OverloadedError where so many answers more would not all be taken now, before any of them is made."""
+        """Raise OverloadedError where ``count`` answers more would not all be taken now, before any of them is made."""
         untouched = self._streams.num_awaiting_first_token
         if untouched + count > ready.max_waiting + ready.max_num_seqs:
             raise OverloadedError(f"{untouched} requests are waiting for their first token already")

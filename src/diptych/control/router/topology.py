@@ -112,7 +112,7 @@ class LinkCost:
 class LinkCosts:
     """What handing KV over costs, per level, before anything was measured. bytes_per_token: KV of one token (0: not
     known, only latencies count). windows: of each of the groups of equally many layers that share these bytes, how many
-    tokens it attends to (0: all): of the others only the newest travel ((): all do). chunk_tokens: transfers
+    tokens it attends to (0: all): only the newest of these travel ((): all attend to all). chunk_tokens: transfers
     follow the prefill in pieces of this size; the last piece cannot overlap with it. memory_latency_ns: of a handoff
     within one memory domain, where only a commit travels. far: between racks (as if two transfers at a time shared what
     a card carries)."""

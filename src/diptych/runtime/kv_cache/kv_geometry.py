@@ -58,7 +58,7 @@ class KVGeometry:
         return self.block_bytes * len(self.layers.groups) // self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold a number of tokens in all layers, as if none had a window."""
+        """How many blocks hold ``num_tokens`` tokens in all layers, as if none had a window."""
         return -(-num_tokens // self.block_size) * len(self.layers.groups)
 
     def blocks_within(self, kv_bytes: int) -> int:

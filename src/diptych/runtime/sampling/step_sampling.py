@@ -53,7 +53,7 @@ class Sampled:
 
     @classmethod
     def of(cls, num_slots: int) -> "Sampled":
-        """Of slots that have got nothing yet."""
+        """A record of slots that have got nothing yet."""
         return cls(np.zeros(num_slots, dtype=np.int64), np.zeros(num_slots, dtype=np.bool_))
 
     def fail(self, request_id: str, error: ValueError) -> None:

@@ -51,7 +51,7 @@ def _launch(kernel: "triton.JITFunction", caches: Sequence[Cache], slots: torch.
 
 @triton.jit
 def _place(num_tokens, tiles, heads, DIM: tl.constexpr, GROUPS: tl.constexpr):
-    """Of the program's tile: its first byte on the wire, and how many bytes its scales take."""
+    """Place of the program's tile: its first byte on the wire, and how many bytes its scales take."""
     tile, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     k_scales: tl.constexpr = 2 * DIM
     v_scales: tl.constexpr = 2 * TOKENS * GROUPS
@@ -88,7 +88,7 @@ def _codes_at(IS_K: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _scale_bits(maxima):
-    """Of groups with these largest magnitudes, as bits: those of their scales, and whether they hold no number."""
+    """Bits for groups with these largest magnitudes: those of their scales, and whether they hold no number."""
     bits = (maxima.to(tl.float32, bitcast=True) * (1.0 / TOP)).to(tl.int32, bitcast=True)
     bits = (bits + 0xFFFF) & -0x10000
     is_broken = maxima >= INFINITY

@@ -52,7 +52,7 @@ def _depths(values, peak, factor):
 
 @triton.jit
 def _weights(values, peak, factor):
-    """See whole_weights."""
+    """Weights of one tile, as ``whole_weights`` has them."""
     x = tl.maximum((values - peak) * factor, CUT)
     whole = x + ROUND
     x = x - (whole - ROUND)
@@ -104,8 +104,8 @@ def _bound(row, vocab_size, peak, factor, wanted, BY_WEIGHT: tl.constexpr, BLOCK
 
 @triton.jit
 def _mass(row, vocab_size, peak, factor, least, bound, BLOCK_: tl.constexpr):
-    """Of likely tokens: the weight of those above the bound; of those at the bound together, and their number. Then the
-    number of all tokens above the bound."""
+    """Sums over likely tokens: the weight of those above the bound; of those at the bound together, and their number.
+    Then the number of all tokens above the bound."""
     above = tl.zeros([BLOCK_], tl.int64)
     at_bound = tl.zeros([BLOCK_], tl.int64)
     ties = tl.zeros([BLOCK_], tl.int64)
