@@ -25,10 +25,10 @@ from setuptools.command.build_ext import build_ext
 KERNELS = "src/diptych/runtime/attention/kernels"
 SETS = ("avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
 QUANTIZED_SETS = tuple(f"quantized_{name}" for name in ("avx2", "avx2_vnni", "avx512", "avx512_vnni"))
-SOURCES = ("cpu", "threads", "native", "pack", "codec", *SETS, *QUANTIZED_SETS)
+SOURCES = ("cpu", "threads", "native", "pack", "codec", "sampling", *SETS, *QUANTIZED_SETS)
 VECTORS = ("vector_avx2", "vector_avx512", "arithmetic", "exponential", "tiles", "amx_tiles", "emulated_tiles")
 QUANTIZED = ("quantized_gemm", "quantized_tiles", "whole_numbers")
-PARTS = ("gemm", "elementwise", "attention", "decode_step", "experts", "barrier")
+PARTS = ("gemm", "elementwise", "attention", "decode_step", "mixture", "routing", "experts", "barrier")
 HEADERS = ("kernels", "kernel_set", *PARTS, *QUANTIZED, *VECTORS)
 
 

@@ -1,6 +1,6 @@
 """What batches cost: memory, other requests beside them, idle time that they use.
 
-    python benchmarks/batches.py memory [--lines 100000]              resident memory while a file of so many lines runs
+    python benchmarks/batches.py memory [--lines 100000]              resident memory while a file of --lines lines runs
     python benchmarks/batches.py beside MODEL [--seconds 40]          other requests beside a batch; idle time used
     (each with [--json FILE])
 
@@ -152,7 +152,7 @@ class Others:
 
 
 def figures(what: str, others: list[Others]) -> dict[str, Any]:
-    """Of all requests of these runs."""
+    """The figures of all requests of these runs."""
     ttfts = sorted(seconds for run in others for seconds in run.ttfts)
     gaps = sorted(seconds for run in others for seconds in run.gaps)
     return {

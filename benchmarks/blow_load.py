@@ -107,7 +107,7 @@ def questions(seed: int) -> list[Question]:
 
 @dataclass
 class Event:
-    """Of a stream. id: "" without."""
+    """An event of a stream. id: "" where it has none."""
 
     data: str
     id: str = ""
@@ -215,7 +215,7 @@ class Client:
     # -- streams ------------------------------------------------------------------------------------------------------
 
     async def events(self, question: Question, *headers: str) -> AsyncIterator[Event]:
-        """Of a stream, up to its end. Raises Refused, Broken, OSError."""
+        """The events of a stream, up to its end. Raises Refused, Broken, OSError."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 22)
         try:
             writer.write(http_request("POST", question.path, question.body, "Connection: close", *headers))

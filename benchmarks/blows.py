@@ -360,13 +360,13 @@ async def without_memory(process: psutil.Process, rng: random.Random) -> str:
 
 
 async def worker_memory(fleet: Fleet, rng: random.Random) -> str:
-    """Of a worker."""
+    """Take memory from a worker."""
     workers = fleet.workers()
     return await without_memory(rng.choice(workers), rng) if workers else "nobody there"
 
 
 async def front_memory(fleet: Fleet, rng: random.Random) -> str:
-    """Of the front end."""
+    """Take memory from the front end."""
     assert fleet.front is not None
     fleet.is_struck = True  # up to the next front end: what failed here may end it later
     said = await without_memory(psutil.Process(fleet.front.pid), rng)
@@ -546,7 +546,7 @@ async def strike_all(options: argparse.Namespace, first: int, write: Callable[[d
 
 
 async def _strike_one(run: Run, num_blows: int, end: float) -> None:
-    """Of one fleet, up to so many blows or the time ``end``."""
+    """Strike one fleet, until ``num_blows`` have fallen or the time ``end`` has come."""
     await run.fleet.open()
     await Client(run.fleet.port, run.allows).learn(run.asked)
     run.begin_load()
@@ -564,7 +564,7 @@ async def _strike_one(run: Run, num_blows: int, end: float) -> None:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Of a file of rows; one that was cut at the end is left out."""
+    """The rows of a file; one that was cut at the end is left out."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):

@@ -121,7 +121,7 @@ def best_of(calls: Sequence[Callable[[], Any]], repetitions: int) -> list[float]
 
 
 def measure_ceilings(repetitions: int) -> dict[str, float]:
-    """Of as many threads together as torch has: ``KIND_gflops`` of each kind of products that there is, and
+    """Ceilings of as many threads together as torch has: ``KIND_gflops`` of each kind of products that there is, and
     ``read_gbps``, streaming from memory. Empty without a compiler."""
     if shutil.which("g++") is None:
         return {}

@@ -319,7 +319,7 @@ async def change_worker(server: ServerProcess, kind: str, rng: random.Random) ->
     """Give a worker another role, or drain it for a while. Returns how many changes the server made: it refuses one
     that would leave no worker for a phase."""
     workers = (await asyncio.to_thread(server.call, "/admin/workers"))["workers"]
-    chosen = rng.choice(workers)
+    chosen = rng.choice([worker for worker in workers if worker["state"] != "stopped"])  # those are only remembered
     path = f"/admin/workers/{chosen['worker']}"
     if kind == "role":
         role = rng.choice([role for role in ("prefill", "decode", "both") if role != chosen["role"]])

@@ -77,16 +77,16 @@ class Sent:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> "Sent":
-        """Of a record of ``diptych bench``."""
+        """The request of a record of ``diptych bench``."""
         return cls(row["arrival_s"], row["ttft_s"], row["e2e_s"] - row["ttft_s"], row["tpot_s"] or 0.0)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a server gets, with these mean lengths: prompts that fill ``use`` of its time, or so many ``streams``
-    at once (whichever is given), times a scale. A document every tenth request where ``document`` is given;
-    ``flood_s``: a job's requests of so many seconds of work at once after a quarter of the time, which do not say that
-    they are of class batch (those that do give way)."""
+    """What a server gets, with these mean lengths: prompts that fill ``use`` of its time, or this number of ``streams``
+    at once (whichever is given), times a scale. A document every tenth request where ``document`` is given; flood_s:
+    seconds of work in a job's requests, which come at once after a quarter of the time and do not say that they are of
+    class batch (those that do give way)."""
 
     use: float = 0.0
     streams: float = 0.0
@@ -178,7 +178,7 @@ def slow_reader(seconds: float) -> None:
 
 
 def conversations(first_token: Callable[[int, float], int], length: int = 1500) -> Callable[[float], None]:
-    """Sessions that resend a beginning of so many tokens, whose first token is ``first_token(turn, share of the time
+    """Sessions that resend a beginning of ``length`` tokens, whose first is ``first_token(turn, share of the time
     that is over)``."""
 
     def run(seconds: float) -> None:
@@ -262,7 +262,7 @@ CASES = {
 
 
 def measured_speed(documents: Iterable[int]) -> Speed:
-    """Of the server that is up, alone: the best of three prompts and answers, and of three documents of each length."""
+    """Speed of the server, alone: the best of three prompts and answers, and of three documents of each length."""
     prompts, answers = [], []
     for number in range(3):
         prompts.append(_seconds(2000, 1, 100 + number) / 2000)
@@ -283,7 +283,7 @@ def _seconds(num_prompt_tokens: int, max_tokens: int, first_token: int) -> float
 
 
 def kv_bytes_per_token(model: Path) -> int:
-    """Of 16-bit keys and values."""
+    """Bytes per token of 16-bit keys and values."""
     config = json.loads((model / "config.json").read_text())
     heads = config.get("num_key_value_heads", config["num_attention_heads"])
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -335,7 +335,7 @@ def lengths_of(load: Load) -> tuple[int, int, int]:
 
 
 def objectives(latencies: tuple[float, float], factors: tuple[float, float]) -> tuple[float, float]:
-    """Of TTFT and TPOT, in milliseconds."""
+    """Objectives of TTFT and TPOT, in milliseconds."""
     ttft_ms, tpot_ms = (max(1.0, factor * value * 1000) for value, factor in zip(latencies, factors, strict=True))
     return round(ttft_ms, 1), round(tpot_ms, 1)
 
@@ -347,7 +347,7 @@ def as_option(objective: tuple[float, float]) -> str:
 
 def missed_by_clients(found: dict[str, Any], objective: tuple[float, float], seconds: float) -> float:
     """Share of the requests that missed an objective as their client saw it: of those that ended in about the window of
-    the diagnosis, in a load of so many seconds."""
+    the diagnosis, in a load that took ``seconds``."""
     ttft_s, tpot_s = (value / 1000 for value in objective)
     begin_s = 2 * seconds / 3 - BENCH_STARTS_S
     missed = [

@@ -9,7 +9,7 @@ It prints its address. A request may hold ``"fake": {...}`` with
     roles             the stream starts with an event that only names a role, and ends with an event without text
     stall_at, stall_ms  a pause before that token
     fail              "status": HTTP 500; "break": the connection ends in the middle
-With --slots N only so many requests are worked on at once; others wait in order. The final usage says when the request
+With --slots N at most N requests are worked on at once; others wait in order. The final usage says when the request
 was read and the first and last token were written (nanoseconds of the monotonic clock): a client's delay is known then.
 """
 

@@ -21,7 +21,7 @@ seconds after an attack count for neither. Of both: the median and p99, and p99 
 attack "nothing" sends nothing: its multiple is the noise. Of the front end: RSS and PSS before, at the most, and until
 RSS is back within 10 % of what it was before (at the longest MEMORY_S after the attack). Of the attacker: the calls
 that ended otherwise than documented. With --json each row is written when its attack is over; --resume leaves out what
-is there, and --for begins no attack after so many seconds: the same command again goes on.
+is there, and --for begins no attack when its seconds are over: the same command again goes on.
 """
 
 import argparse
@@ -149,7 +149,7 @@ async def read_pages(address: tuple[str, int], number: int, over: asyncio.Event,
 
 
 def stream_requests(model: str) -> list[bytes]:
-    """Of the running streams."""
+    """The requests of the running streams."""
     rng, requests = random.Random(1), []
     for number in range(NUM_STREAMS):
         words = " ".join(rng.choice(("def", "return", "import", "class", "for")) for _ in range(8))
@@ -222,7 +222,7 @@ def served(options: argparse.Namespace, has_workers: bool) -> Iterator[tuple[int
 
 @dataclass
 class Memory:
-    """Of the front end, with its children where it is a guide: samples by time, in MiB."""
+    """Memory of the front end, with its children where it is a guide: samples by time, in MiB."""
 
     pid: int
     has_children: bool
@@ -240,7 +240,7 @@ class Memory:
         return None
 
     def settle(self, most_s: float) -> None:
-        """Wait until RSS stands still, at the longest so many seconds. The samples of that time are not kept."""
+        """Wait until RSS stands still, at most ``most_s`` seconds. The samples of that time are not kept."""
         started, rss = time.monotonic(), 0.0
         while (now := self.now()["rss"]) > rss * SETTLED and time.monotonic() < started + most_s:
             rss = now
@@ -267,7 +267,7 @@ class Course:
     back_s: float | None = None
 
     def split(self, waits: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-        """Of (end, length): those of the calm, and those that an attack was on in."""
+        """The waits (end, length) of the calm, and those during which an attack was on."""
         calm = [
             length for end, length in waits if any(start <= end - length and end < over for start, over in self.calms)
         ]
@@ -358,7 +358,7 @@ class Attacked:
 def row_of(
     attack: Attack, server: Server, felt: Felt, course: Course, memory: Sequence[tuple[float, dict[str, float]]]
 ) -> dict[str, Any]:
-    """Of the table. memory: samples by time."""
+    """A row of the table. memory: samples by time."""
     row: dict[str, Any] = {"attack": attack.name}
     for name, waits in (("gap", felt.gaps), ("TTFT", felt.firsts)):
         calm, attacked = course.split(waits)
@@ -381,7 +381,7 @@ def row_of(
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The smallest value that so many percent do not exceed; None of none."""
+    """The smallest value that ``percent`` of all do not exceed; None of none."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
@@ -413,7 +413,7 @@ def chosen(options: argparse.Namespace) -> list[Attack]:
 
 
 def read_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of an earlier run that is gone on with. Raises ValueError where it was run with other options."""
+    """The rows of an earlier run that is gone on with. Raises ValueError where it was run with other options."""
     path = Path(options.json)
     if not (options.resume and path.exists()):
         return []
@@ -432,7 +432,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def options_of() -> argparse.Namespace:
-    """Of the command line."""
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="instead of the bundled one")
     parser.add_argument("--only", nargs="+", choices=[attack.name for attack in ATTACKS], metavar="NAME")

@@ -110,7 +110,7 @@ def _deep(depth: int) -> bytes:
 
 
 def _padded(size: int) -> bytes:
-    """JSON of so many bytes: one long text of words."""
+    """JSON of ``size`` bytes: one long text of words."""
     return json.dumps({"prompt": "word " * (size // 5 - 20), "max_tokens": 1}).encode()
 
 

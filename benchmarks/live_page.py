@@ -151,7 +151,7 @@ def measure_guide(address: str, pid: int) -> dict[str, Any]:
 
 
 def measure_sliders(browser: Any, address: str, server: str) -> list[dict[str, Any]]:
-    """Of each chapter: milliseconds from a slider to the picture. server: what it does meanwhile."""
+    """Measure for each chapter the milliseconds from a slider to the picture. server: what it does meanwhile."""
     rows = []
     for name in CHAPTERS[:-1]:  # the last one computes when it is asked to
         page = browser.new_page(viewport=DESKTOP)

@@ -11,11 +11,14 @@ import argparse
 import asyncio
 import contextlib
 import json
+import shutil
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import msgspec
@@ -27,14 +30,19 @@ from tests.serving.fake_llm import FakeLLM  # noqa: E402
 from tests.serving.tool_model import tool_model  # noqa: E402
 
 from diptych.runtime.device.garbage import leave_alone_what_is_loaded  # noqa: E402
+from diptych.serving import edge_limits  # noqa: E402
 from diptych.serving.answers.tokenizer import Tokenizer  # noqa: E402
 from diptych.serving.api.app import build_app  # noqa: E402
+from diptych.serving.batches.batch_records import BatchLimits  # noqa: E402
+from diptych.serving.batches.batch_service import BatchOptions, BatchService  # noqa: E402
 from diptych.serving.edge_limits import MESSAGES  # noqa: E402
 from diptych.serving.front.engine_spec import EngineSpec  # noqa: E402
 
 CASE_S = 60.0  # a reply that has not begun by then counts as none
 MOST_BYTES = (16 << 20) - 65_536
-Body = Callable[[], dict[str, Any]]
+RECEIVED_BYTES = 65_536  # that a connection hands on at once
+BATCH_LINES = 4000  # of the batch that is run to its end
+RUN_S = 45.0  # a batch that has not ended by then is cancelled
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -72,31 +80,54 @@ class Turns:
             self.gap_ms, last = max(self.gap_ms, (now - last) * 1e3), now
 
 
-async def post(app: Any, path: str, data: bytes) -> tuple[int, int]:
-    """The status of the reply, and its length."""
+@dataclass(frozen=True)
+class Ask:
+    """A request. piece_bytes: of its body, that arrive at once (0: all of it)."""
+
+    path: str
+    body: bytes = b""
+    method: str = "POST"
+    content_type: str = "application/json"
+    piece_bytes: int = 0
+
+
+def asks_of(cases: dict[str, tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, Ask]]:
+    """The requests of cases, each encoded when its turn comes."""
+    for name, (path, body) in cases.items():
+        yield name, Ask(path, msgspec.json.encode(body))
+
+
+async def sent(app: Any, ask: Ask) -> tuple[int, int, bytes]:
+    """The status of the reply, its length, and its first bytes."""
+    path, _, query = ask.path.partition("?")
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 8000), "extensions": {}, "state": {},
-        "headers": [(b"host", b"127.0.0.1:8000"), (b"content-type", b"application/json"),
-                    (b"content-length", str(len(data)).encode())],
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": ask.method, "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": query.encode(), "root_path": "",
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000), "extensions": {}, "state": {},
+        "headers": [(b"host", b"127.0.0.1:8000"), (b"content-type", ask.content_type.encode()),
+                    (b"content-length", str(len(ask.body)).encode())],
     }  # fmt: skip
-    messages = [{"type": "http.request", "body": data, "more_body": False}]
-    found = [0, 0]
+    size, at, found, head = ask.piece_bytes or max(1, len(ask.body)), 0, [0, 0], bytearray()
+    has_ended = False
 
     async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()
-        raise AssertionError
+        nonlocal at, has_ended
+        if has_ended:
+            await asyncio.Event().wait()
+        piece, at = ask.body[at : at + size], at + size
+        has_ended = at >= len(ask.body)
+        return {"type": "http.request", "body": piece, "more_body": not has_ended}
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
             found[0] = message["status"]
-        found[1] += len(message.get("body", b""))
+        body = message.get("body", b"")
+        found[1] += len(body)
+        if len(head) < RECEIVED_BYTES:
+            head.extend(body)
 
     await app(scope, receive, send)
-    return found[0], found[1]
+    return found[0], found[1], bytes(head)
 
 
 def conversations(count: int, most: int) -> dict[str, dict[str, Any]]:
@@ -215,6 +246,11 @@ def front_cases(count: int) -> dict[str, tuple[str, dict[str, Any]]]:
     cases["front completions, ids"] = "/v1/completions", {"prompt": [1] * (1 << 22), **few}
     cases["front completions, prompts"] = "/v1/completions", {"prompt": ["a"] * (1 << 18), **few}
     cases["front embeddings, texts"] = "/v1/embeddings", {"input": ["a"] * (1 << 18)}
+    # The make-believe engines know neither of these: what they answer is 404, when all was read and sent on.
+    documents = {"query": "a", "documents": ["a"] * (1 << 18)}
+    cases["front rerank, documents"] = "/v1/rerank", documents
+    cases["front rerank, long documents"] = "/v1/rerank", {"query": "a", "documents": ["word " * 50_000] * 60}
+    cases["front score, texts"] = "/v1/score", {"text_1": "a", "text_2": ["a"] * (1 << 18)}
     cases["front chat, unknown fields"] = (
         "/v1/chat/completions",
         {"messages": [], **{f"field {number}": 1 for number in range(200_000)}},
@@ -240,30 +276,125 @@ async def engines(count: int) -> AsyncIterator[list[EngineSpec]]:
             await process.wait()
 
 
-async def measured(app: Any, cases: dict[str, tuple[str, dict[str, Any]]], only: str) -> AsyncIterator[dict[str, Any]]:
-    """Figures of each case."""
-    for name, (path, body) in cases.items():
-        if only not in name:
-            continue
-        data = msgspec.json.encode(body)
-        await post(app, path, b'{"x":')  # what is made at the first request
-        turns = Turns()
-        with turns.watched():
-            ticker = asyncio.create_task(turns.tick())
-            await asyncio.sleep(0.01)
-            begin = time.perf_counter()
-            try:
-                async with asyncio.timeout(CASE_S):
-                    status, size = await post(app, path, data)
-            except TimeoutError:
-                status, size = 0, 0
-            took_s = time.perf_counter() - begin
-            await asyncio.sleep(0.01)
-            ticker.cancel()
-        yield {
-            "name": name, "status": status, "sent": len(data), "got": size, "s": round(took_s, 2),
-            "turn_ms": round(turns.turn_ms, 1), "gap_ms": round(turns.gap_ms, 1), "what": turns.what,
-        }  # fmt: skip
+def form_of(content: bytes, *, num_fields: int = 0) -> tuple[bytes, str]:
+    """An upload as a client sends it, and its content type. num_fields: beside the purpose and the file."""
+    bound = b"--loop-gaps\r\nContent-Disposition: form-data; name="
+    parts = [bound + b'"purpose"\r\n\r\nbatch\r\n']
+    parts += [bound + b'"field %d"\r\n\r\n%b\r\n' % (number, b"a" * 1000) for number in range(num_fields)]
+    parts += [bound + b'"file"; filename="in.jsonl"\r\n\r\n', content, b"\r\n--loop-gaps--\r\n"]
+    return b"".join(parts), "multipart/form-data; boundary=loop-gaps"
+
+
+def lines_of(count: int, **body: Any) -> bytes:
+    """A file of lines for a batch."""
+    line = {"method": "POST", "url": "/v1/completions", "body": {"prompt": [5, 6], "max_tokens": 2, **body}}
+    return b"".join(msgspec.json.encode({"custom_id": f"line {number}", **line}) + b"\n" for number in range(count))
+
+
+class BatchCases:
+    """What is asked of the routes of files and batches, one after the other: a case uses what those before it made."""
+
+    def __init__(self, app: Any, service: BatchService) -> None:
+        self._app = app
+        self._service = service
+
+    def _upload(self, content: bytes, **more: int) -> Ask:
+        body, content_type = form_of(content, **more)
+        return Ask("/v1/files", body, content_type=content_type, piece_bytes=RECEIVED_BYTES)
+
+    async def _kept(self, content: bytes) -> str:
+        """The id of a file that was uploaded, with nothing measured."""
+        _, _, reply = await sent(self._app, self._upload(content))
+        return str(json.loads(reply)["id"])
+
+    def _batch(self, file: str) -> Ask:
+        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        return Ask("/v1/batches", msgspec.json.encode(body))
+
+    def _many_files(self) -> None:
+        """As many as are kept, of one line each."""
+        store = self._service.store
+        with store.tables.begin():
+            for number in range(edge_limits.FILES - store.tables.count_files()[0]):
+                file = self._service.new_file(f"file-{number:032x}", "", "in.jsonl", 0, None)
+                store.path(file.id).touch(mode=0o600)
+                store.tables.add_file(file)
+
+    async def asks(self) -> AsyncIterator[tuple[str, Ask]]:
+        """Name and request. What is asked of a batch is measured until it has ended."""
+        largest = b"x" * 1000 + b"\n"
+        yield "files, largest upload", self._upload(largest * (edge_limits.FILE_BYTES // len(largest)))
+        yield "files, upload of one line", self._upload(b"x" * (64 << 20))
+        yield "files, upload of many fields", self._upload(b"{}", num_fields=edge_limits.FORM_PARTS - 2)
+        file = await self._kept(lines_of(200_000))
+        yield "files, content", Ask(f"/v1/files/{file}/content", method="GET")
+        yield "files, delete", Ask(f"/v1/files/{file}", method="DELETE")
+        yield "batches, run", self._batch(await self._kept(lines_of(BATCH_LINES)))
+        yield "batches, all lines refused", self._batch(await self._kept(lines_of(BATCH_LINES, max_tokens=-1)))
+        yield "batches, most lines", self._batch(await self._kept(lines_of(edge_limits.BATCH_LINES)))
+        yield "batches, no line is JSON", self._batch(await self._kept(b"x\n" * edge_limits.BATCH_LINES))
+        yield "batches, long lines", self._batch(await self._kept(lines_of(4, prompt="word " * (MOST_BYTES // 5))))
+        wrong = self._batch(await self._kept(b"x\n" * edge_limits.BATCH_FAULTS))
+        for _ in range(edge_limits.LISTED_BATCHES):
+            _, _, reply = await sent(self._app, wrong)
+            await self.ended(reply)
+        yield "batches, list", Ask(f"/v1/batches?limit={edge_limits.LISTED_BATCHES}", method="GET")
+        await self._service.in_thread(self._many_files)
+        yield "files, longest list", Ask(f"/v1/files?limit={edge_limits.LISTED_FILES}", method="GET")
+
+    async def ended(self, reply: bytes) -> None:
+        """Wait until a batch that was created has ended, or cancel it."""
+        batch_id, end_s = json.loads(reply)["id"], time.monotonic() + RUN_S
+        while True:
+            if (await self._service.batch(batch_id, "")).status in ("completed", "failed", "expired", "cancelled"):
+                return
+            if time.monotonic() > end_s:
+                end_s = float("inf")
+                await sent(self._app, Ask(f"/v1/batches/{batch_id}/cancel"))
+            await asyncio.sleep(0.05)
+
+
+async def measured(app: Any, name: str, ask: Ask, until: Callable[[bytes], Any] | None = None) -> dict[str, Any]:
+    """Figures of a case. until: what is waited for after the reply, from its bytes."""
+    if ask.method == "POST":
+        await sent(app, Ask(ask.path, b'{"x":'))  # what is made at the first request
+    turns = Turns()
+    with turns.watched():
+        ticker = asyncio.create_task(turns.tick())
+        await asyncio.sleep(0.01)
+        begin = time.perf_counter()
+        try:
+            async with asyncio.timeout(CASE_S):
+                status, size, reply = await sent(app, ask)
+                if until is not None and status == 200:
+                    await until(reply)
+        except TimeoutError:
+            status, size = 0, 0
+        took_s = time.perf_counter() - begin
+        await asyncio.sleep(0.01)
+        ticker.cancel()
+    return {
+        "name": name, "status": status, "sent": len(ask.body), "got": size, "s": round(took_s, 2),
+        "turn_ms": round(turns.turn_ms, 1), "gap_ms": round(turns.gap_ms, 1), "what": turns.what,
+    }  # fmt: skip
+
+
+async def of_batches(only: str) -> AsyncIterator[dict[str, Any]]:
+    """Figures of the routes of files and batches."""
+    folder = Path(mkdtemp(prefix="loop-gaps-"))
+    service = BatchService(BatchOptions(folder / "batches", BatchLimits()))
+    try:
+        app = build_app(FakeLLM(), "m", batches=service)  # type: ignore[arg-type]
+        service.start()
+        cases = BatchCases(app, service)
+        async for name, ask in cases.asks():
+            if only in name:
+                until = cases.ended if ask.path == "/v1/batches" else None
+                yield await measured(app, name, ask, until)
+        await service.stop()
+    finally:
+        service.close()
+        shutil.rmtree(folder)
 
 
 async def main() -> None:
@@ -284,13 +415,17 @@ async def main() -> None:
     model = directory if directory.exists() else tool_model(directory)
     leave_alone_what_is_loaded()  # as servers do
     app = build_app(FakeLLM(tokenizer=Tokenizer(model)), "m")  # type: ignore[arg-type]
-    async for row in measured(app, serve_cases(given.count), given.only):
+    for name, ask in asks_of(serve_cases(given.count)):
+        if given.only in name:
+            show(await measured(app, name, ask))
+    async for row in of_batches(given.only):
         show(row)
     leave_alone_what_is_loaded()
     async with engines(2) as specs, fronted(specs=specs) as client:
         front_app = client.http._transport.app  # type: ignore[attr-defined]
-        async for row in measured(front_app, front_cases(given.count), given.only):
-            show(row)
+        for name, ask in asks_of(front_cases(given.count)):
+            if given.only in name:
+                show(await measured(front_app, name, ask))
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))
 

@@ -114,7 +114,7 @@ class Reply:
 
     @property
     def status(self) -> str:
-        """Of three digits, or what stands there."""
+        """The status, three digits, or what stands in its place."""
         return self.beginning.partition(b" ")[2].partition(b" ")[0].decode(errors="replace")
 
 

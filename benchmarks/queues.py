@@ -145,7 +145,7 @@ def wait_for(condition: Any, seconds: float, pause_s: float = 1.0) -> bool:
 
 
 def row_of(kind: str, count: int, fates: Counter[str], memory: list[dict[str, float]], **more: Any) -> dict[str, Any]:
-    """Of the table. memory: before, at the most, after."""
+    """A row of the table. memory: before, at the most, after."""
     before, most, after = memory
     return {
         "what": kind,

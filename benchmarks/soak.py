@@ -102,7 +102,7 @@ class Outcome:
             self.fail(kind, f"{status} {said}")
 
     def row(self, given: argparse.Namespace) -> dict[str, Any]:
-        """Of the table."""
+        """The row of the table."""
         counted = [(at, value) for at, value in self.memory if at >= given.warm_up * 60]
         slope = slope_interval(*zip(*counted, strict=True)) if len(counted) >= 60 else (None, None, None)
         return {
@@ -180,7 +180,7 @@ async def ask_whole(port: int, case: Whole, outcome: Outcome) -> None:
 
 
 async def ask_stream(port: int, case: Case, hang_up: int | None, outcome: Outcome) -> None:
-    """One stream; hang_up: after so many tokens."""
+    """Ask for one stream. hang_up: the number of tokens after which it is left."""
     tokens, _, error = await ask(port, case.body, hang_up)
     begun = case.token_ids[: len(tokens)]
     if error == "hung up":
@@ -313,7 +313,8 @@ async def replace_worker(server: ServerProcess, rng: random.Random) -> int:
                 raise
             return None
 
-    workers = (await asyncio.to_thread(server.call, "/admin/workers"))["workers"]
+    known = (await asyncio.to_thread(server.call, "/admin/workers"))["workers"]
+    workers = [worker for worker in known if worker["state"] != "stopped"]  # those are only remembered
     old = rng.choice(workers)
     if len(workers) < MOST_WORKERS and await asyncio.to_thread(call, "POST", "/admin/workers") is None:
         return 0
@@ -336,12 +337,12 @@ async def watch(server: ServerProcess, outcome: Outcome, given: argparse.Namespa
 
 
 def path_of(given: argparse.Namespace) -> Path:
-    """Of the record."""
+    """The path of the record."""
     return Path(given.json) if os.sep in given.json else RESULTS / given.json
 
 
 async def soak(server: ServerProcess, given: argparse.Namespace, outcome: Outcome, folder: Path) -> None:
-    """All of it for so many minutes."""
+    """Run all of it for the minutes that are given."""
     over = asyncio.Event()
     streams, wholes = make_cases(24, VOCABULARY, LONGEST, given.seed), whole_cases()
     await calm_answers(server.port, streams, wholes)

@@ -55,7 +55,6 @@ class ScriptedSampling(StepSampling):
         self._script = script
 
     def most_likely(self, layout: StepLayout, logits: torch.Tensor) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """See StepSampling."""
         best, is_finite = super().most_likely(layout, logits)
         best = best.copy()
         for slot in range(layout.first_slot, layout.last_slot):
@@ -155,7 +154,7 @@ def one_run(
 def measure(
     runner: ModelRunner, tokenizer: Tokenizer, load: str, batch: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """One row: a load at one batch size, over so many texts that a narrow batch does not hang on one of them."""
+    """One row: a load at one batch size, over enough texts for a narrow batch not to hang on one of them."""
     clock = time.process_time_ns if options.cpu_time else time.perf_counter_ns
     ns_per_token: dict[bool, float] = {False: 0.0, True: 0.0}  # means over the batches of medians over the rounds
     drafted, accepted, same = 0, 0, True

@@ -120,7 +120,7 @@ def _parts(text: str) -> Iterator[tuple[bool, str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """See the top."""
+    """Run one of the commands that the module names. Returns the exit status."""
     if arguments == ["tables"]:
         for path, text in generated().items():
             if not path.exists() or path.read_text() != text:

@@ -43,6 +43,8 @@ TITLES = {"amx": "AMX", "avx512_bf16": "AVX512-BF16", "avx512": "AVX-512", "avx2
 PUBLISHED = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (also as `Gemma3ForConditionalGeneration`: the text part)",
+    "Glm4MoeForCausalLM": "GLM-4.5, GLM-4.5-Air and GLM-4.6",
+    "GptOssForCausalLM": "gpt-oss 20b and 120b, in MXFP4 as published or in bf16",
     "GraniteForCausalLM": "Granite 3 and 4 without experts and without state-space layers",
     "GraniteMoeForCausalLM": "Granite 3 with experts (without shared experts)",
     "LlamaForCausalLM": "Llama 2, 3, 3.1 and 3.2, SmolLM2, and others of that architecture",
@@ -73,7 +75,7 @@ Other architectures whose attention goes through the attention interface of the 
 it with `--model-impl transformers`, at PyTorch's speed and without the promise of equal bits
 ([checkpoints.md](checkpoints.md#other-classes-of-transformers)). Proven by random weights against transformers, in
 fp32: Apertus, Arcee, BitNet, Cohere, Cohere2, Dots1, Ernie4_5, Ernie4_5_Moe, Exaone4, FlexOlmo, GPTNeoX, Gemma, Glm,
-Glm4, Glm4Moe, Helium, HunYuanDenseV1, Jais2, MiniMaxM2, OPT, Olmo, Persimmon, Phi, Qwen2Moe and Starcoder2.
+Glm4, Helium, HunYuanDenseV1, Jais2, MiniMaxM2, OPT, Olmo, Persimmon, Phi, Qwen2Moe and Starcoder2.
 """
 GGUF_NOTES = {  # beside the architecture of that name, or instead of one
     "MistralForCausalLM": "as `llama`, with a window",

@@ -65,7 +65,7 @@ class Fault:
 
 
 def choose(paths: list[Path], number: int, seed: int) -> list[Fault]:
-    """So many faults, spread evenly over all places in these files where one can be made (a longer file gets more).
+    """``number`` faults, spread evenly over all places in these files where one can be made (a longer file gets more).
 
     Raises ValueError when there are fewer places than that."""
     places = [place for path in paths for place in Places(path).find()]

@@ -1,7 +1,9 @@
 """Which tests are system tests: those that say so, and whatever asks for a running server or a browser."""
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,8 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid} is a system test, which the text of its file does not show")
 
 
-def pytest_collection_finish() -> None:
-    """Take the thousands of tests and what they import out of the garbage collector's sight: a run of it takes half a
-    second otherwise, and the load generator and the loader of weights each ask for one."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Collect without looks for garbage, and take the thousands of tests and what they import out of the collector's
+    sight: a run of it takes half a second otherwise, and the load generator and the loader of weights each ask for
+    one."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()

@@ -24,6 +24,9 @@ ARCHITECTURES = {
     "GraniteMoeForCausalLM": (gguf.MODEL_ARCH.GRANITE_MOE, "granitemoe"),
     "Gemma2ForCausalLM": (gguf.MODEL_ARCH.GEMMA2, "gemma2"),
     "Gemma3ForCausalLM": (gguf.MODEL_ARCH.GEMMA3, "gemma3"),
+    "GptOssForCausalLM": (gguf.MODEL_ARCH.GPT_OSS, "gpt-oss"),
+    "Glm4MoeForCausalLM": (gguf.MODEL_ARCH.GLM4_MOE, "glm4moe"),
+    "PhimoeForCausalLM": (gguf.MODEL_ARCH.PHIMOE, "phimoe"),
     "GraniteForCausalLM": (gguf.MODEL_ARCH.GRANITE, "granite"),
     "Ministral3ForCausalLM": (gguf.MODEL_ARCH.MISTRAL3, "mistral3"),
     "Olmo2ForCausalLM": (gguf.MODEL_ARCH.OLMO2, "olmo2"),
@@ -147,12 +150,26 @@ def _own_numbers(name: str, config: Mapping[str, Any], ropes: Mapping[str, Any])
         numbers["rope.freq_base_swa"] = sliding.get("rope_theta")
     if name == "smollm3":
         numbers["attention.sliding_window"] = None
-    if count := config.get("num_experts") or config.get("num_local_experts"):
+    if count := config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts"):
         numbers["expert_count"] = count
         numbers["expert_used_count"] = config["num_experts_per_tok"]
         numbers["expert_feed_forward_length"] = config.get("moe_intermediate_size")
     if name == "qwen3moe":
         numbers |= {"attention.sliding_window": None, "expert_weights_norm": config["norm_topk_prob"]}
+    if name == "glm4moe":
+        numbers |= {
+            "expert_gating_func": 2,
+            "expert_shared_count": config["n_shared_experts"],
+            "expert_weights_norm": config["norm_topk_prob"],
+            "expert_weights_scale": config["routed_scaling_factor"],
+            "leading_dense_block_count": config["first_k_dense_replace"],
+            "rope.dimension_count": int(config["head_dim"] * ropes["partial_rotary_factor"]),
+        }
+    if name == "phimoe":
+        numbers |= {
+            "rope.scaling.original_context_length": ropes["original_max_position_embeddings"],
+            "rope.scaling.attn_factor": ropes["short_mscale"],
+        }
     if name in ("granite", "granitemoe"):
         numbers |= {
             "attention.scale": config["attention_multiplier"],
@@ -182,11 +199,14 @@ def model_tensors(directory: Path, kind: GGMLQuantizationType = F32, without: st
     for key, tensor in load_file(directory / "model.safetensors").items():
         if ".experts." in key or "_linear." in key:
             continue
+        key = key.replace("e_score_correction_bias", "e_score_correction.bias")  # as the converter calls it
         part = key.split(".")[-2]
         if name in INTERLEAVED and part in heads:  # the halves of each head, a row of each in turn
             first, second = tensor.view(heads[part], 2, -1, *tensor.shape[1:]).unbind(1)
             tensor = torch.stack((first, second), dim=2).view(tensor.shape)
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        if stored and not stored.endswith((".weight", ".bias")):
+            stored += ".weight"
         is_matrix = tensor.dim() == 2 and tensor.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
         own = kind if is_matrix else F32
         if name.startswith("gemma") and "norm" in part:
@@ -206,9 +226,16 @@ def _expert_tensors(directory: Path, kind: GGMLQuantizationType) -> dict[str, An
     """The tensors of all experts of a layer, each as one of three dimensions."""
     parts: dict[str, dict[int, torch.Tensor]] = {}
     whole: dict[str, torch.Tensor] = {}
+    biases: dict[str, torch.Tensor] = {}
     for key, tensor in load_file(directory / "model.safetensors").items():
         words = key.split(".")
-        if ".experts." in key:
+        if words[-2] == "experts":  # gates and ups alternate, and matrices have their columns first
+            middle, is_bias = f"blk.{words[2]}.ffn", words[-1].endswith("_bias")
+            turned = tensor if is_bias else tensor.transpose(1, 2)
+            pairs = {"gate": turned[:, ::2], "up": turned[:, 1::2]} if "gate_up" in words[-1] else {"down": turned}
+            for part, one in pairs.items():
+                (biases if is_bias else whole)[f"{middle}_{part}_exps"] = one
+        elif ".experts." in key:
             parts.setdefault(f"blk.{words[2]}.{EXPERT_PARTS[words[-2]]}", {})[int(words[-3])] = tensor
         elif ".input_linear." in key:
             gate, up = tensor.chunk(2, dim=1)
@@ -216,7 +243,8 @@ def _expert_tensors(directory: Path, kind: GGMLQuantizationType) -> dict[str, An
         elif ".output_linear." in key:
             whole[f"blk.{words[2]}.ffn_down_exps"] = tensor
     whole |= {name: torch.stack([one[index] for index in range(len(one))]) for name, one in parts.items()}
-    return {
+    vectors = {f"{name}.bias": tensor.float().contiguous().numpy() for name, tensor in biases.items()}
+    return vectors | {
         f"{name}.weight": (gguf.quants.quantize(tensor.float().contiguous().numpy(), kind), kind)
         for name, tensor in whole.items()
     }

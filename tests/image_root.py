@@ -49,7 +49,7 @@ class Stage:
 
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:
-    """Of a Containerfile: each word in capitals, and the rest of its line."""
+    """The instructions of a Containerfile: each word in capitals, and the rest of its line."""
     joined = re.sub(r"\\\n", " ", "\n".join(line for line in text.splitlines() if not line.startswith("#")))
     for line in filter(None, map(str.strip, joined.splitlines())):
         word, _, rest = line.partition(" ")
@@ -57,7 +57,7 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def requirements(project: str, extra: str) -> list[str]:
-    """Of a project with an extra: of this one as it stands in the checkout, of another as it is installed."""
+    """The requirements of a project with an extra: this one's as it stands in the checkout, another's as installed."""
     if project != OWN:
         return list(metadata.requires(project) or ())
     own = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
@@ -132,7 +132,7 @@ def base(root: Path) -> Stage:
 
 
 def packages() -> Path:
-    """Of this environment."""
+    """The packages of this environment."""
     return Path(metadata.distribution("torch").locate_file(""))
 
 

@@ -75,7 +75,7 @@ def fresh_seeds(root: int, name: str) -> Iterator[int]:
 
 
 def processor_s() -> float:
-    """Of this process and of the children that it has waited for."""
+    """Processor seconds of this process and of the children that it has waited for."""
     return sum(os.times()[:4])
 
 
@@ -170,7 +170,7 @@ def _call(item: pytest.Function, body: Callable[..., Any], seed: int, arguments:
 
 
 def _name(item: pytest.Function) -> str:
-    """Of the function whose parameters make several laws of it."""
+    """The name of the function whose parameters make several laws of it."""
     return f"{item.parent.nodeid if item.parent else ''}::{item.originalname}"
 
 

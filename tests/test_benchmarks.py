@@ -167,7 +167,7 @@ def test_the_readme_of_the_benchmarks_names_commands_that_exist_and_all_of_them(
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("part", ["rows", "engine", "steps", "phases"])
+@pytest.mark.parametrize("part", ["rows", "engine", "steps", "sampling", "phases"])
 def test_the_parts_for_a_gpu_run_to_their_end_on_a_tiny_model_without_one(part: str) -> None:
     root = BENCHMARKS.parent
     environment = {**os.environ, "DIPTYCH_GPU_DEVICE": "cpu", "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}

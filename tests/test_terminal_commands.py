@@ -32,11 +32,9 @@ class OddServer(BaseHTTPRequestHandler):
     """Answers everything, with ODD wherever a text stands. Paths that begin with /refuse get an error of it."""
 
     def do_GET(self) -> None:
-        """See BaseHTTPRequestHandler."""
         self._answer()
 
     def do_POST(self) -> None:
-        """See BaseHTTPRequestHandler."""
         self.rfile.read(int(self.headers.get("content-length", 0)))
         self._answer()
 

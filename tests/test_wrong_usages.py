@@ -118,6 +118,11 @@ WRONG: Mapping[str, str] = {
     "advise http://127.0.0.1:9 --trace azure-conv": "2 sources of traffic",
     "advise --model llama-3-8b": "--model has no effect without --trace",
     "replay {}/notes.txt": "notes.txt",
+    # a command that asks for no keys does not repeat them
+    "guide --api-keys keys.toml": "--api-keys: there is no such option here: diptych serve and diptych front",
+    "guide --api-key=sk-1": "--api-key: there is no such option here",
+    "guide --admin-key sk-1": "--admin-key: there is no such option here",
+    "simulate --admin-key-file key": "--admin-key-file: there is no such option here",
 }
 
 
@@ -137,3 +142,4 @@ def test_a_wrong_word_gets_one_helpful_sentence(
     assert isinstance(result.exception, SystemExit)
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
     assert WRONG[words] in result.stderr
+    assert "sk-1" not in result.stderr

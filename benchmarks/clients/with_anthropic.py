@@ -12,7 +12,7 @@ ASKED: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "extra_bod
 
 
 class Choice(BaseModel, extra="forbid"):
-    """Of a colour and a number."""
+    """A choice of a colour and a number."""
 
     colour: Literal["red", "green", "blue"]
     count: int = Field(ge=0, le=9)

@@ -11,13 +11,13 @@ from pydantic import BaseModel, Field
 
 
 def chat_model(max_tokens: int = 12, **more: Any) -> ChatOpenAI:
-    """Of the server."""
+    """The chat model of the server."""
     fields: Any = {"model": MODEL, "base_url": URL, "api_key": KEY, "temperature": 0, "max_retries": 0}
     return ChatOpenAI(**fields, max_tokens=max_tokens, **more)
 
 
 class Choice(BaseModel, extra="forbid"):
-    """Of a colour and a number."""
+    """A choice of a colour and a number."""
 
     colour: Literal["red", "green", "blue"]
     count: int = Field(ge=0, le=9)

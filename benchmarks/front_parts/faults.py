@@ -111,7 +111,7 @@ async def client(url: str, model: str, number: int, expected: Expected, until: a
 
 
 async def up(url: str, count: int) -> None:
-    """Until the front uses so many engines, and has no open request of its own making."""
+    """Wait until the front uses ``count`` engines, and has no open request of its own making."""
     async with httpx.AsyncClient(base_url=url, timeout=10) as http, asyncio.timeout(UP_S):
         while sum(engine["is_up"] for engine in (await http.get("/engines")).json()["engines"]) < count:
             await asyncio.sleep(0.1)

@@ -67,7 +67,7 @@ class Oracle:
 
 
 def words(rng: random.Random, low: int, high: int) -> str:
-    """Text of so many words."""
+    """Text of ``low`` to ``high`` words."""
     return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high)))
 
 

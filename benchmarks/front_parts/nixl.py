@@ -68,7 +68,7 @@ async def answer(http: httpx.AsyncClient, model: str, prompt: list[int]) -> Answ
 
 
 async def answers(url: str, model: str, prompts: list[list[int]], at_once: int, kills: Engine | None) -> list[Answer]:
-    """The answers to all prompts, so many at a time. kills: the engine that is killed when half of them are asked."""
+    """Answers to all prompts, ``at_once`` at a time. kills: the engine that is killed when half of them are asked."""
     free = asyncio.Semaphore(at_once)
     async with httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=None)) as http:
 

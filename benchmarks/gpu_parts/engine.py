@@ -26,7 +26,7 @@ def step(loaded: Loaded, batch: Any) -> torch.Tensor:
 
 
 def prefill(loaded: Loaded, tokens: int, found: dict[str, float]) -> dict[str, Any]:
-    """Of one prompt."""
+    """Measure the prefill of one prompt."""
     config = loaded.runner.model_config
     batch = batch_of([(0, tokens)], config.vocab_size)
     seconds = seconds_of(lambda: step(loaded, batch), 5)
@@ -42,7 +42,7 @@ def prefill(loaded: Loaded, tokens: int, found: dict[str, float]) -> dict[str, A
 
 
 def decode(loaded: Loaded, num_seqs: int, context: int, found: dict[str, float]) -> dict[str, Any]:
-    """Of steps at one context."""
+    """Measure decode steps at one context."""
     batch = batch_of([(context - 1, 1)] * num_seqs, loaded.runner.model_config.vocab_size)
     seconds = seconds_of(lambda: step(loaded, batch), 20, warm_up=6)
     moved = loaded.weight_bytes + num_seqs * context * loaded.kv_bytes_per_token

@@ -20,7 +20,7 @@ from diptych.runtime.layers.layer_loader import LayerLoader
 from diptych.runtime.layers.rope import RotaryTables
 from diptych.runtime.models.registry import MODELS, read_model_config
 from diptych.runtime.ops import make_ops
-from diptych.runtime.step.model_runner import LoadedModel, ModelRunner
+from diptych.runtime.step.model_runner import LoadedModel, ModelRunner, sampler_of
 from diptych.runtime.weights.loader import Weights
 from diptych.runtime.weights.weight_format import QUANTIZATIONS
 from diptych.runtime.weights.weight_memory import PrivateMemory
@@ -104,7 +104,8 @@ def load(shape: str, kernels: str = "auto", *, num_tokens: int, max_num_seqs: in
     loader = LayerLoader(cast(Weights, weights), ops, attention, rotary, QUANTIZATIONS["none"])
     model = MODELS[config.architecture](config, loader)
     kv = KVTensors(attention, -(-num_tokens // BLOCK_SIZE) + max_num_seqs, 0, None, None)
-    runner = ModelRunner(LoadedModel(model, "bfloat16", chosen), attention, kv, max_num_seqs, MAX_MODEL_LEN)
+    loaded, sampler = LoadedModel(model, "bfloat16", chosen), sampler_of(DEVICE, chosen)
+    runner = ModelRunner(loaded, attention, kv, max_num_seqs, MAX_MODEL_LEN, sampler=sampler)
     vocabulary = int(values["vocab_size"]) * int(values["hidden_size"])
     tables = vocabulary if values["tie_word_embeddings"] else 2 * vocabulary
     layers = weights.num_bytes // DTYPE.itemsize - tables

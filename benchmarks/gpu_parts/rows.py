@@ -12,7 +12,7 @@ PROMPT = 1500 if DEVICE.type == "cuda" else 70
 
 
 def logits(loaded: Loaded, batch: Any) -> torch.Tensor:
-    """Of the rows that are sampled from."""
+    """Logits of the rows that are sampled from."""
     model = loaded.runner.model
     return model.logits(loaded.runner.forward(batch)[: len(batch.sample_rows)]).clone()
 

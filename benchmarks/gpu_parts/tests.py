@@ -7,7 +7,8 @@ import sys
 from benchmarks.gpu_parts.models import row
 
 FILES = ("tests/runtime/test_cuda.py", "tests/runtime/test_triton_kernels.py", "tests/runtime/test_multiprocessors.py",
-         "tests/runtime/test_codec.py")  # fmt: skip
+         "tests/runtime/test_codec.py", "tests/runtime/test_triton_codec.py",
+         "tests/runtime/test_batch_sampler.py")  # fmt: skip
 
 
 def main() -> int:

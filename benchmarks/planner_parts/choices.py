@@ -52,7 +52,7 @@ MOST_TICKS = 40
 
 @dataclass(frozen=True)
 class Sample:
-    """One workload on so many workers: (arrival, prompt, answer) of its requests."""
+    """One workload on ``num_workers`` workers: (arrival, prompt, answer) of its requests."""
 
     num_workers: int
     slo: Slo

@@ -69,7 +69,7 @@ def request(tokens: list[int], max_tokens: int, gaps: list[float] | None = None,
 
 
 def settle(num_blocks: int) -> None:
-    """Until so many blocks are on disk."""
+    """Wait until ``num_blocks`` blocks are on disk."""
     give_up = time.monotonic() + 120
     while metric("diptych:kv_disk_blocks{") < num_blocks and time.monotonic() < give_up:
         time.sleep(0.2)
@@ -154,7 +154,7 @@ def no_reuse(model: str, turns: int) -> dict[str, float]:
 
 
 def burst(tokens: list[int], count: int) -> list[float]:
-    """Seconds to the first token of each of so many requests at once."""
+    """Seconds to the first token of each of ``count`` requests at once."""
     with ThreadPoolExecutor(count) as pool:
         return [first for first, _ in pool.map(lambda _: request(tokens, 32), range(count))]
 

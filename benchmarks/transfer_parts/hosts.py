@@ -3,7 +3,7 @@
     python benchmarks/transfer.py hosts [--model PATH] [--workers 64] [--seconds 20] [--parts joined,join]
                                [--json hosts.json]
 
-joined: the front end's share of a core and its memory, with so many joined workers that compute no model and take 20
+joined: the front end's share of a core and its memory, with --workers joined workers that compute no model and take 20
 steps a second each, every one with a stream that a client reads.
 join: from the start of ``diptych worker --join`` to the first token, with the weights in the page cache; and after the
 front end was killed and started again, until it is ready with the same workers.

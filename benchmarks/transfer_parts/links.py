@@ -4,7 +4,7 @@ a transfer does a client wait for?
     python benchmarks/transfer.py links [--model DIR] [--requests 1000] [--rates 100,1000] [--streams 8]
                                     [--json host_links.json]
 
-Two network namespaces are the hosts (own /dev/shm and host name), joined by a pair of interfaces that pass so many
+Two network namespaces are the hosts (own /dev/shm and host name), joined by a pair of interfaces that pass --rates
 megabits per second each way (tc tbf). Every request is also asked of one worker on one host before. handoff: what a
 client waits between the prompt's end and the decode worker's first step. transfer: what the KV of a request takes at
 the rate of the link. exposed: handoff as a share of it (a handoff has also messages and the end of the decode worker's

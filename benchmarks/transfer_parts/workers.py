@@ -199,7 +199,7 @@ def commits(directory: str, repetitions: int) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def shaped_link(bytes_per_s: float) -> Iterator[None]:
-    """A namespace behind a pair of interfaces that pass so much each way. Raises CalledProcessError without rights."""
+    """A namespace behind a pair of interfaces of this rate each way. Raises CalledProcessError without rights."""
     rate = f"{int(8 * bytes_per_s)}bit"
     shape = f"root tbf rate {rate} burst 32kb latency 50ms"
     inside = f"ip netns exec {SPACE}"

@@ -308,7 +308,7 @@ def scaled_objectives(folder: Path, settings: Sequence[Setting]) -> list[Row]:
 
 
 def scaled(slo: Slo, scale: float) -> Slo:
-    """Objectives that are so many times as long."""
+    """Objectives that are ``scale`` times as long."""
     return Slo(round((slo.ttft_ns or 0) * scale), round((slo.tpot_ns or 0) * scale))
 
 

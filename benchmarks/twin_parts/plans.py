@@ -11,9 +11,9 @@ published, so that stages are left out here).
 Splitwise (Patel et al., ISCA 2024): BLOOM-176B on DGX-A100 and DGX-H100, lengths of the Azure conversation trace.
 Published: up to 1.4 times the rate at 20 % lower cost, or 2.35 times the rate at the same cost and power, by splitting
 the phases, on machines of one kind or of two. Set against each other are equal workers that mix whole prompts with
-decodes (as their baseline, vLLM of 2023, does) and the best split or mixed fleet within the power of so many DGX-A100.
-The authors' objectives are slowdowns of the p90 request: TTFT 3 times and time between tokens 1.5 times what a
-DGX-A100 without other work takes, which for these lengths is 4 s and 75 ms.
+decodes (as their baseline, vLLM of 2023, does) and the best split or mixed fleet within the power of --machines
+DGX-A100. The authors' objectives are slowdowns of the p90 request: TTFT 3 times and time between tokens 1.5 times what
+a DGX-A100 without other work takes, which for these lengths is 4 s and 75 ms.
 """
 
 import argparse

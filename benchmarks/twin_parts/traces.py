@@ -83,7 +83,7 @@ def statistics_row(name: str) -> dict[str, Any]:
 
 
 def hit_rate(requests: Iterable[RequestSpec], num_blocks: int, block_tokens: int) -> float:
-    """Share of prompt tokens, in percent, found in a cache of so many blocks; requests come one after the other."""
+    """Share of prompt tokens, in percent, found in a cache of ``num_blocks``; requests come one after the other."""
     manager = KVCacheManager(CacheConfig(num_blocks=num_blocks, block_size=block_tokens, watermark_blocks=0))
     for spec in requests:
         hashes = tuple(identity.to_bytes(8, "little") for identity in spec.hash_ids)

@@ -33,7 +33,7 @@ BASE = (
 
 
 def space(*shapes: LayoutName, **limits: Any) -> LayoutSpace:
-    """Of workers of one and two H100."""
+    """A space of workers of one and two H100."""
     kinds = (ONE, TWO)
     return LayoutSpace(
         shapes=shapes, kinds=kinds, prefill_kinds=kinds, decode_kinds=kinds, budget=FleetBudget(**limits)

@@ -54,7 +54,7 @@ class Case:
 
     @property
     def slo(self) -> Slo:
-        """Of every request."""
+        """The objectives of every request."""
         return Slo(round(self.query.ttft_ms * NS_PER_MS), round(self.query.tpot_ms * NS_PER_MS))
 
 
@@ -179,7 +179,6 @@ class PlannersLoad:
         self.requests = asked.requests
 
     def scores(self, asked: Sequence[tuple[LayoutName, float]]) -> dict[tuple[LayoutName, float], Score]:
-        """See FleetLoad."""
         found = {}
         for name, pace in asked:
             requests = [replace(spec, arrival_ns=round(spec.arrival_ns / pace)) for spec in self.requests]

@@ -61,7 +61,7 @@ def narrow_url() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Of the name localhost, signed by itself."""
+    """A certificate of the name localhost, signed by itself."""
 
     file: Path
     key: Path

@@ -35,7 +35,7 @@ TWENTY = WorkloadConfig(num_requests=20, lengths=SHORT)
 
 
 def prompts(client: LoopbackClient) -> list[Any]:
-    """Of all requests so far."""
+    """The prompts of all requests so far."""
     return [msgspec.json.decode(body)["prompt"] for body in client.bodies if body]
 
 

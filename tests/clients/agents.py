@@ -66,7 +66,7 @@ class Agent:
 
     @property
     def version(self) -> str:
-        """Of what is installed."""
+        """The version that is installed."""
         return str(json.loads((MODULES / self.packages[0] / "package.json").read_text())["version"])
 
 

@@ -66,7 +66,6 @@ class ScriptedRunner(FakeRunner):
         constraint: TokenConstraint | None = None,
         **more: Any,
     ) -> None:
-        """See FakeRunner."""
         assert request_id not in self.requests, request_id
         self.requests[request_id] = ScriptedState(list(prompt_token_ids), sampling, constraint=constraint)
 

@@ -16,7 +16,7 @@ from tests.control.yield_law import check_yielding
 
 
 def expect_answers(core: EngineCore, num_tokens: int, count: int = 100) -> None:
-    """Teach the core, by ``count`` answers, that they end after so many tokens. With few it admits too much."""
+    """Teach the core, by ``count`` answers, that they end after ``num_tokens`` tokens. With few it admits too much."""
     lengths = core.scheduler.lengths
     for _ in range(count):
         lengths.observe(lengths.group("standard", 100), num_tokens)

@@ -409,3 +409,18 @@ def test_requests_expire_exactly_when_their_time_is_up_whatever_left_before_them
         for name in expired:
             del due[name]
     assert queue.next_time() is None
+
+
+@law(weight=0.05)
+def test_room_is_how_many_requests_of_a_class_are_taken(seed: int) -> None:
+    rng = random.Random(seed)
+    classes = [
+        ServiceClassConfig(OPEN.max_wait_ns, OPEN.max_queue_ns, queue_percent=rng.choice((30, 80, 100))) for _ in "abc"
+    ]
+    queue = AdmissionQueue(AdmissionConfig(*classes, max_queued=rng.randint(1, 30)))
+    for number in range(rng.randint(0, 40)):
+        queue.offer(entry(f"before-{number}", rng.choice(SERVICE_CLASSES)), 0)
+    service_class = rng.choice(SERVICE_CLASSES)
+    room = queue.room(service_class)
+    taken = [queue.offer(entry(f"new-{number}", service_class), 0) is None for number in range(60)]
+    assert taken == [True] * room + [False] * (60 - room)

@@ -56,7 +56,7 @@ def random_config(rng: random.Random) -> EngineConfig:
 
 
 def class_of(seed: int, number: int) -> dict[str, Any]:
-    """Of two in three scenarios a part is of class batch, some of it with a limit to giving way."""
+    """The class of a request: in two of three scenarios a part is batch, some of it with a limit to giving way."""
     rng = random.Random(1000 * seed + number)
     if seed % 3 == 0 or rng.random() < 0.5:
         return {}

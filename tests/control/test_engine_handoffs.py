@@ -18,6 +18,7 @@ from diptych.control.events import (
     RequestFinished,
     RequestPreempted,
 )
+from diptych.control.kv_layout import KVLayout
 from diptych.control.request import BlockTables, Request, only_table
 from diptych.control.step import ScheduledPrefill, StepResult
 from tests.control.driver import expect_answers
@@ -214,7 +215,7 @@ def prefilled(request_id: str, start: int, num_tokens: int) -> ScheduledPrefill:
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33, 100, 1000])
 @pytest.mark.parametrize("cached", [0, 32, 96])
 def test_whatever_the_chunks_each_token_is_sent_once_in_whole_blocks(chunk: int, cached: int) -> None:
-    outgoing, sent = Outgoing(BLOCK), list[SendChunk]()
+    outgoing, sent = Outgoing(KVLayout.dense(BLOCK)), list[SendChunk]()
     outgoing.begin("a", cached, 107)
     for start in range(0, 107, chunk):
         count = min(chunk, 107 - start)
@@ -232,7 +233,7 @@ def test_whatever_the_chunks_each_token_is_sent_once_in_whole_blocks(chunk: int,
 
 
 def test_of_borrowed_blocks_only_the_commit_is_sent() -> None:
-    outgoing = Outgoing(BLOCK)
+    outgoing = Outgoing(KVLayout.dense(BLOCK))
     outgoing.begin("a", 0, 100, is_borrowed=True)
     assert outgoing.in_step([prefilled("a", 0, 64)]) == outgoing.on_step([prefilled("a", 0, 64)]) == []
     assert outgoing.on_step([prefilled("a", 64, 36)]) == [SendChunk("a", 100, 0, (BLOCKS,), True)]

@@ -31,7 +31,7 @@ def answered(driver: Driver) -> list[str]:
 
 
 def work_ns(num_tokens: int) -> float:
-    """Of a prompt, by the prior of the step-time model."""
+    """Time for a prompt, by the prior of the step-time model."""
     return 50_000 * num_tokens + chunk_attention(0, num_tokens)
 
 

@@ -10,6 +10,8 @@ from diptych.control.engine.scheduler.step_time import (
     StepTimeModel,
     nonnegative_least_squares,
 )
+from diptych.control.errors import ConfigError
+from diptych.control.expert_law import ExpertLaw
 from diptych.control.step import StepFeatures, chunk_attention
 from tests.laws import law
 
@@ -168,3 +170,62 @@ def test_a_rescaled_model_learns_from_its_first_step() -> None:
         model.observe(features, 5 * duration(features))
     features = random_features(rng)
     assert model.predict_ns(features) == pytest.approx(5 * duration(features), rel=0.15)
+
+
+# ---------------------------------------------------------------- mixtures of experts
+
+LAW, EXPERT_NS = ExpertLaw(128, 8), 300_000.0
+
+
+def mixed_duration(features: StepFeatures, rng: random.Random | None = None) -> int:
+    """A step of a mixture: most of its weights are those of the experts that its tokens visit."""
+    rows = features.prefill_tokens + features.decode_seqs
+    return duration(features, rng) + int(EXPERT_NS * LAW.touched(rows) * (rng.gauss(1, 0.03) if rng else 1))
+
+
+def test_experts_that_tokens_visit_are_counted() -> None:
+    assert LAW.touched(0) == 0.0 and LAW.touched(1) == pytest.approx(8.0)
+    rng, counts = random.Random(8), []
+    for _ in range(2000):
+        counts.append(len({expert for _ in range(16) for expert in rng.sample(range(128), 8)}))
+    assert LAW.touched(16) == pytest.approx(sum(counts) / len(counts), rel=0.01)
+    assert 127.9 < LAW.touched(200) <= 128.0
+
+
+def test_a_model_that_knows_experts_predicts_steps_of_a_mixture() -> None:
+    rng, knows, does_not = random.Random(9), StepTimeModel(experts=LAW), StepTimeModel()
+    for _ in range(400):
+        features = random_features(rng, prefill=rng.random() < 0.4)
+        for model in (knows, does_not):
+            model.observe(features, mixed_duration(features, rng))
+    errors: dict[StepTimeModel, list[float]] = {knows: [], does_not: []}
+    for number in range(200):
+        features = random_features(rng, prefill=number % 3 == 0)
+        for model, found in errors.items():
+            found.append(abs(model.predict_ns(features) / mixed_duration(features) - 1))
+    medians = {model: sorted(found)[100] for model, found in errors.items()}
+    assert medians[knows] < 0.05 and medians[knows] < medians[does_not]
+    assert knows.expert_ns == pytest.approx(EXPERT_NS, rel=0.2)
+    other = knows.copy()
+    assert (other.expert_ns, other.experts) == (knows.expert_ns, LAW)
+    other.rescale(2.0)
+    assert other.expert_ns == 2 * knows.expert_ns
+
+
+@law(weight=0.2)
+def test_the_largest_chunk_beside_streams_reads_no_expert_twice(seed: int) -> None:
+    rng, model = random.Random(seed), StepTimeModel(TRUTH, LAW, EXPERT_NS)
+    start, beside, available = rng.randrange(5000), rng.randrange(80), rng.uniform(1e5, 2e8)
+    chunk = model.largest_chunk(start, available, beside)
+    assert model.prefill_work_ns(start, chunk, beside) <= available or chunk == 0
+    assert model.prefill_work_ns(start, chunk + 2, beside) > available
+    decode = StepFeatures(0, 0, beside, 40 * beside)
+    both = StepFeatures(chunk, chunk_attention(start, chunk), beside, 40 * beside)
+    work_ns = model.prefill_work_ns(start, chunk, beside)
+    assert model.predict_ns(both) - model.predict_ns(decode) == pytest.approx(work_ns, abs=2)
+    assert model.largest_chunk(start, available, beside + 20) >= chunk  # more streams read more experts anyway
+
+
+def test_top_k_is_at_most_the_number_of_experts() -> None:
+    with pytest.raises(ConfigError, match=r"top_k is 9; 1 to num_experts \(8\)"):
+        ExpertLaw(8, 9)

@@ -8,8 +8,9 @@ import pytest
 
 from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig, shape_preset
 from diptych.control.engine.engine_core import EngineCore
+from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.errors import ConfigError
-from diptych.control.events import RequestAdmitted, RequestFinished
+from diptych.control.events import Event, KVEvents, KVSnapshot, RequestAdmitted, RequestFinished
 from diptych.control.kv_layout import GroupKind, KVGroup, KVLayout
 from diptych.control.request import FinishReason, Request
 from diptych.control.step import SchedulerOutput
@@ -67,6 +68,27 @@ class Watched(Driver):
 @law(weight=1.0)
 def test_nothing_that_is_read_expires_and_nothing_is_lost_whatever_happens(seed: int) -> None:
     check_scenario(run_scenario(seed, config_of=random_windows, make=Watched))
+
+
+def published(events: list[Event]) -> set[bytes]:
+    """The boundaries of which a worker has said that they are there."""
+    known: set[bytes] = set()
+    for event in events:
+        if isinstance(event, KVEvents):
+            known = (known - set(event.evicted)) | set(event.stored)
+        elif isinstance(event, KVSnapshot):
+            assert known == set(event.hashes)
+    return known
+
+
+@law(weight=0.3)
+def test_what_a_worker_says_of_its_boundaries_is_what_it_has(seed: int) -> None:
+    driver = run_scenario(seed, config_of=random_windows, make=Watched)
+    kv = driver.core.kv
+    assert published(driver.log + driver.core.kv_snapshot(driver.now)) == set(kv.boundaries)
+    for block_hash in kv.boundaries:
+        for key in kv.boundaries.window_pages(block_hash):
+            assert kv.pool.prefix_cache.get(key) is not None, "a boundary is there and its window is not"
 
 
 @law(weight=0.5)
@@ -177,14 +199,40 @@ def test_a_prompt_that_comes_again_is_found_and_so_is_the_next_turn(shape: str) 
     assert cached_tokens(driver) == {"first": 0, "again": 496, "next turn": 544}
 
 
-def test_what_prompts_begin_with_is_found_from_the_third_on() -> None:
-    """The second shows where they part."""
+def test_what_prompts_begin_with_is_found_from_the_second_on_while_there_is_memory() -> None:
     driver = long_runner(2000)
     system = tokens_of(320, 1)
     for number in range(6):
         driver.add(f"r{number}", system + tokens_of(100, 10 + number), 20)
         driver.run()
-    assert [*cached_tokens(driver).values()] == [0, 0, 320, 320, 320, 320]
+    assert [*cached_tokens(driver).values()] == [0, 320, 320, 320, 320, 320]
+
+
+def test_what_prompts_begin_with_is_found_from_the_third_on_in_memory_that_is_full() -> None:
+    """The second shows where they part."""
+    driver = long_runner(230)
+    for number in range(4):
+        driver.add(f"f{number}", tokens_of(700, 50 + number), 20)
+        driver.run()
+    system = tokens_of(320, 1)
+    for number in range(6):
+        driver.add(f"r{number}", system + tokens_of(100, 10 + number), 20)
+        driver.run()
+    assert [*cached_tokens(driver).values()][6:] == [320, 320, 320, 320]
+
+
+def test_what_is_left_of_windows_takes_no_memory_from_others() -> None:
+    """It is evicted before anything that was cached on purpose."""
+    driver = long_runner(44 + 5 * 9 + 40)
+    driver.add("first", tokens_of(300, 1), 8)
+    driver.run()
+    kv = driver.core.kv
+    before = set(kv.boundaries)
+    assert kv.pool.num_available == kv.pool.num_blocks
+    kept = len(kv.pool.prefix_cache) - 18 - sum(len(kv.boundaries.window_pages(found)) for found in before)
+    assert kept > 0, "there is memory that nothing is in"
+    kv.pool.release(kv.pool.allocate(kv.pool.num_free + kept))
+    assert set(kv.boundaries) == before
 
 
 def test_prompts_that_come_together_wait_for_what_they_share() -> None:
@@ -231,6 +279,36 @@ def test_a_prompt_that_only_fits_without_what_is_cached_is_computed_anew() -> No
     assert driver.finished()["long"].reason is FinishReason.LENGTH
 
 
+def test_a_conversation_is_lost_from_its_end() -> None:
+    """What is left of it while memory is short can be gone on from."""
+    driver = long_runner(200)
+    prompt = tokens_of(496, 1)
+    driver.add("first", prompt, 60)
+    driver.run()
+    kv = driver.core.kv
+    num_left = len(kv.pool.prefix_cache) - 34 - 2 * 20  # but for what leads to 544, and the windows of both boundaries
+    kv.pool.release(kv.pool.allocate(kv.pool.num_free + num_left + 20))
+    turn = Request("next turn", 600, 8, block_hashes=hash_blocks(answered(prompt, 60) + tokens_of(44, 2), 16))
+    assert kv.longest_hit(turn).num_tokens == 480, "what leads to 544 is gone, and nothing else"
+
+
+def test_what_many_begin_with_stays_while_a_conversation_goes_on() -> None:
+    """A conversation that began with the system prompt goes on behind it and never looks at its windows again."""
+    driver = long_runner(260)
+    system = tokens_of(320, 1)
+    for number in range(4):
+        driver.add(f"r{number}", system + tokens_of(40, 10 + number), 8)
+        driver.run()
+    talk = system + tokens_of(40, 13)
+    for turn in range(20):
+        talk = answered(talk, 8) + tokens_of(24, 100 + turn)
+        driver.add(f"turn{turn}", talk, 8)
+        driver.run()
+    driver.add("new", system + tokens_of(40, 99), 8)
+    driver.run()
+    assert cached_tokens(driver)["new"] == 320
+
+
 @law(weight=0.3)
 def test_a_hit_leaves_the_answers_and_the_memory_as_they_were(seed: int) -> None:
     """Prompts of a few families, one by one: what is found is never more than they share, and nothing stays held."""
@@ -251,17 +329,6 @@ def test_a_hit_leaves_the_answers_and_the_memory_as_they_were(seed: int) -> None
     assert {event.reason for event in driver.finished().values()} == {FinishReason.LENGTH}
     driver.core.kv.check()
     assert not driver.core.kv.pool.num_used and driver.core.kv.is_unused
-
-
-def test_a_handoff_is_refused_by_name() -> None:
-    core = long_runner(200).core
-    (refused,) = core.reserve(Request("a", 100, 8), 0)
-    assert isinstance(refused, RequestFinished) and "prefilled and decoded on one worker" in refused.message
-    leaves = Request("b", 100, 8)
-    leaves.hands_off = True
-    (refused,) = core.add_request(leaves, 0)
-    assert isinstance(refused, RequestFinished) and "prefilled and decoded on one worker" in refused.message
-    assert not core.requests
 
 
 def test_pages_of_another_size_than_the_block_are_refused() -> None:

@@ -18,7 +18,7 @@ RECORDS = ("slow_client", "front_end", "worker_losses")  # causes that a simulat
 
 
 def of_parts(**account_ns: int) -> Diagnosis:
-    """Of twenty requests that are alike: 10 ms of TTFT and of decode, and what these accounts add to it."""
+    """The parts of twenty requests that are alike: 10 ms of TTFT and of decode, and what these accounts add to it."""
     requests = []
     for number in range(20):
         parts = RequestParts(f"r{number}", 0, number * 10**9, 10, num_output_tokens=11, slo=SLO)

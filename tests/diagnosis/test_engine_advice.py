@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -11,10 +12,10 @@ from diptych.cli.main import app
 from diptych.control.fleet_settings import FleetSettings
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.control.step import SchedulerOutput, StepFeatures
-from diptych.diagnosis.diagnosis import diagnose
+from diptych.diagnosis.diagnosis import Diagnosis, diagnose
 from diptych.diagnosis.diagnosis_page import render
 from diptych.diagnosis.diagnosis_words import as_json
-from diptych.diagnosis.engine_advice import advise
+from diptych.diagnosis.engine_advice import Advice, advise
 from diptych.diagnosis.live_diagnosis import live_diagnosis
 from diptych.diagnosis.predicted_gain import Present
 from diptych.diagnosis.shape_choice import choose_shape
@@ -25,9 +26,15 @@ from diptych.workload.spec import RequestSpec
 from tests.diagnosis.simulated_servers import SLO, server_with
 
 
+@cache
+def advised(cause: str) -> tuple[Diagnosis, tuple[Advice, ...]]:
+    """The diagnosis of a server that is hurt by one cause, and the advice: seconds of simulations."""
+    found = diagnose(server_with(cause).observe())
+    return found, advise(found)
+
+
 def test_the_twin_is_the_server_and_the_gain_is_that_of_the_change() -> None:
-    found = diagnose(server_with("sequence_limit").observe())
-    first = advise(found)[0]
+    found, (first, *_) = advised("sequence_limit")
     assert (first.cause, first.option) == ("sequence_limit", "--max-num-seqs 16")
     assert first.gain is not None and first.gain.twin_error < 0.02
     low, high = first.gain.ttft_interval
@@ -47,7 +54,7 @@ def test_a_server_that_does_not_know_the_objectives_is_told_them_by_the_option()
     given = advise(diagnose(server_with("prefill_queueing").observe(Slo()), Slo(400 * NS_PER_MS, 30 * NS_PER_MS)))
     [shape] = [advice for advice in given if advice.setting.name == "shape" and advice.cause == "prefill_queueing"]
     assert shape.option == "--shape chunked --slo ttft=400ms,tpot=30ms"
-    known = advise(diagnose(server_with("prefill_queueing").observe()))
+    _, known = advised("prefill_queueing")
     assert "--shape chunked" in [advice.option for advice in known]
 
 
@@ -78,7 +85,7 @@ def test_a_change_is_simulated_by_both_laws_of_the_steps_where_the_warm_up_was_t
 
 def test_what_costs_hardware_comes_after_what_does_not_and_losses_come_last() -> None:
     for cause in ("prefill_queueing", "kv_cache_full"):
-        given = [advice for advice in advise(diagnose(server_with(cause).observe())) if advice.cause == cause]
+        given = [advice for advice in advised(cause)[1] if advice.cause == cause]
         losses = [advice.gain is not None and advice.gain.total_s < 0 for advice in given]
         helping = [advice.setting.takes_hardware for advice, loses in zip(given, losses, strict=True) if not loses]
         assert len(given) > 1
@@ -87,14 +94,13 @@ def test_what_costs_hardware_comes_after_what_does_not_and_losses_come_last() ->
 
 
 def test_a_client_s_own_change_has_no_predicted_gain() -> None:
-    given = advise(diagnose(server_with("prefix_misses").observe()))
+    _, given = advised("prefix_misses")
     own = [advice for advice in given if advice.cause == "prefix_misses"]
     assert own and all(advice.gain is None for advice in own)
 
 
 def test_the_report_and_the_json_hold_the_causes() -> None:
-    found = diagnose(server_with("sequence_limit").observe())
-    given = advise(found)
+    found, given = advised("sequence_limit")
     data = as_json(found, given)
     assert data["causes"][0]["cause"] == "sequence_limit"
     assert data["causes"][0]["advice"][0]["gain"]["ttft_seconds"] > 0

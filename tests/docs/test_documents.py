@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ def names_of(command: Any) -> set[str]:
     return {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
 
 
+KNOWN_OPTIONS = {name for command in all_commands(COMMANDS) for name in names_of(command)}
+
+
 def named(found: Iterator[Block]) -> Any:
     return [pytest.param(block, id=block.name) for block in found]
 
@@ -108,9 +112,8 @@ def test_every_command_that_the_text_names_has_its_options(page: Path) -> None:
 def test_every_option_that_the_text_names_exists(page: Path) -> None:
     if str(page.relative_to(ROOT)) in FOREIGN_PAGES:
         return
-    known = {name for command in all_commands(COMMANDS) for name in names_of(command)}
     found = {name for span in spans(page) for name in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)}
-    assert found - known - FOREIGN - SAME.keys() - INSTEAD.keys() - {"--help", "--version"} == set()
+    assert found - KNOWN_OPTIONS - FOREIGN - SAME.keys() - INSTEAD.keys() - {"--help", "--version"} == set()
 
 
 def test_options_of_vllm_are_those_that_the_command_line_knows_and_ours_exist() -> None:
@@ -177,10 +180,15 @@ def test_requests_that_are_sent_have_only_known_fields(path: str, text: str) -> 
     assert ignored_fields(BODIES[path].model_validate(json.loads(text))) == []
 
 
+@cache
+def sources_of_metrics() -> str:
+    texts = [path.read_text() for path in (ROOT / "src/diptych/serving").rglob("*.py")]
+    return "".join(text for text in texts if "metric" in text)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_metric_that_is_named_exists(page: Path) -> None:
-    texts = [path.read_text() for path in (ROOT / "src/diptych/serving").rglob("*.py")]
-    sources = "".join(text for text in texts if "metric" in text)
+    sources = sources_of_metrics()
     names = {SUFFIXES.sub("", name) for name in METRIC.findall(page.read_text())}
     assert sorted(name for name in names if SUFFIXES.sub("", name.removesuffix("_seconds")) not in sources) == []
 

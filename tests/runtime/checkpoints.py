@@ -185,6 +185,31 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {  # families with experts
             },
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 64,
+            "sliding_window": 40,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**YARN_ROPE, "truncate": False},
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 32,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.75,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
     "granite-moe": (
         "GraniteMoe",
         {
@@ -271,8 +296,11 @@ def reference(family: str, dtype: str = "float32") -> Reference:
                 is_centered = bool((parameter == 0.0).all())  # what is added to 1
                 parameter.copy_((0.0 if is_centered else 1.0) + 0.2 * noise)
             else:
-                parameter.copy_(noise * (0.5 if "lm_head" in key or "embed" in key else 0.15))
+                parameter.copy_(noise * (0.5 if "lm_head" in key or "embed" in key or "sinks" in key else 0.15))
             parameter.copy_(parameter.to(getattr(torch, dtype)))  # the reference computes with the stored values
+        for key, buffer in model.named_buffers():
+            if "correction" in key:
+                buffer.copy_((0.2 * torch.randn(buffer.shape, generator=generator)).to(getattr(torch, dtype)))
     directory = Path(mkdtemp(prefix=f"diptych-{family}-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     model.to(getattr(torch, dtype)).save_pretrained(directory)

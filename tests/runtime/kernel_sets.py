@@ -34,7 +34,7 @@ def pairwise(things: Sequence[Any], sets: Sequence[Any], main: Any, each: int = 
 
 
 def _name(value: Any) -> str:
-    return "-".join(value) if isinstance(value, tuple) else str(value)
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def every_pair(families: Iterable[str], sets: Sequence[Any]) -> list[Any]:

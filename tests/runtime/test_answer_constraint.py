@@ -1,4 +1,4 @@
-"""A budget for reasoning: after so many tokens its end is forced, whatever is undone or replayed."""
+"""A budget for reasoning: after that number of tokens its end is forced, whatever is undone or replayed."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,8 @@
 """Paged attention: native equals torch, whole equals chunked, alone equals in a batch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from diptych.runtime.attention.layout import write_cpu, write_cuda
 from diptych.runtime.kernels.instruction_set import TORCH
 from diptych.runtime.kernels.native import load_native
 from diptych.runtime.models.model_config import AttentionConfig, LayerAttention
-from tests.runtime.kernel_sets import EVERY, NATIVE
+from tests.runtime.kernel_sets import EVERY, FASTEST_NATIVE, NATIVE, pairwise
 
 CPU = torch.device("cpu")
 
@@ -60,8 +62,10 @@ class Shape:
     def dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype_name)
 
-    def how(self, window: int | None = None, softcap: float | None = None) -> LayerAttention:
-        return LayerAttention(self.head_dim**-0.5, window, softcap)
+    def how(
+        self, window: int | None = None, softcap: float | None = None, *, has_sinks: bool = False
+    ) -> LayerAttention:
+        return LayerAttention(self.head_dim**-0.5, window, softcap, has_sinks)
 
     def config(self, *layers: LayerAttention) -> AttentionConfig:
         return AttentionConfig(self.num_heads, self.num_kv_heads, self.head_dim, layers or (self.how(),))
@@ -87,6 +91,7 @@ class Sequences:
         kv = (shape.num_kv_heads, shape.head_dim)
         self.k = [torch.randn(length, *kv).to(shape.dtype) for length in lengths]
         self.v = [torch.randn(length, *kv).to(shape.dtype) for length in lengths]
+        self.sinks = torch.linspace(-3.0, 5.0, shape.num_heads)  # from nothing to nearly all
 
     def cache(self, backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
         """A cache that holds every token of every sequence."""
@@ -109,7 +114,8 @@ class Sequences:
             [self.tables[sequence] for sequence, _, _ in chunks],
         )
         q = torch.cat([self.q[sequence][start : start + count] for sequence, start, count in chunks])
-        out = backend.run(q, *self.cache(backend), backend.plan(batch, how or self.shape.how()))
+        how = how or self.shape.how()
+        out = backend.run(q, *self.cache(backend), backend.plan(batch, how), self.sinks if how.has_sinks else None)
         return list(out.split([count for _, _, count in chunks]))
 
 
@@ -126,11 +132,19 @@ HEADS = (
 MANY_HEADS = (60, 1, 96, 16)  # as many as all of the others together
 
 
+def windowed() -> Iterator[Any]:
+    """Windows and heads: all heads without a window and with one of the others; the rest is slow."""
+    for number, heads in enumerate(HEADS):
+        for place, window in enumerate(WINDOWS):
+            is_quick = window is None or place == 1 + number % (len(WINDOWS) - 1)
+            yield pytest.param(window, *heads, marks=() if is_quick else pytest.mark.slow)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("window", "heads", "kv_heads", "dim", "block_size"),
     [
-        *((window, *heads) for heads in HEADS for window in WINDOWS),
+        *windowed(),
         (WINDOWS[0], *MANY_HEADS),
         *(pytest.param(window, *MANY_HEADS, marks=pytest.mark.slow) for window in WINDOWS[1:]),
     ],
@@ -156,13 +170,16 @@ def test_native_attention_equals_torch(
             )
 
 
-@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (100, 2.0)])
+@pytest.mark.parametrize(
+    ("limits", "kernels"),
+    pairwise([(None, None, False), (100, None, False), (100, 2.0, False), (100, None, True)], NATIVE, FASTEST_NATIVE),
+)
 def test_a_token_is_bitwise_the_same_whole_chunked_decoded_and_in_any_batch(
-    dtype: str, instruction_set: str, window: int | None, softcap: float | None
+    limits: tuple[int | None, float | None, bool], kernels: tuple[str, str]
 ) -> None:
+    (window, softcap, has_sinks), (dtype, instruction_set) = limits, kernels
     shape = Shape(6, 2, 64, 32, dtype)
-    native, how = shape.backend(instruction_set), shape.how(window, softcap)
+    native, how = shape.backend(instruction_set), shape.how(window, softcap, has_sinks=has_sinks)
     sequences = Sequences(shape, [600, 90, 1000])
     (whole,) = sequences.attend(native, [(0, 0, 600)], how)
     for size in (1, 7, 64, 255, 256, 257):
@@ -201,6 +218,30 @@ def test_capped_scores_are_the_softcap_times_the_tangent_of_their_share_of_it(
         expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)[start:].reshape(len(result), -1)
         tolerance = 1e-5 if dtype == "float32" else 2e-2
         torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "instruction_set"), EVERY)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), (None, 0.7)])
+def test_a_sink_has_a_share_of_the_softmax_and_no_value(
+    dtype: str, instruction_set: str, window: int | None, softcap: float | None
+) -> None:
+    shape = Shape(4, 2, 32, 16, dtype)
+    how, sequences = shape.how(window, softcap, has_sinks=True), Sequences(shape, [290, 61])
+    for sinks in (sequences.sinks, torch.tensor([-200.0, 0.0, 60.0, 2000.0])):
+        sequences.sinks = sinks
+        results = sequences.attend(shape.backend(instruction_set, how), [(0, 289, 1), (1, 20, 41)], how)
+        for (sequence, start), result in zip(((0, 289), (1, 20)), results, strict=True):
+            q, k, v = (part[sequence].double() for part in (sequences.q, sequences.k, sequences.v))
+            k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * how.scale
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
+            scores[:, (distance < 0) | (distance >= (window or len(q)))] = -torch.inf
+            scores = torch.cat((scores, sinks.double().view(4, 1, 1).expand(4, len(q), 1)), dim=-1)
+            expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :-1], v)[start:].reshape(len(result), -1)
+            tolerance = 1e-5 if dtype == "float32" else 2e-2
+            torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)

@@ -17,13 +17,13 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.layers.parts import GatedMlp, MixtureOfExperts
-from diptych.runtime.models.experts import ExpertRouting
+from diptych.runtime.models.experts import ClampedSwish, ExpertRouting
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.ops import make_ops
 from diptych.runtime.ops.native_experts import NativeExperts
 from diptych.runtime.ops.ops import Ops
-from diptych.runtime.ops.torch_experts import TorchExperts, clamped_swish
-from diptych.runtime.ops.torch_ops import GatedLinear, TorchOps
+from diptych.runtime.ops.torch_experts import TorchExperts
+from diptych.runtime.ops.torch_ops import TorchOps
 from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 from diptych.runtime.weights.quantized_weight import QuantizedSource, quantize
 from diptych.runtime.weights.weight_bytes import loaded_weight_bytes
@@ -32,7 +32,7 @@ from diptych.runtime.weights.weight_memory import PrivateMemory
 from tests import gguf_files
 from tests.runtime.checkpoints import MIXTURES, make_model, prompt_of, reference, runner
 from tests.runtime.driving import generate, greedy
-from tests.runtime.kernel_sets import NATIVE, every_pair
+from tests.runtime.kernel_sets import EVERY, NATIVE, every_pair
 
 ROUTINGS = {
     "softmax": ExpertRouting(12, 4),
@@ -66,56 +66,63 @@ def expected_weights(logits: torch.Tensor, routing: ExpertRouting) -> torch.Tens
 # ---------------------------------------------------------------- the choice
 
 
+@pytest.fixture(params=EVERY, ids="-".join)
+def ops(request: pytest.FixtureRequest) -> Ops:
+    """The operations of each instruction set."""
+    dtype, instruction_set = request.param
+    return make_ops(getattr(torch, dtype), instruction_set)
+
+
 @pytest.mark.parametrize("name", [name for name in ROUTINGS if name != "sparsemixer"])
-def test_experts_and_weights_are_those_of_the_formula(name: str) -> None:
+def test_experts_and_weights_are_those_of_the_formula(ops: Ops, name: str) -> None:
     routing = ROUTINGS[name]
     logits = logits_of(routing)
-    chosen, weights = TorchOps().route(logits, routing)
+    chosen, weights = ops.route(logits, routing)
     assert chosen.shape == weights.shape == (200, routing.top_k) and weights.dtype is torch.float32
     assert bool((chosen.diff(dim=-1) > 0).all())  # ascending, each once
     found = torch.zeros(logits.shape, dtype=torch.float64).scatter(-1, chosen, weights.double())
     torch.testing.assert_close(found, expected_weights(logits, routing), rtol=1e-5, atol=1e-7)
 
 
-def test_sparsemixer_is_that_of_transformers() -> None:
+def test_sparsemixer_is_that_of_transformers(ops: Ops) -> None:
     for jitter in (0.01, 0.1, 0.5):
         routing = replace(ROUTINGS["sparsemixer"], jitter=jitter)
         logits = logits_of(routing)
         theirs, experts = sparsemixer(logits, jitter_eps=jitter, training=False, top_k=2)
-        chosen, weights = TorchOps().route(logits, routing)
+        chosen, weights = ops.route(logits, routing)
         order = experts.argsort(-1)
         assert torch.equal(chosen, experts.gather(-1, order))
         torch.testing.assert_close(weights, theirs.gather(-1, order))
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_of_equal_experts_the_first_are_taken(name: str) -> None:
+def test_of_equal_experts_the_first_are_taken(ops: Ops, name: str) -> None:
     routing = ROUTINGS[name]
     first = torch.arange(routing.top_k).expand(3, -1)
-    assert torch.equal(TorchOps().route(torch.full((3, routing.num_experts), 0.5), routing)[0], first)
+    assert torch.equal(ops.route(torch.full((3, routing.num_experts), 0.5), routing)[0], first)
     some = torch.full((2, routing.num_experts), -1.0)
     some[:, -1] = 1.0  # the best; all others are equal
     expected = [*range(routing.top_k - 1), routing.num_experts - 1]
-    assert TorchOps().route(some, routing)[0].tolist() == [expected, expected]
+    assert ops.route(some, routing)[0].tolist() == [expected, expected]
 
 
-def test_a_correction_chooses_and_does_not_weigh() -> None:
+def test_a_correction_chooses_and_does_not_weigh(ops: Ops) -> None:
     routing = ROUTINGS["sigmoid-raw"]
     logits = logits_of(routing)
     correction = torch.zeros(routing.num_experts)
     correction[7] = 10.0
-    chosen, weights = TorchOps().route(logits, routing, correction)
+    chosen, weights = ops.route(logits, routing, correction)
     assert bool((chosen == 7).all())
     torch.testing.assert_close(weights, logits[:, 7:8].sigmoid())
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_the_choice_for_a_row_is_bitwise_the_same_in_any_batch(name: str) -> None:
+def test_the_choice_for_a_row_is_bitwise_the_same_in_any_batch(ops: Ops, name: str) -> None:
     routing = ROUTINGS[name]
     logits, order = logits_of(routing), torch.randperm(200)
-    chosen, weights = TorchOps().route(logits, routing)
+    chosen, weights = ops.route(logits, routing)
     for part in (slice(0, 1), slice(7, 8), slice(0, 17), slice(100, 200), order):
-        again = TorchOps().route(logits[part], routing)
+        again = ops.route(logits[part], routing)
         assert torch.equal(again[0], chosen[part]) and torch.equal(again[1], weights[part])
 
 
@@ -206,14 +213,17 @@ def test_a_shared_expert_is_added_with_its_gate_or_without() -> None:
     torch.testing.assert_close(gated(x).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_experts_with_biases_and_a_clamped_activation() -> None:
-    ops, routing, limit, alpha = TorchOps(), ExpertRouting(3, 2, "softmax_of_top"), 1.5, 1.702
+@pytest.mark.parametrize(("dtype", "instruction_set"), EVERY)
+@pytest.mark.parametrize("inner", [INNER, 40])  # which fills no panel
+def test_experts_with_biases_and_a_clamped_activation(dtype: str, instruction_set: str, inner: int) -> None:
+    computed, (limit, alpha) = getattr(torch, dtype), (1.5, 1.702)
+    ops, routing = make_ops(computed, instruction_set), ExpertRouting(3, 2, "softmax_of_top")
     made, wanted = [], []
     for _ in range(3):
-        up, down = torch.randn(2 * INNER, HIDDEN) * 0.3, torch.randn(HIDDEN, INNER)
-        biases = torch.randn(2 * INNER), torch.randn(HIDDEN)
-        activate = partial(clamped_swish, limit=limit, alpha=alpha)
-        made.append(GatedMlp(GatedLinear(ops.pack_linear(up, biases[0]), activate), ops.pack_linear(down, biases[1])))
+        up, down = (torch.randn(2 * inner, HIDDEN) * 0.3).to(computed), torch.randn(HIDDEN, inner).to(computed)
+        biases = torch.randn(2 * inner).to(computed), torch.randn(HIDDEN).to(computed)
+        gate_up = ops.pack_gate_up(up.clone(), biases[0], activation=ClampedSwish(limit, alpha))
+        made.append(GatedMlp(gate_up, ops.pack_linear(down.clone(), biases[1])))
 
         def expert(x: torch.Tensor, up: Any = up, down: Any = down, biases: Any = biases) -> torch.Tensor:
             gate, value = F.linear(x.double(), up.double(), biases[0].double()).chunk(2, -1)
@@ -222,10 +232,28 @@ def test_experts_with_biases_and_a_clamped_activation() -> None:
             return F.linear(inner, down.double(), biases[1].double())
 
         wanted.append(expert)
-    x = torch.randn(30, HIDDEN)
+    x = torch.randn(30, HIDDEN).to(computed)
     chosen, weights = ops.route(logits_of(routing, 30), routing)
-    found = ops.join_experts(made)(x, chosen, weights)
-    torch.testing.assert_close(found.double(), sum_of(x, chosen, weights, wanted), rtol=1e-4, atol=1e-4)
+    joined = ops.join_experts(made)
+    found, exact_sum = joined(x, chosen, weights), sum_of(x, chosen, weights, wanted)
+    assert (found.double() - exact_sum).norm() < (1e-5 if dtype == "float32" else 0.02) * exact_sum.norm()
+    if isinstance(joined, NativeExperts):
+        assert torch.equal(found, TorchExperts(made)(x, chosen, weights))
+        for part in (slice(0, 1), slice(4, 13)):
+            assert torch.equal(joined(x[part].contiguous(), chosen[part], weights[part]), found[part])
+
+
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+def test_a_router_in_fp32_gives_a_row_the_same_bits_in_any_batch(dtype: str, instruction_set: str) -> None:
+    computed = getattr(torch, dtype)
+    weight, bias = torch.randn(20, HIDDEN), torch.randn(20)
+    router = make_ops(computed, instruction_set).pack_router(weight.clone(), bias)
+    x = torch.randn(50, HIDDEN).to(computed)
+    logits = router(x)
+    assert logits.dtype is torch.float32
+    torch.testing.assert_close(logits, F.linear(x.float(), weight, bias), rtol=1e-5, atol=1e-5)
+    for part in (slice(0, 1), slice(3, 20), slice(20, 50)):
+        assert torch.equal(router(x[part].contiguous()), logits[part])
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -253,14 +281,14 @@ def test_experts_are_quantised_one_by_one_and_the_router_is_not(quantize_to: str
     mixture = shared.model.layers.layers[0].mlp
     assert isinstance(mixture, MixtureOfExperts) and mixture.routing.num_experts == 8
     assert isinstance(shared.model.layers.layers[1].mlp, GatedMlp)
-    assert not shared.model.fits_cuda_graphs and shared.model.layers.native_step is None
+    assert not shared.model.fits_cuda_graphs and shared.model.layers.native_step is not None
     assert len(generate(shared, prompt_of(40), [40], greedy(5))[0]) == 5
 
 
 def changed(tmp_path: Path, family: str, change: Callable[[dict[str, torch.Tensor]], Any], **config: Any) -> Path:
     """The checkpoint of a family with other tensors, or another config."""
     directory = tmp_path / "model"
-    tmp_path.mkdir(exist_ok=True)
+    tmp_path.mkdir(parents=True, exist_ok=True)
     shutil.copytree(reference(family).directory, directory)
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
@@ -416,6 +444,88 @@ def test_what_is_not_computed_is_refused_by_field(
         read_model_config(changed(tmp_path, family, lambda _: None, **config))
 
 
+def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A weight [..., columns] as (blocks, scales) of MXFP4, and what these stand for."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    groups = weight.unflatten(-1, (-1, 32))
+    exponents = (groups.abs().amax(-1, keepdim=True) / 6.0).log2().ceil().clamp(min=-20)
+    scaled = groups / exponents.exp2()
+    places = (scaled.abs().unsqueeze(-1) - values).abs().argmin(-1)
+    codes = (places + 8 * (scaled < 0)).to(torch.uint8)
+    exact = (values[places] * scaled.sign() * exponents.exp2()).flatten(-2)
+    return codes[..., ::2] | codes[..., 1::2] << 4, (exponents.squeeze(-1) + 127).to(torch.uint8), exact
+
+
+def in_mxfp4(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any] = lambda _: None) -> tuple[Path, Path]:
+    """gpt-oss with experts in MXFP4, and the checkpoint that they stand for."""
+    exact_tensors: dict[str, torch.Tensor] = {}
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            blocks, scales, exact = mxfp4(tensors.pop(name).transpose(1, 2))
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            exact_tensors[name] = exact.transpose(1, 2)
+        change(tensors)
+
+    config = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    packed = changed(tmp_path / "packed", "gpt-oss", pack, **config)
+    return packed, changed(tmp_path / "exact", "gpt-oss", lambda tensors: tensors.update(exact_tensors))
+
+
+def test_experts_in_mxfp4_are_what_their_blocks_stand_for(tmp_path: Path) -> None:
+    packed, exact = in_mxfp4(tmp_path)
+    prompt = prompt_of(60)
+    in_torch = [generate(load(path, instruction_set="torch"), prompt, [60], greedy(12))[0] for path in (packed, exact)]
+    assert in_torch[0] == in_torch[1]  # which multiplies with the exact weights
+    shared = load(packed)
+    assert "int8 in groups of 32" in shared.loaded.weights
+    assert len(generate(shared, prompt, [60], greedy(12))[0]) == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{EXPERTS}.down_proj_scales"), r"experts\.down_proj_scales is missing"),
+        (
+            lambda t: t.update({f"{EXPERTS}.down_proj_scales": torch.zeros(6, 64, 3, dtype=torch.uint8)}),
+            r"down_proj_scales is U8 \[6, 64, 3\]; .* must be U8 \[6, 64, 2\]",
+        ),
+        (
+            lambda t: t.update({f"{EXPERTS}.gate_up_proj_blocks": torch.zeros(6, 128, 2, 8, dtype=torch.uint8)}),
+            r"gate_up_proj_blocks is U8 \[6, 128, 2, 8\]; it must be U8 \[experts, rows, groups, 16\]",
+        ),
+        (
+            lambda t: t.update({f"{EXPERTS}.down_proj_scales": torch.full((6, 64, 2), 150, dtype=torch.uint8)}),
+            r"down_proj_scales holds 150; supported: at most 143",
+        ),
+        (lambda t: t.pop(f"{EXPERTS}.down_proj_bias"), r"experts\.down_proj_bias is missing"),
+        (lambda t: t.pop("model.layers.2.mlp.router.bias"), r"mlp\.router\.bias is missing"),
+        (lambda t: t.pop("model.layers.1.self_attn.sinks"), r"self_attn\.sinks is missing"),
+    ],
+)
+def test_what_is_wrong_with_experts_in_mxfp4_is_named(
+    change: Callable[[dict[str, torch.Tensor]], Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises((ConfigError, UnsupportedModelError), match=message):
+        load(in_mxfp4(tmp_path, change)[0])
+
+
+def test_layers_for_drafts_are_not_loaded(tmp_path: Path) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {
+            name.replace("layers.2.", "layers.3."): tensor.clone()
+            for name, tensor in tensors.items()
+            if "layers.2." in name
+        }
+        tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
+
+    prompt, expected = prompt_of(30), generate(runner("glm4-moe"), prompt_of(30), [30], greedy(8))[0]
+    path = changed(tmp_path, "glm4-moe", add, num_nextn_predict_layers=1)
+    assert generate(load(path), prompt, [30], greedy(8))[0] == expected
+    with pytest.raises(ConfigError, match=r"model\.layers\.3\..* not part of this architecture"):
+        load(changed(tmp_path / "without", "glm4-moe", add, num_nextn_predict_layers=0, num_mtp_layers=0))
+
+
 def test_weights_are_normalised_where_the_file_says_it(tmp_path: Path) -> None:
     plain = read_model_config(changed(tmp_path, "qwen3-moe", lambda _: None, norm_topk_prob=None))
     assert not plain.experts.routing.is_normalized  # type: ignore[attr-defined]
@@ -430,7 +540,7 @@ def write_model(path: Path, family: str, **changes: Any) -> Path:
     return gguf_files.write_model(path, reference(family).directory, **changes)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "olmoe", "granite-moe"])
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "granite-moe", "glm4-moe"])
 def test_a_gguf_file_answers_as_its_checkpoint(family: str, tmp_path: Path) -> None:
     prompt, path = prompt_of(40), write_model(tmp_path / "m.gguf", family)
     config, expected = read_model_config(path), read_model_config(reference(family).directory)
@@ -504,3 +614,29 @@ def test_experts_of_a_gguf_file_whose_shapes_disagree_are_named(tmp_path: Path) 
         ConfigError, match=r"has shape \[12, .*; the config asks for \[11, .*olmoe\.expert_count \(11\)"
     ):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "fixed"), [("phimoe", {"router_jitter_noise": 0.01}), ("gpt-oss", {"swiglu_limit": 7.0})]
+)
+def test_what_a_gguf_file_does_not_say_is_that_of_the_published_models(
+    family: str, fixed: dict[str, float], tmp_path: Path
+) -> None:
+    directory, prompt = changed(tmp_path, family, lambda _: None, **fixed), prompt_of(60)
+    path = gguf_files.write_model(tmp_path / "m.gguf", directory)
+    found, expected = (generate(load(one), prompt, [60], greedy(20))[0] for one in (path, directory))
+    assert found == expected
+
+
+def test_layers_for_drafts_of_a_gguf_file_are_not_loaded(tmp_path: Path) -> None:
+    directory, prompt = reference("glm4-moe").directory, prompt_of(30)
+    tensors: dict[str, Any] = dict(gguf_files.model_tensors(directory))
+    tensors |= {name.replace("blk.2.", "blk.3."): one for name, one in tensors.items() if name.startswith("blk.2.")}
+    tensors["blk.3.nextn.eh_proj.weight"] = torch.zeros(64, 128).numpy()
+    metadata = gguf_files.model_metadata(directory) | {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
+    path = gguf_files.write_gguf(tmp_path / "m.gguf", metadata, tensors)
+    tokens, _ = generate(load(path), prompt, [30], greedy(12))
+    reference("glm4-moe").check_greedy(prompt, tokens)
+    metadata["glm4moe.nextn_predict_layers"] = 4
+    with pytest.raises(UnsupportedModelError, match=r"nextn_predict_layers is 4; supported: below block_count \(4\)"):
+        read_model_config(gguf_files.write_gguf(tmp_path / "n.gguf", metadata, tensors))

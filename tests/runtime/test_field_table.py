@@ -150,13 +150,12 @@ def test_a_family_looks_at_the_fields_of_its_column_and_at_no_other(architecture
 def test_a_field_that_is_not_computed_is_refused_by_its_name_but_at_neutral_values(
     architecture: str, tmp_path: Path
 ) -> None:
-    for name, neutral in TABLES[architecture].refused.items():
+    odd: tuple[Any, ...] = (False, True, 0.5, 3, "other", [1], {"a": 1})
+    for number, (name, neutral) in enumerate(TABLES[architecture].refused.items()):
         for value in neutral:
             write(tmp_path, architecture, **{name: value})
             read_model_config(tmp_path)
-        for value in (False, True, 0.5, 3, "other", [1], {"a": 1}):
-            if value in neutral:
-                continue
+        for value in [value for value in odd if value not in neutral][number % 2 :: 2]:
             write(tmp_path, architecture, **{name: value})
             with pytest.raises(UnsupportedModelError) as caught:
                 read_model_config(tmp_path)
@@ -219,15 +218,18 @@ def write_text(directory: Path, architecture: str, values: Mapping[str, Any]) ->
     (directory / "config.json").write_text(json.dumps(whole | {"architectures": [architecture]}))
 
 
+# Fields without which the class of transformers means a model that cannot be: 96 heads of a width of 4096.
+NEEDED: dict[str, dict[str, int]] = {"Glm4MoeForCausalLM": {"head_dim": 128}}
 WITH_DEFAULTS = [name for name in MODELS if not name.startswith(("Llama", "Mistral", "Qwen"))]
 
 
 @pytest.mark.parametrize("architecture", WITH_DEFAULTS)
 def test_what_a_file_does_not_say_is_what_the_class_of_transformers_takes(architecture: str, tmp_path: Path) -> None:
     theirs = CONFIG_MAPPING[TABLES[architecture].model_type]
-    write_text(tmp_path, architecture, {"model_type": theirs.model_type})
+    needed = NEEDED.get(architecture, {})
+    write_text(tmp_path, architecture, {"model_type": theirs.model_type, **needed})
     ours = read_model_config(tmp_path)
-    write_text(tmp_path, architecture, theirs().to_dict())
+    write_text(tmp_path, architecture, theirs(**needed).to_dict())
     assert replace(read_model_config(tmp_path), eos_token_ids=ours.eos_token_ids, dtype=ours.dtype) == ours
 
 

@@ -25,7 +25,7 @@ from tests.runtime.gathering_engine import GatheringEngine
 from tests.runtime.kernel_sets import FLOAT32, NATIVE, every_pair
 from tests.runtime.test_speculation import Eager
 
-FAMILIES = ["gemma3", "mistral-window", "gemma2", "olmo3", "qwen2-window", "smollm3", "muse-glimmer"]
+FAMILIES = ["gemma3", "mistral-window", "gemma2", "olmo3", "qwen2-window", "smollm3", "muse-glimmer", "gpt-oss"]
 BLOCK_SIZE = 32
 
 
@@ -55,7 +55,7 @@ def spoil(found: ModelRunner) -> None:
 
 
 def chunked(tokens: int, preemption: str = "recompute") -> SchedulerConfig:
-    """Prompts in chunks of at most so many tokens."""
+    """Prompts in chunks of at most ``tokens`` tokens."""
     budget = BudgetConfig(kind="fixed", max_batched_tokens=tokens, min_chunk_tokens=1)
     return SchedulerConfig(
         order="fcfs", budget=budget, preemption=PreemptionConfig(kind=preemption), max_num_seqs=min(64, tokens)
@@ -65,7 +65,7 @@ def chunked(tokens: int, preemption: str = "recompute") -> SchedulerConfig:
 def logprobs_of(
     found: ModelRunner, prompts: dict[str, list[int]], scheduler: SchedulerConfig, max_tokens: int = 40
 ) -> dict[str, list[TokenLogprobs]]:
-    """Of answers, four alternatives each."""
+    """Log probabilities of answers, four alternatives each."""
     engine = GatheringEngine(found, engine_config(found, scheduler, enable_prefix_cache=False))
     for index, (name, prompt) in enumerate(prompts.items()):
         engine.add(name, prompt, greedy(max_tokens + index, logprobs=4))
@@ -195,7 +195,7 @@ def test_layers_of_several_groups_share_regions_and_not_blocks() -> None:
     dealt = deal(layers, BLOCK_SIZE, 4096)
     backend = make_attention(config, BLOCK_SIZE, torch.bfloat16, torch.device("cpu"), layers=dealt)
     kv = KVTensors(backend, num_blocks=6, num_host_blocks=2)
-    assert kv.groups == (0, 1, 0, 1) and len(kv.regions) == 2
+    assert kv.groups == (1, 0, 1, 0) and len(kv.regions) == 2
     assert kv.layers[0] is kv.layers[1] is kv.regions[0] and kv.layers[2] is kv.layers[3] is kv.regions[1]
     assert sum(cache.nbytes for region in kv.regions for cache in region) == 6 * backend.geometry.block_bytes
     for region in kv.regions:

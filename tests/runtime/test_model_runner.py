@@ -6,6 +6,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from diptych.runtime.step.warm_up import warm_up
 from tests.runtime.checkpoints import FAMILIES, MIXTURES, prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy
 from tests.runtime.gathering_engine import GatheringEngine
-from tests.runtime.kernel_sets import BFLOAT16, FLOAT32, NATIVE, every_pair
+from tests.runtime.kernel_sets import BFLOAT16, FASTEST, FLOAT32, NATIVE, every_pair, pairwise
 
 # families that differ in what a step computes
 KINDS = [
@@ -52,8 +53,9 @@ def test_a_prompt_of_2000_tokens_gives_the_tokens_of_transformers(family: str, i
     reference(family).check_greedy(prompt, tokens)
 
 
-@pytest.mark.parametrize("instruction_set", FLOAT32)
-@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize(
+    ("size", "instruction_set"), pairwise([1, 2, 15, 16, 17, 31, 32, 33, 64, 100], FLOAT32, FASTEST, 2)
+)
 def test_chunk_size_does_not_change_the_tokens(size: int, instruction_set: str) -> None:
     for family, length in (("llama", 131), ("mistral-window", 150)):
         prompt = prompt_of(length)
@@ -84,7 +86,8 @@ def fixed_budget(tokens: int, preemption: str = "recompute", seqs: int = 64) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "instruction_set"), every_pair([*KINDS, "llama-rope-llama3", "mistral-window", "qwen2"], FLOAT32)
+    ("family", "instruction_set"),
+    pairwise([*KINDS, "llama-rope-llama3", "mistral-window", "qwen2"], FLOAT32, FASTEST),
 )
 def test_a_batch_of_32_in_mixed_phases_gives_each_request_its_own_tokens(family: str, instruction_set: str) -> None:
     shared = runner(family, instruction_set)
@@ -247,8 +250,8 @@ def test_native_kernels_give_the_same_bits_in_every_batch_and_chunk(
         engine = GatheringEngine(shared, engine_config(shared, fixed_budget(chunk), enable_prefix_cache=False))
         assert results(engine) == alone
     crowd = GatheringEngine(shared, engine_config(shared, fixed_budget(96)))
-    for index in range(20):
-        crowd.add(f"other{index}", prompt_of(5 + 20 * index, seed=1), greedy(10 + 3 * index))
+    for index in range(10):
+        crowd.add(f"other{index}", prompt_of(5 + 30 * index, seed=1), greedy(10 + 3 * index))
     assert results(crowd) == alone
 
 
@@ -263,22 +266,35 @@ def test_native_kernels_give_the_same_bits_after_a_prefix_hit(family: str, dtype
     assert engine.core.stats().prefix_hit_tokens == 128 and results[0] == results[1]
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize(("family", "dtype", "instruction_set"), every_pair(["qwen2-window", *KINDS[:-1]], NATIVE))
+def preempted() -> list[Any]:
+    """Family, dtype, set and kind of preemption: what is moved is the same for all families, so that each other one
+    meets one kind, in turns."""
+    found = []
+    for number, pair in enumerate(every_pair(["qwen2-window", *KINDS[:-1]], NATIVE)):
+        for kind, preemption in enumerate(("recompute", "swap")):
+            is_quick = pair.values[0] == "qwen2-window" or number % 2 == kind
+            found.append(pytest.param(*pair.values, preemption, marks=pair.marks if is_quick else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("family", "dtype", "instruction_set", "preemption"), preempted())
 def test_native_kernels_give_the_same_bits_after_preemption(
     family: str, dtype: str, instruction_set: str, preemption: str
 ) -> None:
     shared = runner(family, instruction_set, dtype)
     crowded = crowded_engine(shared, preemption, num_blocks=16)
     prompts = {f"r{i}": prompt_of(40 + 13 * i, seed=i) for i in range(5)}
-    for request_id, prompt in prompts.items():
-        crowded.add(request_id, prompt, greedy(60, logprobs=4))
-    results = crowded.run()
+    roomy = GatheringEngine(shared, engine_config(shared))  # there a request has the bits that it has alone
+    found = []
+    for engine in (crowded, roomy):
+        for request_id, prompt in prompts.items():
+            engine.add(request_id, prompt, greedy(60, logprobs=4))
+        found.append(engine.run())
+    results, expected = found
     assert any(isinstance(event, RequestPreempted) for event in crowded.events)
-    for request_id, prompt in prompts.items():
-        alone = GatheringEngine(shared, engine_config(shared))
-        alone.add(request_id, prompt, greedy(60, logprobs=4))
-        assert alone.run()[request_id].logprobs == results[request_id].logprobs
+    assert not any(isinstance(event, RequestPreempted) for event in roomy.events)
+    for request_id in prompts:
+        assert expected[request_id].logprobs == results[request_id].logprobs
 
 
 def test_random_requests_get_the_same_tokens_alone_and_in_a_batch() -> None:

@@ -77,7 +77,7 @@ class Starcoder2Layer:
 
 
 class Starcoder2:
-    """See LanguageModel."""
+    """A LanguageModel."""
 
     fits_cuda_graphs = True
 
@@ -90,7 +90,6 @@ class Starcoder2:
 
     @classmethod
     def read_config(cls, fields: ConfigFields) -> Starcoder2Config:
-        """See LanguageModel."""
         fields.require("hidden_act", "gelu_pytorch_tanh")
         heads, window = read_heads(fields), fields.integer("sliding_window")
         layers = (LayerAttention(heads[-1] ** -0.5, window),) * fields.integer("num_hidden_layers")
@@ -104,7 +103,6 @@ class Starcoder2:
         )
 
     def forward(self, step: ForwardPass) -> torch.Tensor:
-        """See LanguageModel."""
         x = self.embed_tokens(step.batch.token_ids)
         for index, layer in enumerate(self.layers):
             cache = step.begin_layer(index)
@@ -116,7 +114,6 @@ class Starcoder2:
         return self.norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See LanguageModel."""
         return self.lm_head(hidden)
 
 

@@ -328,6 +328,15 @@ def test_memory_of_a_gpu_is_read_from_its_device_after_what_is_queued_there(
     assert connector._reads._agent.registered is None
 
 
+def test_memory_that_layers_share_is_registered_once(module: ModuleType) -> None:
+    first, second, _ = caches(0)
+    reads = module.NixlReads([first, second, first], FORMAT, 1.0)
+    assert [id(cache) for cache in reads._caches] == [id(cache) for cache in (*first, *second)]
+    body = b"".join(reads.pack([3], Part(0, 16, 2, 1, True)))
+    assert body[-16:] == b"".join(reads.pack([3], Part(0, 16, 0, 1, True)))[-16:]
+    reads.close()
+
+
 def test_caches_with_gaps_are_refused(module: ModuleType) -> None:
     layers = [(k.transpose(0, 1), v) for k, v in caches(0)]
     with pytest.raises(ConfigError, match="contiguous"):

@@ -60,7 +60,7 @@ def embed(shared: ModelRunner, prompts: Sequence[list[int]], pooling: Pooling, b
 
 @torch.no_grad()
 def expected(model: torch.nn.Module, prompt: list[int], pooling: Pooling) -> Vector:
-    """Of a model of transformers without its head."""
+    """The vector that a model of transformers without its head gives."""
     states = model(torch.tensor([prompt])).last_hidden_state[0].double()
     vector = states[-1] if pooling == "last" else states.mean(0)
     return (vector / vector.norm()).float().numpy()

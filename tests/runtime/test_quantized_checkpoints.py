@@ -45,7 +45,7 @@ def load(directory: Path, **changes: Any) -> ModelRunner:
 
 
 def logprobs(runner: ModelRunner) -> torch.Tensor:
-    """Of the tokens of a prompt, each after those before it."""
+    """Log probabilities of the tokens of a prompt, each after those before it."""
     _, results = generate(runner, PROMPT, [len(PROMPT)], greedy(1, prompt_logprobs=0))
     (_, entries) = results[0].payload.prompt_logprobs["r"]
     return torch.tensor([entry.logprob for entry in entries])

@@ -16,7 +16,7 @@ FASTEST = available(torch.bfloat16)[0]
 
 
 def logprobs(shared: ModelRunner, prompt: list[int]) -> torch.Tensor:
-    """Of each token of the prompt but the first."""
+    """Log probabilities of each token of the prompt but the first."""
     sampling = greedy(1, prompt_logprobs=0)
     _, results = generate(shared, prompt, [len(prompt)], sampling)
     [(_, entries)] = results[0].payload.prompt_logprobs.values()

@@ -49,7 +49,7 @@ def load(directory: Path, fd: int, **changes: object) -> tuple[ModelRunner, list
 
 
 def logits(worker: ModelRunner) -> torch.Tensor:
-    """Of one row of hidden states."""
+    """Logits of one row of hidden states."""
     hidden = torch.linspace(-1, 1, worker.model_config.hidden_size)[None].to(worker.attention.dtype)
     return worker.model.logits(hidden)
 

@@ -17,6 +17,7 @@ from diptych.control.request import FinishReason, Request, SamplingParams
 from diptych.control.step import DraftProposal, StepFeatures
 from diptych.runtime.kernels.instruction_set import TORCH
 from diptych.runtime.local_engine import engine_config
+from diptych.runtime.sampling.batch_sampler import BatchSampler
 from diptych.runtime.step.draft_tokens import DraftTokens
 from diptych.runtime.step.model_runner import ModelRunner
 from diptych.runtime.step.request_state import RequestState
@@ -27,6 +28,9 @@ from tests.runtime.kernel_sets import NATIVE
 FAMILY = "qwen2-window"
 STEP_NS = 1_000_000
 DTYPE_AND_SET = NATIVE[-1] if NATIVE else ("float32", TORCH)
+# That a row has the same bits alone and beside others is held for each set by test_model_runner.py, and masks and
+# counts are not the kernels': the first and the last set; the others are among the slow tests.
+FEW_SETS = [pytest.param(*each, marks=() if each in (NATIVE[0], NATIVE[-1]) else pytest.mark.slow) for each in NATIVE]
 
 
 class Guesses(DraftTokens):
@@ -76,7 +80,9 @@ class Rhyme:
         return (token * 7 + self._seed()) % 3 == 0
 
     def allowed(self) -> bytes | None:
-        bits = np.array([self._may(token) for token in range(VOCAB_SIZE)], dtype=np.uint8)
+        tokens = np.arange(VOCAB_SIZE)
+        forced = self.forced(1)
+        bits = tokens == forced[0] if forced else (tokens * 7 + self._seed()) % 3 == 0
         return np.packbits(bits, bitorder="little").tobytes()
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
@@ -100,8 +106,10 @@ class Rhyme:
 class Eager(GatheringEngine):
     """An engine on a machine where every step takes the same time: rows cost nothing, and all are taken."""
 
-    def __init__(self, shared: ModelRunner, drafted: DraftTokens, **changes: object) -> None:
-        own = ModelRunner(shared.loaded, shared.attention, shared.kv, 64, shared.max_model_len, drafted)
+    def __init__(
+        self, shared: ModelRunner, drafted: DraftTokens, sampler: BatchSampler | None = None, **changes: object
+    ) -> None:
+        own = ModelRunner(shared.loaded, shared.attention, shared.kv, 64, shared.max_model_len, drafted, sampler)
         config = engine_config(own, **changes)  # type: ignore[arg-type]
         super().__init__(own, config)
         model = StepTimeModel()
@@ -161,7 +169,7 @@ def check_same(plain: dict[str, GeneratedTokens], guessed: dict[str, GeneratedTo
         assert other.logprobs == generation.logprobs
 
 
-@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+@pytest.mark.parametrize(("dtype", "instruction_set"), FEW_SETS)
 def test_guesses_right_and_wrong_change_no_token_and_no_logprob(dtype: str, instruction_set: str) -> None:
     shared = runner(FAMILY, instruction_set, dtype)
     plain = run(Eager(shared, DraftTokens(drafts=False)), max_tokens=70)
@@ -193,7 +201,7 @@ def test_streams_that_lose_their_blocks_go_on_with_the_same_tokens(kind: str) ->
     assert extras(engine)[1] > 100
 
 
-@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
+@pytest.mark.parametrize(("dtype", "instruction_set"), FEW_SETS)
 def test_forced_tokens_are_not_sampled_and_the_others_obey_the_mask(dtype: str, instruction_set: str) -> None:
     shared = runner(FAMILY, instruction_set, dtype)
 

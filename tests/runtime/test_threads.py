@@ -69,7 +69,7 @@ def test_more_threads_than_cpus_or_foreign_cpus_are_refused() -> None:
 
 
 def affinities() -> list[set[int]]:
-    """Of the threads of this process, but for those that end meanwhile."""
+    """Affinities of the threads of this process, but for those that end meanwhile."""
     found = []
     for task in TASKS.iterdir():
         with contextlib.suppress(ProcessLookupError):

@@ -700,7 +700,7 @@ def any_frame(rng: random.Random) -> tuple[Frame, bytes]:
 
 
 def exactly(sock: socket.socket, count: int) -> bytes:
-    """So many bytes."""
+    """``count`` bytes of a socket."""
     data = sock.recv(count, socket.MSG_WAITALL)
     assert len(data) == count
     return data

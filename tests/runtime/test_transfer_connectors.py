@@ -27,7 +27,7 @@ INSTALLED = [name for name, kind in CONNECTORS.items() if kind.is_installed]
 
 
 class InMemoryConnector:
-    """See KVConnector. Both sides live in one process and one thread, so a send copies the blocks at once."""
+    """A KVConnector without a wire: both sides live in one process and one thread, so a send copies at once."""
 
     reachable: ClassVar[dict[str, "InMemoryConnector"]] = {}  # by address
 
@@ -42,21 +42,18 @@ class InMemoryConnector:
         self._fd = os.eventfd(0)
 
     def expect(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
-        """See KVConnector."""
         self._expected[attempt_id] = tuple(block_ids)
 
     def forget(self, attempt_id: str) -> None:
-        """See KVConnector."""
         self._expected.pop(attempt_id, None)
 
     def open(self, attempt_id: str, address: str, start: int) -> None:
-        """See KVConnector."""
         self._open[attempt_id] = self.reachable[address], start
 
     def send(
         self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
     ) -> None:
-        """See KVConnector. Nothing leaves before all layers are computed."""
+        """Copy the blocks, when all is there: nothing leaves before all layers are computed."""
         if attempt_id not in self._open or num_layers not in (None, len(self._layers)):
             return
         receiver, begin = self._open[attempt_id]
@@ -67,26 +64,21 @@ class InMemoryConnector:
         self._open[attempt_id] = receiver, start + num_tokens
 
     def commit(self, attempt_id: str, payload: bytes) -> None:
-        """See KVConnector."""
         receiver, _ = self._open.pop(attempt_id)
         receiver._happen(Committed(attempt_id, payload, 0, 0, 0))
         self._happen(Sent(attempt_id, 0, 0, 0, 0))
 
     def cancel(self, attempt_id: str) -> None:
-        """See KVConnector."""
         self._open.pop(attempt_id, None)
 
     def poll(self) -> list[ConnectorEvent]:
-        """See KVConnector."""
         events, self._events = self._events, []
         return events
 
     def fileno(self) -> int:
-        """See KVConnector."""
         return self._fd
 
     def close(self) -> None:
-        """See KVConnector."""
         del self.reachable[self.address]
         os.close(self._fd)
 

@@ -57,7 +57,7 @@ class World:
         self.listener.listen(8)
 
     def transfer(self, name: str, num_sends: int = 0, *, commits: bool = True) -> SendTransfer:
-        """One with so many sends of 16 tokens, all queued."""
+        """A transfer with ``num_sends`` sends of 16 tokens, all queued."""
         self.numbers += 1
         made = SendTransfer(name, self.numbers, self.peer.address, 0, 3)
         self.peer.transfers[made.number] = made

@@ -42,7 +42,6 @@ CLASSES: dict[str, dict[str, Any]] = {  # names without ForCausalLM; what differ
     "Gemma": {"head_dim": 32},
     "Glm": {"head_dim": 16},
     "Glm4": {"head_dim": 16},
-    "Glm4Moe": {"head_dim": 16, "n_routed_experts": 6, "n_shared_experts": 1, "first_k_dense_replace": 1, **EXPERTS},
     "Helium": {"head_dim": 16},
     "HunYuanDenseV1": {"head_dim": 16},
     "Jais2": {"head_dim": 16},

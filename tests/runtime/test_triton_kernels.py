@@ -70,21 +70,23 @@ def attend(shape: Shape, sequences: Sequences, chunks: list[tuple[int, int, int]
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(
-    ("dtype_name", "heads", "kv_heads", "dim", "block_size", "window", "softcap"),
+    ("dtype_name", "heads", "kv_heads", "dim", "block_size", "how"),
     [
-        (DTYPES[0], 4, 2, 64, 16, None, None),
-        (DTYPES[1], 7, 1, 80, 32, 20, None),
-        (DTYPES[0], 1, 1, 128, 16, None, 1.0),
-        (DTYPES[1], 2, 1, 256, 8, 33, None),
+        (DTYPES[0], 4, 2, 64, 16, {}),
+        (DTYPES[1], 7, 1, 80, 32, {"window": 20}),
+        (DTYPES[0], 1, 1, 128, 16, {"softcap": 1.0}),
+        (DTYPES[1], 2, 1, 256, 8, {"window": 33}),
+        (DTYPES[0], 6, 2, 64, 16, {"window": 40, "has_sinks": True}),
     ],
 )
 def test_attention_over_pages_equals_torch(
-    dtype_name: str, heads: int, kv_heads: int, dim: int, block_size: int, window: int | None, softcap: float | None
+    dtype_name: str, heads: int, kv_heads: int, dim: int, block_size: int, how: dict[str, Any]
 ) -> None:
+    window, softcap = how.get("window"), how.get("softcap")
     shape = Shape(heads, kv_heads, dim, block_size, dtype_name)
     sequences = Sequences(shape, [70, 20, 75, 17])
     chunks = [(0, 69, 1), (1, 12, 1), (2, 40, 35), (3, 0, 17)]
-    ours = attend(shape, sequences, chunks, window=window, softcap=softcap)
+    ours = attend(shape, sequences, chunks, **how)
     for (sequence, start, count), result in zip(chunks, ours, strict=True):
         q, k, v = (part[sequence].float() for part in (sequences.q, sequences.k, sequences.v))
         k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
@@ -93,24 +95,30 @@ def test_attention_over_pages_equals_torch(
             scores = softcap * (scores / softcap).tanh()
         distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
         scores[:, (distance < 0) | (distance >= (window or len(q)))] = -torch.inf
-        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)[start : start + count]
+        if "has_sinks" in how:
+            scores = torch.cat((scores, sequences.sinks.view(-1, 1, 1).expand(heads, len(q), 1)), dim=-1)
+        weights = scores.softmax(-1)[..., : len(k)]
+        expected = torch.einsum("hqk,khd->qhd", weights, v)[start : start + count]
         close(result, expected.reshape(count, -1))
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(("dtype_name", "window"), [(DTYPES[0], 40), (DTYPES[1], None)])
+@pytest.mark.parametrize(
+    ("dtype_name", "how"),
+    [(DTYPES[0], {"window": 40}), (DTYPES[1], {}), (DTYPES[0], {"window": 40, "has_sinks": True})],
+)
 def test_a_token_has_the_same_bits_whole_chunked_decoded_and_in_any_batch(
-    dtype_name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+    dtype_name: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = Shape(3, 1, 64, 16, dtype_name)
     sequences = Sequences(shape, [100, 30])
     monkeypatch.setattr(attention_kernel, "WANTED_PROGRAMS", 0)  # one program for all splits of a tile
-    (whole,) = attend(shape, sequences, [(0, 0, 100)], window=window)
-    (alone,) = attend(shape, sequences, [(0, 99, 1)], window=window)
+    (whole,) = attend(shape, sequences, [(0, 0, 100)], **how)
+    (alone,) = attend(shape, sequences, [(0, 99, 1)], **how)
     monkeypatch.setattr(attention_kernel, "WANTED_PROGRAMS", 1 << 20)  # each split has its own
-    (chunk,) = attend(shape, sequences, [(0, 60, 25)], window=window)
-    crowd = attend(shape, sequences, [(1, 29, 1), (0, 99, 1)], window=window)
-    mixed = attend(shape, sequences, [(0, 99, 1), (1, 3, 20), (0, 62, 3)], window=window)
+    (chunk,) = attend(shape, sequences, [(0, 60, 25)], **how)
+    crowd = attend(shape, sequences, [(1, 29, 1), (0, 99, 1)], **how)
+    mixed = attend(shape, sequences, [(0, 99, 1), (1, 3, 20), (0, 62, 3)], **how)
     for part, start in ((alone, 99), (chunk, 60), (crowd[1], 99), (mixed[0], 99), (mixed[2], 62)):
         assert torch.equal(part, whole[start : start + len(part)])
 

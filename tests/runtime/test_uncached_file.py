@@ -73,7 +73,7 @@ def limited(call: Callable[..., int], at_most: int) -> Callable[..., int]:
 
 
 def refusing(call: Callable[..., int], code: int, after: int) -> Callable[..., int]:
-    """A system call that fails on descriptors without page cache, after so many of them."""
+    """A system call that fails on descriptors without page cache, when ``after`` of them have passed."""
     calls = 0
 
     def refuse(fd: int, data: object, offset: int) -> int:

@@ -5,13 +5,15 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.step.model_runner import RunnerConfig, load_runner
-from diptych.runtime.weights.weight_bytes import loaded_weight_bytes, memory_beside_weights
+from diptych.runtime.weights.weight_bytes import loaded_weight_bytes, memory_beside_weights, scratch_bytes
 from diptych.runtime.weights.weight_memory import PrivateMemory
 from tests.runtime.checkpoints import reference
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-@pytest.mark.parametrize("family", ["qwen2", "llama", "llama-tied-biased", "qwen3-moe", "granite-moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "llama", "llama-tied-biased", "qwen3-moe", "granite-moe", "gpt-oss", "glm4-moe"]
+)
 def test_the_estimate_is_what_loading_takes(family: str, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     new, keep = PrivateMemory.new, PrivateMemory.keep
@@ -39,6 +41,13 @@ def test_fewer_bits_take_less() -> None:
     none, int8, int4 = (loaded_weight_bytes(directory, "auto", name) for name in ("none", "int8", "int4"))
     assert int4 < int8 < 0.55 * none
     assert loaded_weight_bytes(directory, "float32", "none") == 2 * none
+
+
+def test_a_mixture_needs_room_for_what_each_expert_of_each_token_gives() -> None:
+    directory = reference("olmoe", "bfloat16").directory
+    assert scratch_bytes(directory, "auto", 100) == 100 * 5 * (64 + 64) * 2
+    assert scratch_bytes(directory, "float32", 100) == 2 * scratch_bytes(directory, "auto", 100)
+    assert scratch_bytes(reference("qwen2").directory, "auto", 100) == 0
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_sizes_and_a_cure() -> None:

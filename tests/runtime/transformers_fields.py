@@ -7,6 +7,7 @@ that is called a config, where the configuration class (or one that it inherits 
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 # What every causal model shares: the base class of configurations, rotary embeddings, masks, caches, attention.
@@ -55,11 +56,18 @@ def fields_used(transformers: Path, model_type: str) -> dict[str, set[str]]:
     used: dict[str, set[str]] = {}
     no_fields: set[str] = set()
     for file in [*own, *_shared_files(transformers)]:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        no_fields |= _no_fields(tree)
-        for name in _fields_in(tree):
+        others, names = _facts(file)
+        no_fields |= others
+        for name in names:
             used.setdefault(name, set()).add(file.relative_to(transformers).as_posix())
     return {name: files for name, files in used.items() if name not in no_fields}
+
+
+@cache
+def _facts(file: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """What is no field, and the fields, of a file: most are shared by all models."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return frozenset(_no_fields(tree)), frozenset(_fields_in(tree))
 
 
 def rope_fields_used(transformers: Path) -> set[str]:

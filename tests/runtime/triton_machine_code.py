@@ -15,15 +15,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from diptych.runtime.kernels.triton_kernels import elementwise, linear, paged_attention
+from diptych.runtime.kernels.triton_kernels import elementwise, int8_codec, linear, paged_attention, pick_tokens
 
 KINDS = {  # of arguments; all others are int32
     "*bf16": (
         "q", "k_cache", "v_cache", "out", "x", "weight", "bias", "y", "residual", "gate_up", "qkv", "q_norm", "k_norm",
+        "logits",
     ),
-    "*fp32": ("split_sums", "split_stats", "parts", "cos_sin"),
+    "*fp32": ("split_sums", "split_stats", "parts", "cos_sin", "peaks", "factors", "least_depths"),
+    "*fp64": ("top_ps", "uniforms"),
+    "*i16": ("wire_scales",),
     "*i32": ("query_start", "context_lens", "block_tables"),
-    "*i64": ("positions", "slots"),
+    "*i64": ("positions", "slots", "caches", "row_ids", "top_ks", "tokens"),
+    "*u8": ("wire",),
     "fp32": ("scale", "softcap", "eps", "multiplier"),
 }  # fmt: skip
 TILES = {
@@ -54,6 +58,9 @@ LAUNCHES = [  # (kernel, constants, ways)
     (elementwise._rms_norm, {"WIDTH": 4096}, ways("ROUNDS", "HAS_RESIDUAL")),
     (elementwise._activate_and_mul, {"WIDTH": elementwise.GATE_WIDTH}, ways("IS_GELU")),
     (elementwise._rope_and_cache, HEADS, ways("HAS_Q_NORM", "HAS_K_NORM")),
+    (pick_tokens._pick, {"BLOCK_": pick_tokens.BLOCK}, ways()),
+    (int8_codec._encode, {"DIM": 128, "WIDTH": 128, "GROUPS": 4}, ways("IS_BF16")),
+    (int8_codec._decode, {"DIM": 128, "WIDTH": 128, "GROUPS": 4}, ways("IS_BF16")),
 ]
 OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 

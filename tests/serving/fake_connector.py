@@ -46,7 +46,7 @@ class Sending:
 
 
 class FakeConnector:
-    """See diptych.runtime.transfer.connector.KVConnector. The address is unix://PATH."""
+    """A KVConnector that needs no torch. The address is unix://PATH."""
 
     def __init__(self, path: Path) -> None:
         self.address = f"unix://{path}"

@@ -78,11 +78,9 @@ class FakeLLM:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def health(self) -> tuple[int, dict[str, str | None]]:
-        """See ServedFleet."""
         return 200, {"status": "ok", "detail": None}
 
     def readiness(self) -> tuple[int, dict[str, str | None]]:
-        """See ServedFleet."""
         if self.is_routable:
             return 200, {"status": "ready", "detail": None}
         return 503, {"status": "not ready", "detail": self.state}

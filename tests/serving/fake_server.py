@@ -13,18 +13,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import msgspec
-from fake_worker import fake_command
+from diptych.runtime.device.garbage import without_collections
 
-from diptych.control.cluster.cluster_config import cluster_config
-from diptych.control.config import SchedulerConfig
-from diptych.serving.api.server import ServerOptions, run_server
-from diptych.serving.async_llm import AsyncLLM
-from diptych.serving.batches.batch_service import BatchOptions
-from diptych.serving.fleet.fleet import Fleet
-from diptych.serving.fleet.fleet_options import FleetOptions
-from diptych.serving.fleet.supervisor import LocalLauncher
-from diptych.serving.link.engine_options import EngineOptions
+with without_collections():  # until it serves, as a real one
+    import msgspec
+    from fake_worker import fake_command
+
+    from diptych.control.cluster.cluster_config import cluster_config
+    from diptych.control.config import SchedulerConfig
+    from diptych.serving.api.server import ServerOptions, run_server
+    from diptych.serving.async_llm import AsyncLLM
+    from diptych.serving.batches.batch_service import BatchOptions
+    from diptych.serving.fleet.fleet import Fleet
+    from diptych.serving.fleet.fleet_options import FleetOptions
+    from diptych.serving.fleet.supervisor import LocalLauncher
+    from diptych.serving.link.engine_options import EngineOptions
 
 
 def main() -> None:

@@ -16,18 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fake_connector import FakeConnector
+from diptych.runtime.device.garbage import without_collections
 
-from diptych.control.config import CacheConfig, EngineConfig
-from diptych.control.engine.engine_core import EngineCore
-from diptych.control.engine.recording import RecordingEngineCore
-from diptych.control.request import FinishReason, SamplingParams
-from diptych.control.step import SchedulerOutput, StepResult, StepTokens, TokenLogprobs
-from diptych.serving.link.engine_options import EngineOptions
-from diptych.serving.link.messages import Ready
-from diptych.serving.link.recorder import record_engine
-from diptych.serving.worker.load_engine import LoadedEngine
-from diptych.serving.worker.worker_loop import die_with_parent, serve
+with without_collections():  # until it serves, as a real one
+    from fake_connector import FakeConnector
+
+    from diptych.control.config import CacheConfig, EngineConfig
+    from diptych.control.engine.engine_core import EngineCore
+    from diptych.control.engine.recording import RecordingEngineCore
+    from diptych.control.request import FinishReason, SamplingParams
+    from diptych.control.step import SchedulerOutput, StepResult, StepTokens, TokenLogprobs
+    from diptych.serving.link.engine_options import EngineOptions
+    from diptych.serving.link.messages import Ready
+    from diptych.serving.link.recorder import record_engine
+    from diptych.serving.worker.load_engine import LoadedEngine
+    from diptych.serving.worker.worker_loop import die_with_parent, serve
 
 VOCAB_SIZE = 4096
 EOS_TOKEN = 0

@@ -46,12 +46,12 @@ class Script:
 
     @property
     def num_workers(self) -> int:
-        """Of the whole fleet."""
+        """The number of workers of the whole fleet."""
         return self.prefill + self.decode + self.both + sum(group.replicas for group in self.groups)
 
     @property
     def machine(self) -> Processor:
-        """Of the live fleet: a core for each worker."""
+        """The machine of the live fleet: a core for each worker."""
         return Processor(
             "a processor", tuple((cpu,) for cpu in range(self.num_workers)), tuple(range(self.num_workers))
         )

@@ -25,7 +25,7 @@ ALWAYS = cluster_config(disaggregate="always")
 
 
 def engine_options(**changes: Any) -> EngineOptions:
-    """Of workers with NUM_BLOCKS blocks each, also where they share one memory."""
+    """Options of workers with NUM_BLOCKS blocks each, also where they share one memory."""
     options = EngineOptions(device=DeviceOptions(device="cpu"))
     geometry = read_kv_geometry(options.model, options.device.dtype, BLOCK_SIZE)
     memory = MemoryOptions(block_size=BLOCK_SIZE, kv_cache_bytes=NUM_BLOCKS * geometry.block_bytes)

@@ -28,6 +28,7 @@ from diptych.control.events import Event
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepTokens
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
+from diptych.runtime.step.step_pipeline import of_open_requests
 from diptych.runtime.transfer.connector import Committed, ConnectorEvent
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.worker_handle import WorkerListener, WorkerSite, WorkerState, hand_over
@@ -62,7 +63,7 @@ DETECTION_NS, RESTART_NS = 10 * NS_PER_MS, 50 * NS_PER_MS
 class Host:
     """What the workers of a test share. num_blocks: of each, where the options do not say it. model: what warm-up has
     taught one of these settings. refusal: an error with which a worker refuses to start, by number. bytes_per_token,
-    travel_ns: of KV, and how long so many bytes travel."""
+    travel_ns: of KV, and how long its bytes travel."""
 
     time: VirtualTime
     cost: CostModel = COST
@@ -71,24 +72,24 @@ class Host:
     bytes_per_token: int = 0
     travel_ns: Callable[[int], int] = lambda num_bytes: NS_PER_MS
     refusal: dict[int, DiptychError] = field(default_factory=dict)
+    depth: int = 1
     is_reporting: bool = False
     workers: "list[InProcessWorker]" = field(default_factory=list)
 
     async def open(self, join_port: int) -> None:
-        """See Launcher."""
+        """Nothing is to be opened."""
 
     async def close(self) -> None:
-        """See Launcher."""
+        """Nothing is to be closed."""
 
     def launch(self, number: int, options: EngineOptions, pass_fds: Sequence[int]) -> "InProcessWorker":
-        """See Launcher."""
         worker = InProcessWorker(number, options, self)
         self.workers.append(worker)
         return worker
 
 
 class InProcessWorker:
-    """See WorkerHandle. ``lose`` ends the engine, as a crash ends a process."""
+    """A WorkerHandle in this process. ``lose`` ends the engine, as a crash ends a process."""
 
     def __init__(self, number: int, options: EngineOptions, host: Host) -> None:
         self.number = number
@@ -104,14 +105,13 @@ class InProcessWorker:
         self._life = 0
 
     def start(self, listener: WorkerListener) -> None:
-        """See WorkerHandle."""
         self._listener = listener
         self.state = WorkerState.STARTING
         self.ready = asyncio.get_running_loop().create_future()
         self._host.time.at(self._host.time.now, MESSAGE, self._begin)
 
     def send(self, message: FrontendMessage) -> None:
-        """See WorkerHandle. Messages keep their order, and never arrive within the call."""
+        """Send a message. Messages keep their order, and never arrive within the call."""
         if self.engine is None:
             return
         time, data = self._host.time, encode(message)
@@ -119,15 +119,12 @@ class InProcessWorker:
         time.at(self._last_ns, MESSAGE, partial(self._arrive, self._life, data))
 
     def pulse(self) -> Pulse | None:
-        """See WorkerHandle."""
         return None
 
     def kill(self, because: str) -> None:
-        """See WorkerHandle."""
         self.lose(because, crashed=False)
 
     async def stop(self, *, is_removed: bool = False) -> None:
-        """See WorkerHandle."""
         self._end_engine()
         self.state = WorkerState.STOPPED
 
@@ -224,6 +221,7 @@ class InProcessEngine:
         self._slowness = 1000  # per mille
         self._inbox: deque[Order] = deque()
         self._step: SchedulerOutput | None = None  # under way
+        self._ahead: SchedulerOutput | None = None  # planned behind it
 
     def ready(self) -> Ready:
         """What it holds."""
@@ -259,10 +257,11 @@ class InProcessEngine:
             self._take(self._inbox.popleft(), now)
         core.end_turn(now)
         self._flush(self._held_back.release())
-        while (output := core.begin_step(now)) is not None:
+        while (output := self._next_plan(now)) is not None:
             self._flush()
             if output.is_compute:
                 self._step = output
+                self._ahead = core.begin_step(now) if self._host.depth > 1 else None
                 end_ns = now + max(1, self._host.cost.step_ns(output) * self._slowness // 1000)
                 self._host.time.at(end_ns, STEP_END + self._worker.number, self._end_step)
                 return
@@ -271,6 +270,10 @@ class InProcessEngine:
         self._flush()
         if (wake_ns := core.next_wake_ns) is not None:
             self._host.time.at(max(wake_ns, now), MESSAGE, self._on_time)
+
+    def _next_plan(self, now: int) -> SchedulerOutput | None:
+        ahead, self._ahead = self._ahead, None
+        return self.core.begin_step(now) if ahead is None else ahead
 
     def _on_time(self) -> None:
         wake_ns = self.core.next_wake_ns
@@ -282,8 +285,10 @@ class InProcessEngine:
         if self.is_over or output is None:
             return
         result = self.runner.execute(output)
+        assert result.payload is not None
+        tokens = of_open_requests(result.payload, self.core.engine.requests)
         self.core.end_step(output, result, self._host.time.now)
-        self._flush(self._held_back.hold_back(result.payload))
+        self._flush(self._held_back.hold_back(tokens))
         self.turn()
 
     def _take(self, order: Order, now: int) -> None:
@@ -332,7 +337,7 @@ class _Sending:
 
 
 class InProcessConnector:
-    """See KVConnector: no bytes, only the news of them. Its peers are found by their numbers."""
+    """A KVConnector that moves no bytes, only the news of them. Its peers are found by their numbers."""
 
     def __init__(self, number: int, host: Host) -> None:
         self.address = f"worker:{number}"
@@ -343,33 +348,27 @@ class InProcessConnector:
         self._events: list[ConnectorEvent] = []
 
     def expect(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
-        """See KVConnector."""
         assert attempt_id not in self._receiving, attempt_id
         assert not num_tokens or block_ids
         self._receiving[attempt_id] = _Receiving(start + num_tokens, start)
 
     def forget(self, attempt_id: str) -> None:
-        """See KVConnector."""
         self._receiving.pop(attempt_id, None)
         self._events = [event for event in self._events if event.attempt_id != attempt_id]
 
     def open(self, attempt_id: str, address: str, start: int) -> None:
-        """See KVConnector."""
         assert attempt_id not in self._sending, attempt_id
         self._sending[attempt_id] = _Sending(int(address.removeprefix("worker:")))
 
     def send(
         self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
     ) -> None:
-        """See KVConnector."""
         self._post(attempt_id, start + num_tokens, num_tokens * self._host.bytes_per_token)
 
     def commit(self, attempt_id: str, payload: bytes) -> None:
-        """See KVConnector."""
         self._post(attempt_id, 0, 0, payload)
 
     def cancel(self, attempt_id: str) -> None:
-        """See KVConnector."""
         self._sending.pop(attempt_id, None)
 
     def is_sending(self, attempt_id: str) -> bool:
@@ -382,16 +381,15 @@ class InProcessConnector:
         self._happened(TransferBroken(attempt_id, True, "the link is gone"))
 
     def poll(self) -> list[ConnectorEvent]:
-        """See KVConnector."""
         events, self._events = self._events, []
         return events
 
     def fileno(self) -> int:
-        """See KVConnector: there is no file; news asks for a turn instead."""
+        """No descriptor: there is no file; news asks for a turn instead."""
         return -1
 
     def close(self) -> None:
-        """See KVConnector. What is on its way is lost."""
+        """Close it. What is on its way is lost."""
         self._sending.clear()
 
     def _post(self, attempt_id: str, end: int, num_bytes: int, payload: bytes | None = None) -> None:

@@ -146,7 +146,6 @@ class ControlProxy(Proxy):
         self._kv_port = kv_port
 
     async def messages_up(self, reader: asyncio.StreamReader) -> Messages:
-        """See Proxy."""
         while True:
             frame = await _frame(reader)
             if frame[:1] != RELAYED:
@@ -166,7 +165,6 @@ class ControlProxy(Proxy):
             yield _packed(frame), frozenset(names)
 
     async def messages_down(self, reader: asyncio.StreamReader) -> Messages:
-        """See Proxy."""
         while True:
             frame = await _frame(reader)
             if frame[:1] != RELAYED:
@@ -187,7 +185,7 @@ class KVProxy(Proxy):
         self._committed = (0, 0)  # the newest commit: its transfer, and the acknowledgement that it is waiting for
 
     async def messages_up(self, reader: asyncio.StreamReader) -> Messages:
-        """See Proxy: of the sender."""
+        """Pass on the messages of the sender."""
         hello = await reader.readexactly(HELLO_BYTES)
         yield hello + await reader.readexactly(format_bytes_of(hello)), frozenset(("KV hello",))
         is_first = True
@@ -207,7 +205,7 @@ class KVProxy(Proxy):
             yield header + body, frozenset((name if name.startswith("KV") else f"KV {name.lower()}",))
 
     async def messages_down(self, reader: asyncio.StreamReader) -> Messages:
-        """See Proxy: of the receiver."""
+        """Pass on the messages of the receiver."""
         yield await reader.readexactly(GREETING_BYTES), frozenset(("KV greeting",))
         welcome = await reader.readexactly(WELCOME_BYTES)
         yield welcome + await reader.readexactly(format_bytes_of(welcome)), frozenset(("KV welcome",))

@@ -117,7 +117,7 @@ class Outcome:
 
 
 def trials(repeats: int, seed: int = 0) -> list[Trial]:
-    """Each point, with each direction lost and with both, so many times; in a random order."""
+    """Each point, with each direction lost and with both, ``repeats`` times; in a random order."""
     rng = random.Random(seed)
     found = [
         Trial(point, lost, number, rng.random() < SHORT_SHARE)
@@ -156,7 +156,7 @@ class CutFleet:
         return self.kv[port].port
 
     def number(self, role: str) -> int:
-        """Of the worker."""
+        """The number of the worker."""
         number = self.agents[role].number
         assert number is not None
         return number
@@ -187,7 +187,7 @@ class CutFleet:
             self._answers.append(list(outputs[-1].outputs[0].token_ids))
 
     async def _ask(self, which: int, salt: str, outcome: Outcome, most: int = ANSWER_TOKENS) -> None:
-        """One request, of which at most so many tokens are read. Its KV is in no cache."""
+        """Send a request, of which at most ``most`` tokens are read. Its KV is in no cache."""
         expected = self._answers[which]
         asked = self.llm.generate(self._prompts[which], self._sampling, options=RequestOptions(cache_salt=salt))
         seen, last_s = 0, time.monotonic()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from diptych.control.errors import ConfigError
 from diptych.serving.batches.batch_records import Batch, BatchTerms, LineResult, LineUsage
 from diptych.serving.batches.batch_runner import BatchRunner, LineReply
 from diptych.serving.batches.batch_service import BatchOptions, BatchService, LineHost
-from diptych.serving.batches.line_schedule import LineLimits, Pace, WaitingLine
+from diptych.serving.batches.line_schedule import PACE_LINES, LineLimits, Pace, WaitingLine
 from diptych.serving.failures.failure_board import FailureBoard
 
 pytestmark = pytest.mark.asyncio
@@ -199,6 +200,46 @@ async def test_a_pace_that_misses_the_window_is_urgent() -> None:
     for wrong in ({"at_once": 0}, {"at_once": 5000}, {"beside": -1}, {"at_once": 2, "beside": 3}):
         with pytest.raises(ConfigError, match="batch_lines"):
             LineLimits(**wrong)
+
+
+class CountedGaps(deque[Any]):
+    """A pace's gaps, which count how often they are gone through."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Any:
+        self.num_passes += 1
+        return super().__iter__()
+
+
+async def test_the_pace_is_taken_when_lines_are_done_and_not_for_each_batch_that_asks() -> None:
+    pace = Pace()
+    pace._gaps = gaps = CountedGaps(maxlen=PACE_LINES)
+    for second in range(2 * PACE_LINES):
+        pace.on_done(1, float(second))
+    before = gaps.num_passes
+    assert {pace.slack_s(5, 0, 1000, 0) for _ in range(1000)} == {990}
+    assert gaps.num_passes == before <= 4 * PACE_LINES
+
+
+async def test_batches_that_have_no_turn_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    slack_s = Pace.slack_s
+    monkeypatch.setattr(Pace, "slack_s", lambda *arguments: asked.append(0) or slack_s(*arguments))
+    server = FakeServer()
+    server.go_on.clear()
+    service = server.service(tmp_path, at_once=1)
+    assert service.runner is not None
+    add_file(service.store, numbered(3))
+    batches = [await create(service) for _ in range(20)]
+    await until(lambda: len(service.runner.schedule.batches) == 20 and server.num_running == 1)
+    asked.clear()
+    for _ in range(5):
+        await service.runner._turn()
+    assert asked == []
+    server.go_on.set()
+    assert {(await ended(service, batch)).completed for batch in batches} == {3}
+    await stop(service)
 
 
 async def test_a_window_that_is_over_ends_the_batch(tmp_path: Path) -> None:

@@ -5,12 +5,21 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from batch_files import add_batch, add_file, check_each_once, jsonl, line, numbered, rows, started
 
 from diptych.control.errors import BodyTooLargeError, ConfigError, ConflictError, InvalidRequestError, NotFoundError
-from diptych.serving.batches.batch_records import BatchLimits, LineResult, window_seconds
+from diptych.serving.batches.batch_records import (
+    BatchLimits,
+    BatchTerms,
+    LinePlace,
+    LineResult,
+    StoredFile,
+    window_seconds,
+)
 from diptych.serving.batches.batch_runner import LineIntake
 from diptych.serving.batches.batch_store import BatchStore
 from diptych.serving.batches.line_check import reply_row, request_body
@@ -265,6 +274,41 @@ def test_old_batches_and_expired_files_go(tmp_path: Path) -> None:
     assert store.path("file-x").exists()
     store.drop_expired(200)
     assert not store.path("file-x").exists() and store.tables.file("file-x") is None
+
+
+def test_no_work_for_a_file_or_a_line_grows_with_the_batches_that_are_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Terms of batches that are decoded are counted."""
+    store = BatchStore(tmp_path)
+    num_open, num_expired, num_decoded = 40, 30, 0
+    for number in range(num_open):
+        add_file(store, b"{}", f"file-{number}")
+        add_batch(store, f"batch_{number}", file_id=f"file-{number}")
+    for number in range(num_expired):
+        store.incoming_path(f"file-old-{number}").write_bytes(b"{}")
+        store.keep(StoredFile(0, f"file-old-{number}", "", "batch", "in.jsonl", 2, 100, 200))
+    place = LinePlace(1, 0, 2, "id-0")
+    store.tables.add_lines(7, [place])
+    decode = msgspec.json.decode
+
+    def counting(data: bytes, *, type: Any) -> Any:
+        nonlocal num_decoded
+        num_decoded += type is BatchTerms
+        return decode(data, type=type)
+
+    monkeypatch.setattr(msgspec.json, "decode", counting)
+    assert len(store.tables.expired_files(300)) == num_expired and num_decoded == num_open
+    assert store.tables.expired_files(100) == [] and num_decoded == num_open
+    num_decoded = 0
+    store.commit([result(1, 7)])
+    assert num_decoded == 1
+    add_batch(store, "batch_new", file_id="file-0")
+    assert num_decoded == 1
+    assert store.tables.numbered(7).completed == 1
+    with pytest.raises(KeyError):
+        store.tables.numbered(1000)
+    store.close()
 
 
 def test_windows_are_times() -> None:

@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from diptych.serving.api.connection import Connection
@@ -49,7 +50,7 @@ class Clock:
         return handle
 
     async def pass_s(self, seconds: float) -> None:
-        """So many seconds pass."""
+        """Let ``seconds`` pass."""
         self.now += seconds
         due = [timer for timer in self._timers if timer[0] <= self.now]
         self._timers = [timer for timer in self._timers if timer[0] > self.now]
@@ -94,7 +95,7 @@ class Wire(asyncio.Transport):
 
     @property
     def statuses(self) -> list[int]:
-        """Of the replies, in their order."""
+        """The statuses of the replies, in their order."""
         return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+) ", self.said)]
 
     @property
@@ -429,6 +430,33 @@ async def test_a_body_has_a_least_pace() -> None:
     await client.clock.pass_s(REQUEST_SILENCE_S)
     assert client.wire.statuses == [408]
     assert client.app.num_disconnected == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        (CHUNKED, b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n"),
+        (b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n", b"x" * 20_000),
+    ],
+    ids=["chunks of one byte", "one piece"],
+)
+async def test_what_comes_of_a_body_at_once_is_handed_over_in_one_piece(
+    head: bytes, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request copies all that it has of its body for each piece that it is given."""
+    num_pieces, take = 0, HttpToolsProtocol.on_body
+
+    def counted(self: Connection, piece: bytes) -> None:
+        nonlocal num_pieces
+        num_pieces += 1
+        take(self, piece)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_body", counted)
+    client = Client()
+    await client.say(head + body)
+    assert client.wire.statuses == [200] and num_pieces == 1
+    assert client.app.seen[-1][-1] == b"x" * 20_000
 
 
 # -- requests before replies ------------------------------------------------------------------------------------------

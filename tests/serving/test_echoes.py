@@ -43,7 +43,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def cuts(tokenizer: Tokenizer, answer: str) -> list[int]:
     """Limits of tokens: the whole answer, its beginning, and places that are spread over it."""
     count = len(tokenizer.encode(answer, add_special_tokens=False))
-    return sorted({count, 1, 2, *range(3, count, 9)})
+    return sorted({count, 1, 2, *range(3, count, 16)})
 
 
 def chat_echo(reply: Any) -> list[Any]:

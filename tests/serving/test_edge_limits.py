@@ -1,6 +1,7 @@
 """Each limit of the edge is sent, and one more: by a probe here, or by a test elsewhere that is named here."""
 
 import ast
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -252,11 +253,18 @@ def test_each_limit_has_a_probe() -> None:
     assert set(known) <= set(edge_limits.LIMITS), "a probe is of no limit"
 
 
-@pytest.mark.parametrize("name", sorted(ELSEWHERE))
-def test_the_test_that_is_named_exists(name: str) -> None:
-    file, _, test = ELSEWHERE[name].partition("::")
-    found = ast.walk(ast.parse((TESTS / file).read_text()))
-    assert test in {node.name for node in found if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+def test_the_tests_that_are_named_exist() -> None:
+    named: dict[str, set[str]] = {}
+    for place in ELSEWHERE.values():
+        file, _, test = place.partition("::")
+        named.setdefault(file, set()).add(test)
+    for file, tests in named.items():
+        there = {
+            node.name
+            for node in ast.parse((TESTS / file).read_text()).body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        assert tests <= there, (file, tests - there)
 
 
 @pytest.mark.parametrize("name", sorted(PROBES))
@@ -271,7 +279,7 @@ def test_the_limit_is_taken_and_one_more_is_answered_as_declared(name: str) -> N
 async def _replies(
     *calls: tuple[str, str, dict[str, Any]], folder: Path, limits: BatchLimits | None = None, **options: Any
 ) -> list[httpx.Response]:
-    """Of a server in this process, with batches."""
+    """The replies of a server in this process, with batches."""
     service = BatchService(BatchOptions(folder / "batches", limits or BatchLimits()))
     app = build_app(FakeLLM(), "fake", batches=service, **options)  # type: ignore[arg-type]
     service.start()
@@ -384,7 +392,7 @@ async def test_a_file_and_the_rest_of_its_form_have_their_limits_and_no_byte_mor
     most = 50_000  # less than the usual, so that the test is quick
 
     def form(size: int, whole: int) -> tuple[str, str, dict[str, Any]]:
-        """A file of so many bytes, in a body of so many: spaces behind the form fill it."""
+        """A file of ``size`` bytes, in a body of ``whole``: spaces behind the form fill it."""
         purpose = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
         file = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * size + b"\r\n"
         content = (purpose + file + b"--b--\r\n").ljust(whole)
@@ -446,6 +454,6 @@ async def test_an_event_of_the_timeline_has_so_many_records_and_the_next_has_the
         for record in range(number):
             timeline.on_worker(0, "ready", record)
         timeline.close()
-        texts = [text async for text in timeline_routes.events(timeline, reader)]
+        texts = [text async for text in timeline_routes.events(timeline, reader, asyncio.Lock())]
         sizes = [len(json.loads(text.split(b"data: ")[1])) for text in texts if b"data: " in text]
         assert sizes[1:] == parts  # behind the header

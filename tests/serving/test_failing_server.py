@@ -51,7 +51,7 @@ sys.exit(fake_worker.main())
 
 
 def failing_worker(folder: Path, where: str, times: int) -> tuple[str, ...]:
-    """The command of a worker that fails so many times in all."""
+    """The command of a worker that fails ``times`` times in all."""
     script = folder / "failing_worker.py"
     tests = str(Path(__file__).parent)
     script.write_text(FAILING_WORKER.format(tests=tests, flag=str(folder / "flag"), where=where, times=times))

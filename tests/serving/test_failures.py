@@ -123,7 +123,7 @@ def test_a_request_that_nobody_owns_is_noticed_by_the_cluster() -> None:
 
 
 def recent_rows(weigh: Callable[[Any], int] = lambda row: row[1]) -> RecentRows:
-    """Of rows (time or None, weight, ...)."""
+    """The recent part of rows (time or None, weight, ...)."""
     return RecentRows(weigh, lambda row: row[0])
 
 

@@ -167,3 +167,27 @@ def test_the_guide_has_no_route_that_knows_or_changes_anything_of_a_server() -> 
     assert {"/guide", "/compare"} <= {path for _, path in calls} and len(calls) > 10
     assert {method for method, _ in calls} <= {"GET", "HEAD"}
     assert all(re.fullmatch(r"/|/(guide|compare|static)(/.*)?", path) for _, path in calls)
+
+
+def test_the_guide_as_a_process_is_open_knows_no_key_and_has_no_route_of_a_server(tmp_path: Path) -> None:
+    """A key that a browser sends along, since another server of this machine asks for one, changes nothing."""
+    host = PanelHost()
+    try:
+        own = calls_of(guide_app(host))
+    finally:
+        host.close()
+    log = tmp_path / "stderr"
+    with running((*CLI, "guide", "--port", "0"), log) as process:
+        with httpx.Client(base_url="http://{}:{}".format(*process.address), timeout=60) as http:
+            server = KeyedServer(http, [log])
+            for method, path in own:
+                found = {server.ask(method, quickly(path), key) for key in ("", "sk-unknown", key_of("web"))}
+                assert len(found) == 1 and not found & {401, 403, 500, 503}, (method, path, found)
+            foreign = {call for build in (server_app, front_app) for call in calls_of(build())} - set(own)
+            known = {path for _, path in own}
+            for method, path in sorted(foreign):
+                if path not in known and not path.startswith("/static"):
+                    assert server.ask(method, path, key_of("op"), json={}) == 404, (method, path)
+        process.terminate()
+    shown = [text for text in (*server.seen, log.read_text()) if MARKER in text]
+    assert not shown, shown[0][:2000]

@@ -161,7 +161,7 @@ def test_the_address_is_one_to_paste() -> None:
 
 @contextmanager
 def soft_limit(limit: int) -> Iterator[int]:
-    """Let this process open so many files at first. Gives how many it may allow itself."""
+    """Let this process open ``limit`` files at first. Gives how many it may allow itself."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:

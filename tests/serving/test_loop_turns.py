@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from diptych.control.request import SamplingParams
 from diptych.serving import async_llm, edge_limits, long_work, sliced_json
 from diptych.serving.answers import template_messages
 from diptych.serving.answers.generic_tools import with_generic_tools
+from diptych.serving.answers.output_streams import OutputStreams
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.api.app import build_app
 from diptych.serving.api.protocol import ChatBody
@@ -31,8 +33,8 @@ from diptych.serving.front.relay_request import read_request
 from diptych.serving.long_work import LONG, LongWork, UnwantedWorkError, check_wanted
 
 pytestmark = pytest.mark.anyio
-MORE_CALLS = 6000  # in one turn than for a short request: a millisecond or two
-COUNT = 4000  # messages, parts, items, biases: each costs more than two calls somewhere
+MORE_CALLS = 3000  # in one turn than for a short request: a millisecond or less
+COUNT = 2000  # messages, parts, items, biases: each costs more than two calls somewhere
 NUM_PROMPT = 1000  # tokens with twenty log-probabilities each
 TURN = {"role": "user", "content": "a"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -350,7 +352,7 @@ async def test_reading_writing_and_rendering_go_in_steps(work: str, tokenizer: T
 
 
 class Countdown:
-    """What a thread knows of its caller: it is gone after so many questions."""
+    """What a thread knows of its caller: it is gone after a number of questions."""
 
     def __init__(self, left: int) -> None:
         self._left = left
@@ -432,7 +434,12 @@ async def test_long_prompts_are_checked_and_hashed_off_the_loop(monkeypatch: pyt
     llm.long_work, llm.options, llm._needs_hashes = fake.long_work, fake.options, True
     llm.require_ready = fake.require_ready
     submitted: list[Any] = []
-    llm.submit = lambda *arguments: submitted.append(arguments)
+
+    def submitting(*arguments: Any) -> Iterator[None]:
+        submitted.append(arguments)
+        yield
+
+    llm._submitting = submitting
 
     def noted(*arguments: Any) -> tuple[bytes, ...]:
         threads.add(threading.get_ident())
@@ -448,3 +455,64 @@ async def test_long_prompts_are_checked_and_hashed_off_the_loop(monkeypatch: pyt
         await llm.submit_in_turn([[1] * 4000, [1] * 999, [10**9]], sampling)
     await llm.submit_in_turn([[1]], sampling)
     assert len(submitted) == 2
+
+
+class FleetOfNumbers:
+    """Takes requests as far as there is room, and remembers in which turn of the loop they came."""
+
+    def __init__(self, room: int) -> None:
+        self.left, self.sizes, self.aborted = room, list[int](), 0
+
+    def room(self, service_class: str) -> int:
+        return self.left
+
+    def submit(self, submissions: list[Any], num_tokens: int = 0) -> None:
+        self.left -= len(submissions)
+        self.sizes.append(len(submissions))
+
+    def abort(self, generation: Any) -> None:
+        self.aborted += 1
+
+
+def llm_with(fleet: FleetOfNumbers) -> Any:
+    fake = FakeLLM()
+    llm: Any = object.__new__(AsyncLLM)
+    llm.long_work, llm.options, llm.tokenizer, llm._needs_hashes = fake.long_work, fake.options, fake.tokenizer, False
+    llm.require_ready = lambda: msgspec.structs.replace(fake.require_ready(), max_waiting=4096)
+    llm._streams, llm.fleet, llm.journal = OutputStreams(Mock()), fleet, None
+    return llm
+
+
+async def test_a_request_of_many_answers_is_submitted_in_turns() -> None:
+    fleet, turns = FleetOfNumbers(10**6), 0
+    count = 5 * async_llm.SUBMITTED_AT_ONCE + 3
+    task = asyncio.create_task(llm_with(fleet).submit_in_turn([[1]] * count, SamplingParams(max_tokens=1)))
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert sum(fleet.sizes) == count == len(task.result().streams)
+    assert max(fleet.sizes) == async_llm.SUBMITTED_AT_ONCE and turns >= 2 * 5
+
+
+async def test_more_answers_than_there_is_room_for_are_refused_before_any_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = FleetOfNumbers(99)
+    llm = llm_with(fleet)
+    with monkeypatch.context() as patched, pytest.raises(OverloadedError, match="room for 99 more"):
+        patched.delattr(async_llm, "AnswerStream")
+        await llm.submit_in_turn([[1]] * 100, SamplingParams(max_tokens=1))
+    assert not fleet.sizes
+    assert len((await llm.submit_in_turn([[1]] * 99, SamplingParams(max_tokens=1))).streams) == 99
+
+
+async def test_a_client_that_leaves_while_its_answers_are_submitted_takes_them_back() -> None:
+    fleet = FleetOfNumbers(10**6)
+    llm = llm_with(fleet)
+    task = asyncio.create_task(llm.submit_in_turn([[1]] * 1000, SamplingParams(max_tokens=1)))
+    while not fleet.sizes:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sum(fleet.sizes) < 1000 and fleet.aborted == 1

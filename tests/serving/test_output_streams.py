@@ -278,7 +278,7 @@ class BrokenDetokenizer:
 
 
 class BrokenTokenizer(Tokenizer):
-    """Of a model whose text fails."""
+    """The tokenizer of a model whose text fails."""
 
     def detokenizer(  # type: ignore[override]
         self, prompt_token_ids: Sequence[int], shown: Mapping[int, str] = {}

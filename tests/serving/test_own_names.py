@@ -82,27 +82,31 @@ def name_of(setting: Setting) -> str:
     return " ".join(value for value in given if value)
 
 
-async def check(setting: Setting, app: Any) -> None:
+CALLS = list(itertools.product(ROUTES, HOSTS, (None, "own", FOREIGN), (False, True)))
+SOME = 5  # of the calls every fifth is made, other ones in the next setting; all are made by the slow tests
+
+
+async def check(setting: Setting, app: Any, first: int = 0, step: int = 1) -> None:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
-        for (method, path), kind in ROUTES.items():
-            for host, origin, has_key in itertools.product(HOSTS, (None, "own", FOREIGN), (False, True)):
-                headers = {"host": host} | (
-                    {"origin": f"http://{host}" if origin == "own" else FOREIGN} if origin else {}
-                )
-                key = setting.admin_key if kind == "admin" else setting.api_key
-                if has_key and key:
-                    headers["authorization"] = f"Bearer {key}"
-                body = {"prompt": [5], "max_tokens": 1} if method == "POST" else None
-                reply = await client.request(method, path, json=body, headers=headers)
-                is_let_in = reply.status_code not in (401, 403)
-                wanted = setting.answers(method, kind, host, origin, has_key=has_key)
-                assert is_let_in == wanted, (setting, method, path, headers, reply.status_code, reply.text[:200])
+        for (method, path), host, origin, has_key in CALLS[first % step :: step]:
+            kind = ROUTES[method, path]
+            headers = {"host": host} | ({"origin": f"http://{host}" if origin == "own" else FOREIGN} if origin else {})
+            key = setting.admin_key if kind == "admin" else setting.api_key
+            if has_key and key:
+                headers["authorization"] = f"Bearer {key}"
+            body = {"prompt": [5], "max_tokens": 1} if method == "POST" else None
+            reply = await client.request(method, path, json=body, headers=headers)
+            is_let_in = reply.status_code not in (401, 403)
+            wanted = setting.answers(method, kind, host, origin, has_key=has_key)
+            assert is_let_in == wanted, (setting, method, path, headers, reply.status_code, reply.text[:200])
 
 
-@pytest.mark.parametrize("setting", list(settings()), ids=name_of)
-async def test_no_option_switches_off_the_check_of_another(setting: Setting) -> None:
-    await check(setting, build_app(FakeLLM(), "fake", **setting.layers()))  # type: ignore[arg-type]
+@pytest.mark.parametrize("step", [SOME, pytest.param(1, marks=pytest.mark.slow)], ids=["some calls", "all calls"])
+@pytest.mark.parametrize("number", range(len(list(settings()))), ids=lambda number: name_of(list(settings())[number]))
+async def test_no_option_switches_off_the_check_of_another(number: int, step: int) -> None:
+    setting = list(settings())[number]
+    await check(setting, build_app(FakeLLM(), "fake", **setting.layers()), number, step)  # type: ignore[arg-type]
 
 
 async def test_the_live_page_knows_whether_admin_would_answer_it() -> None:

@@ -48,7 +48,7 @@ def failures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def header_of(folder: Path, core: str) -> dict[str, Any]:
-    """Of the one recording of a core, which is this user's alone."""
+    """The header of the one recording of a core, which is this user's alone."""
     [path] = [path for path in folder.iterdir() if core in path.name]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.stat().st_size < 8 * 2**20
     header: dict[str, Any] = json.loads(path.read_bytes().split(b"\n")[0])

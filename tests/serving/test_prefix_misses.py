@@ -164,7 +164,7 @@ CHECKS = (check_continued, check_repeated, check_edited, check_edited, check_oth
 
 
 def conversations(count: int, seed: int) -> Counter[str]:
-    """So many generated conversations; asserts that every reason is right. Returns how many there were of each."""
+    """Generate ``count`` conversations, and assert that every reason is right. Returns how many there were of each."""
     reasons: Counter[str] = Counter()
 
     @in_virtual_time

@@ -55,7 +55,7 @@ def test_where_a_text_is_cut_changes_nothing(name: str, seed: int) -> None:
     rnd = random.Random(seed)
     text, *_ = written(name, rnd)
     whole = read(ALL[name], text)
-    for at in sorted(rnd.sample(range(len(text) + 1), min(len(text) + 1, 40))):
+    for at in sorted(rnd.sample(range(len(text) + 1), min(len(text) + 1, 8))):  # other seeds cut elsewhere
         assert read(ALL[name], text[:at], text[at:]) == whole, (text, at)
     assert read(ALL[name], *text) == whole, text
 

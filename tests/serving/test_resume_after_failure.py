@@ -61,7 +61,7 @@ def read(reply: httpx.Response) -> Part:
 
 @asynccontextmanager
 async def life(folder: Path | None, fails_after: int | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    """A server whose core fails once so many tokens are known of its streams."""
+    """A server whose core fails when ``fails_after`` tokens are known of its streams."""
     time = virtual_time()
     options = engine_options(failures=str(folder.parent / "failures") if folder is not None else "")
     fleet = Fleet(options, FleetOptions(both=2), Host(time), clock=time.clock)
@@ -83,7 +83,7 @@ async def life(folder: Path | None, fails_after: int | None = None) -> AsyncIter
 
 
 async def goes_on(path: str, failures: list[int], folder: Path) -> None:
-    """Each of these lives fails after so many tokens of the stream, also over the same one; the last one is sound."""
+    """Each of these lives fails after its number of the stream's tokens, also over the same one; the last is sound."""
     async with life(folder.with_name("whole")) as client:
         whole = read(await client.post(path, json=BODIES[path]))
     assert whole.ends == ["length"] and whole.error is None

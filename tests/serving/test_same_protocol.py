@@ -41,24 +41,26 @@ from diptych.simulation.scenario import WorkerChange
 # -- the two drivers --------------------------------------------------------------------------------------------------
 
 
-def simulated(script: Script, *, fast_forward: bool) -> list[Row]:
+def simulated(script: Script, *, fast_forward: bool, depth: int = 1) -> list[Row]:
     """What the simulator's core was told, and what it said."""
     rows: list[Row] = []
-    cluster = SimulatedCluster(script.scenario(fast_forward=fast_forward))
+    cluster = SimulatedCluster(replace(script.scenario(fast_forward=fast_forward), depth=depth))
     cluster.core = RecordingClusterCore(cluster.core.config, rows.append)
     cluster.run()
     cluster.core.check_idle()
     return rows
 
 
-def live(script: Script) -> list[Row]:
+def live(script: Script, *, depth: int = 1) -> list[Row]:
     """The same of the live fleet."""
     rows: list[Row] = []
 
     @in_virtual_time
     async def run() -> None:
         time, scenario = virtual_time(), script.scenario(fast_forward=False)
-        host = Host(time, model=lambda config: warmed_up_model(config, COST), bytes_per_token=BYTES_PER_TOKEN)
+        host = Host(
+            time, model=lambda config: warmed_up_model(config, COST), bytes_per_token=BYTES_PER_TOKEN, depth=depth
+        )
         if script.transfer == "tcp":
             bytes_per_s, latency_ns = LINKS[script.link]
             host.travel_ns = lambda num_bytes: 2 * latency_ns + -(-num_bytes * NS_PER_S // bytes_per_s)
@@ -143,11 +145,11 @@ def _renamed(value: Any, names: Mapping[bytes, bytes]) -> Any:
     return [_renamed(inner, names) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def compare(script: Script, *, fast_forward: bool) -> None:
+def compare(script: Script, *, fast_forward: bool, depth: int = 1) -> None:
     """Run both and compare."""
     names, has_losses = block_names(script), bool(script.losses)
-    told_live = live(script)
-    told_simulated = simulated(script, fast_forward=fast_forward)
+    told_live = live(script, depth=depth)
+    told_simulated = simulated(script, fast_forward=fast_forward, depth=depth)
     expected = [plain(row, names, has_losses=has_losses) for row in in_one_order(told_simulated)]
     actual = [plain(row, names, has_losses=has_losses) for row in in_one_order(told_live)]
     for at, (here, there) in enumerate(zip(actual, expected, strict=False)):
@@ -253,6 +255,16 @@ def test_both_drivers_tell_their_cores_the_same(name: str, fast_forward: bool) -
 def test_the_scripts_hold_every_event_of_a_cluster() -> None:
     seen = {type(event) for script in SCRIPTS.values() for _, event, _ in live(script)}
     assert seen == set(CLUSTER_EVENT_CLASSES.values())
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_both_drivers_plan_alike_where_two_steps_are_under_way(name: str) -> None:
+    compare(SCRIPTS[name], fast_forward=False, depth=2)
+
+
+@law(weight=1.5)
+def test_both_drivers_tell_their_cores_the_same_at_depth_2_at_random(seed: int) -> None:
+    compare(random_script(seed), fast_forward=seed % 2 == 0, depth=2)
 
 
 @law(weight=1.5)

@@ -18,7 +18,7 @@ URL = "http://127.0.0.1:8000"
 
 
 def ready(*cpus: int) -> Ready:
-    """Of a worker on these CPUs."""
+    """What a worker on these CPUs says when it is ready."""
     share = ComputeShare(cpus, len(cpus))
     return Ready(8, 8192, 9000, 2, 3, [], "LlamaForCausalLM, oneDNN", share=share, summary="1 worker, 2 cores")
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -17,6 +18,12 @@ from servers import CLI, FAKE_SERVER, fake_server, running, wait_until
 from test_server_life import first_event, stream
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def first_of(*numbers: signal.Signals) -> list[Any]:
+    """These, and the other stop signals as slow tests: a server that serves gets each of them in the usual run."""
+    slow = [pytest.param(number, marks=pytest.mark.slow) for number in STOP_SIGNALS if number not in numbers]
+    return [*numbers, *slow]
 
 
 def is_ready(url: str) -> bool:
@@ -49,7 +56,7 @@ def test_a_stop_signal_lets_the_running_end(number: signal.Signals) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("second", STOP_SIGNALS)
+@pytest.mark.parametrize("second", first_of(signal.SIGTERM))
 def test_a_second_stop_signal_of_any_kind_ends_the_drain(second: signal.Signals) -> None:
     with fake_server(step_ms=5, serve={"drain_timeout_s": 600}) as server, stream(server.url) as reply:
         _, rest = first_event(reply)
@@ -96,7 +103,7 @@ def test_a_terminal_that_is_closed_lets_the_running_end() -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", first_of(signal.SIGINT))
 def test_a_server_that_is_still_loading_ends(number: signal.Signals, tmp_path: Path) -> None:
     command = (sys.executable, str(FAKE_SERVER), json.dumps({"load_s": 600}))
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -130,7 +137,7 @@ def of_its_own_group(command: Sequence[str]) -> "subprocess.Popen[bytes]":
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", first_of(signal.SIGHUP))
 def test_the_guide_ends_with_its_process_of_panels(number: signal.Signals) -> None:
     with ended_at_last(of_its_own_group((*CLI, "guide", "--port", "0"))) as process:
         assert "The guide is at" in first_line(process)
@@ -141,7 +148,7 @@ def test_the_guide_ends_with_its_process_of_panels(number: signal.Signals) -> No
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", first_of(signal.SIGHUP))
 def test_a_worker_without_a_front_end_ends(number: signal.Signals, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_bytes(os.urandom(32).hex().encode())

@@ -84,14 +84,12 @@ class Client:
         await self.reads.wait()
 
     def wake_receive(self) -> None:
-        """See DirectBody."""
+        """Nobody waits in ``receive``."""
 
     def count_unsent(self) -> int:
         return 0
 
     def writes(self, take: Callable[[], bytes]) -> Callable[[], bool]:
-        """See DirectBody."""
-
         def write() -> bool:
             if body := take():
                 self.sent.append((virtual_time().now / 1e9, body))

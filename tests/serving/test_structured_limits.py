@@ -72,7 +72,7 @@ def allows(text: str, answer: str) -> bool:
 
 
 def choices_of(shape: str, number: int) -> list[str]:
-    """So many texts that differ."""
+    """``number`` texts that differ."""
     numbers, chance = range(number), random.Random(number)
     return {
         "numbered": lambda: [f"choice {n}" for n in numbers],

@@ -70,7 +70,7 @@ async def upload(client: httpx.AsyncClient, headers: dict[str, str]) -> str:
 
 
 async def check(client: httpx.AsyncClient, calls: Sequence[Call], id_: str) -> None:
-    """Of these calls: the other tenant learns nothing and changes nothing, whatever it asks first."""
+    """Assert of these calls that the other tenant learns nothing and changes nothing, whatever it asks first."""
     made_up = f"{id_[:-4]}0000"
     for call in calls:
         theirs, nobodys = await ask(client, "you", call, id_), await ask(client, "you", call, made_up)

@@ -92,7 +92,7 @@ def test_conversations_return_to_the_worker_whose_host_memory_holds_them() -> No
 
 
 def hits(found: RunningServer, name: str) -> float:
-    """Of all workers together."""
+    """The hits of all workers together."""
     return sum(value for key, value in found.metrics().items() if key.startswith(f"diptych:{name}"))
 
 
@@ -124,7 +124,7 @@ def worker_pids(found: RunningServer) -> list[int]:
 
 
 def test_a_decode_worker_brings_up_what_it_holds_of_a_prompt_before_another_computes_the_rest() -> None:
-    """Of these two only the one that decodes keeps anything; its cache holds two of the conversations."""
+    """Only that worker of the two which decodes keeps anything; its cache holds two of the conversations."""
     rng = random.Random(3)
     prompts = [[rng.randrange(500) for _ in range(1000)] for _ in range(6)]
     memory = ("--kv-cache-memory", "5MiB", "--max-model-len", "1100", "--kv-host-gb", "0.06")

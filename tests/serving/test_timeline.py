@@ -339,13 +339,48 @@ async def test_a_quiet_stream_beats_and_ends_when_the_timeline_is_closed(monkeyp
     monkeypatch.setattr(routes, "BATCH_INTERVAL_S", 0.001)
     monkeypatch.setattr(routes, "HEARTBEAT_S", 0.002)
     timeline = Timeline()
-    stream = routes.events(timeline, timeline.subscribe())
+    stream = routes.events(timeline, timeline.subscribe(), asyncio.Lock())
     first = await anext(stream)
     assert first.startswith(b"id: " + timeline.run_id.encode() + b".0\ndata: [")
     assert await anext(stream) == routes.HEARTBEAT
     timeline.close()
     async with asyncio.timeout(5):
         assert [part async for part in stream if part != routes.HEARTBEAT] == []
+
+
+@pytest.mark.asyncio
+async def test_readers_that_catch_up_take_turns_and_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two events of a crowd, whoever else waits for the loop gets it as often as the crowd."""
+    timeline, num_readers = Timeline(), 8
+    for record in range(4 * edge_limits.TIMELINE_EVENT_RECORDS):
+        timeline.on_worker(0, "ready", record)
+    timeline.close()
+    encoded, beats, most_between = 0, 0, 0
+    encode = routes._next_event
+
+    def counted(*arguments: Any) -> bytes:
+        nonlocal encoded
+        encoded += 1
+        return encode(*arguments)
+
+    monkeypatch.setattr(routes, "_next_event", counted)
+    catching_up = asyncio.Lock()
+
+    async def read() -> None:
+        async for _ in routes.events(timeline, timeline.subscribe(0), catching_up):
+            pass
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        readers = [group.create_task(read()) for _ in range(num_readers)]
+        while not all(reader.done() for reader in readers):
+            before = encoded
+            await asyncio.sleep(0)
+            beats += 1
+            if any(not reader.done() for reader in readers):
+                most_between = max(most_between, encoded - before)
+    assert encoded >= 4 * num_readers
+    assert most_between <= num_readers  # their last events are short ones, and need no turn
+    assert beats > encoded
 
 
 def sse(lines: Iterable[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -482,7 +517,7 @@ def test_a_reader_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyP
         for spec in ("2.3", "2.4"):
             body, ends = Mock(), Mock()
             scope = {"type": "http", "asgi": {"spec_version": spec}, "extensions": {DIRECT_BODY: {"body": body}}}
-            stream = routes._Stream(timeline, timeline.subscribe(), ends)
+            stream = routes._Stream(timeline, timeline.subscribe(), asyncio.Lock(), ends)
             await asyncio.wait_for(stream(scope, never, never), 30)
             body.abort.assert_called_once_with()
             ends.assert_called_once_with()

@@ -77,7 +77,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """See asyncio; timers of one nanosecond keep their order."""
+        """Keep a timer, as asyncio does; timers of one nanosecond keep their order."""
         handle = asyncio.TimerHandle(when, callback, list(args), self, context)
         due_ns = max(self.virtual.now, round(when * 1e9))
         self.virtual.at(due_ns, MESSAGE, partial(self._on_timer, handle, partial(callback, *args), context))

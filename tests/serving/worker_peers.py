@@ -37,6 +37,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.events import Event, HandoffExpired, HandoffReleased, HandoffReserved, RequestFinished
 from diptych.control.request import DEFAULT_OPTIONS, BlockTables, FinishReason, RequestOptions, SamplingParams
 from diptych.control.step import TokenLogprobs
+from diptych.runtime.step.step_pipeline import StepPipeline
 from diptych.runtime.transfer.connector import KVConnector
 from diptych.serving.fleet.private_directory import private_directory
 from diptych.serving.link.channel import Channel, accept, listen
@@ -172,7 +173,7 @@ class Peer:
         return value
 
     def read(self, seconds: float = 0.0) -> None:
-        """Take what it has said, or what it says first within so many seconds."""
+        """Take what it has said, or what it says first within ``seconds``."""
         self.channel.flush()
         select.select([self.channel], [], [], seconds)
         for data in self.channel.receive():
@@ -238,7 +239,6 @@ class FourCores:
         return self.share.num_threads
 
     def resize(self, share: ComputeShare) -> None:
-        """See ComputeDevice."""
         if not set(share.cpus) <= {0, 1, 2, 3}:
             raise ConfigError(f"cores is {share.cpus}; there are four", param="cores")
         self.share = share
@@ -248,14 +248,19 @@ class ThreadPeer(Peer):
     """A Worker on a thread of this process."""
 
     def __init__(
-        self, engine: EngineCore, runner: Any, connector: KVConnector, recorder: Recorder | None = None
+        self,
+        engine: EngineCore,
+        runner: Any,
+        connector: KVConnector,
+        recorder: Recorder | None = None,
+        pipeline: StepPipeline | None = None,
     ) -> None:
         here, there = map(Channel, socket.socketpair())
         super().__init__(here, connector.address)
         self.engine, self.runner, self.connector, self.recorder = engine, runner, connector, recorder
         self.core = WorkerCore(engine)
         self._there = there
-        worker = Worker(self.core, runner, there, connector=connector, device=FourCores())
+        worker = Worker(self.core, runner, there, connector=connector, device=FourCores(), pipeline=pipeline)
         runner.on_layer = worker.on_layer
         self._thread = threading.Thread(target=worker.run, name=connector.address)
         self._thread.start()

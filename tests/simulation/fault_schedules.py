@@ -22,7 +22,8 @@ from diptych.control.events import (
     HandoffRevoked,
     RequestFinished,
 )
-from diptych.control.request import FinishReason, only_table
+from diptych.control.kv_layout import GroupKind, KVGroup
+from diptych.control.request import BlockTables, FinishReason, only_table
 from diptych.control.router.routing import RoutingConfig
 from diptych.control.router.topology import ROLES, Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S
@@ -239,6 +240,30 @@ def unequal_schedule(seed: int) -> Scenario:
     )
 
 
+def windowed_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
+    """The same day for a model whose layers attend to windows, in memory for as many tokens in full."""
+    scenario, rng = random_schedule(seed, fast_forward=fast_forward), random.Random(seed)
+    size = scenario.engine.cache.block_size
+    windows = [KVGroup(size, GroupKind.WINDOW, rng.choice((1, 3, 17, 40)))] * rng.choice((1, 2))
+    full = [KVGroup(size)] * rng.choice((0, 1, 1))
+    groups = tuple(rng.sample([*full, *windows], len(full) + len(windows)))
+    chunk = rng.choice((16, 64, 2048))
+
+    def grouped(config: EngineConfig) -> EngineConfig:
+        cache = config.cache
+        num_blocks = (cache.num_blocks - cache.watermark_blocks) * len(groups) + cache.watermark_blocks
+        num_host_blocks = cache.num_host_blocks * len(groups)
+        cache = replace(
+            cache, num_blocks=num_blocks, num_host_blocks=num_host_blocks, groups=groups, window_chunk=chunk
+        )
+        return replace(config, cache=cache)
+
+    pools = scenario.pools
+    if pools is not None and pools.prefill is not None:
+        pools = replace(pools, prefill=grouped(pools.prefill))
+    return replace(scenario, engine=grouped(scenario.engine), pools=pools)
+
+
 class AuditedCluster(SimulatedCluster):
     """Looks over everybody's shoulder while it runs."""
 
@@ -248,7 +273,7 @@ class AuditedCluster(SimulatedCluster):
         self.num_arrivals = 0
         self.num_resumed = 0  # streams that went on with another front end
         self._counts: Counter[str] = Counter()  # of the cores of front ends that have died
-        self._lives: dict[tuple[int, str], tuple[int, int, tuple[int, ...]]] = {}  # attempt -> owner, its life, blocks
+        self._lives: dict[tuple[int, str], tuple[int, int, BlockTables]] = {}  # attempt -> owner, its life, blocks
         self._reserved: dict[str, int] = {}  # attempt -> the life of its decode worker in which it got its blocks
         self._fruitless: dict[str, int] = {}
         self._is_changing = False
@@ -273,7 +298,7 @@ class AuditedCluster(SimulatedCluster):
             key = (worker, chunk.request_id)
             if request is not None and request.remote_block_tables and key not in self._lives:
                 owner = self._owner_of[chunk.request_id]
-                self._lives[key] = (owner, self._reserved[chunk.request_id], only_table(request.remote_block_tables))
+                self._lives[key] = (owner, self._reserved[chunk.request_id], request.remote_block_tables)
             if key in self._lives:
                 self.num_borrowed_steps += 1
                 self._check_borrowed(chunk.request_id, *self._lives[key])
@@ -289,14 +314,18 @@ class AuditedCluster(SimulatedCluster):
         law.check(output)
         self.num_waits += law.num_waits - before
 
-    def _check_borrowed(self, attempt_id: str, owner: int, life: int, block_ids: tuple[int, ...]) -> None:
+    def _check_borrowed(self, attempt_id: str, owner: int, life: int, tables: BlockTables) -> None:
         is_used = self.lives.is_alive(owner) and owner in self.core.members.up
         if self.lives.life(owner) > life and not is_used:
             return  # memory that no process uses
         assert self.lives.life(owner) == life, f"{attempt_id} is computed into memory that is used again"
-        held = self.workers[owner].engine.requests.get(attempt_id)
+        engine = self.workers[owner].engine
+        held = engine.requests.get(attempt_id)
         assert held is not None, f"{attempt_id} is computed into blocks that worker {owner} has released"
-        assert only_table(held.tables)[: len(block_ids)] == block_ids
+        if held.awaits_kv:
+            assert engine.kv.reserved_tables(held) == tables
+        elif engine.kv.is_dense:
+            assert only_table(held.tables)[: len(only_table(tables))] == only_table(tables)
 
     def on_report(
         self, worker: int, events: list[Event], load: LoadReport | None, ended: SchedulerOutput | None
@@ -363,7 +392,7 @@ class AuditedCluster(SimulatedCluster):
 
     @property
     def counts(self) -> Counter[str]:
-        """Of all cores."""
+        """The counts of all cores."""
         return self._counts + self.core.counts
 
     def on_front_end_back(self) -> None:

@@ -23,11 +23,9 @@ class LinearCost:
     name: str = "linear"
 
     def decode_line(self, num_seqs: int, context: int) -> DecodeLine:
-        """See CostModel."""
         return _line(self.base_ns + self.decode_seq_ns * num_seqs, self.decode_token_ns)
 
     def step_ns(self, output: SchedulerOutput) -> int:
-        """See CostModel."""
         features = output.features
         line = self.decode_line(features.decode_seqs, features.decode_context)
         if not features.prefill_tokens:

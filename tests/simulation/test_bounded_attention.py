@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.control.config import shape_preset
+from diptych.control.config import CacheConfig, shape_preset
 from diptych.control.errors import ConfigError
+from diptych.control.page_groups import deal_windows
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.simulation.costs.bounded_attention import fullest, window_pairs
 from diptych.simulation.costs.cost_choice import choose_cost
@@ -55,20 +56,40 @@ def test_the_cache_is_sized_for_the_sequences_of_the_workload() -> None:
     assert mean_context(settings, load_model("llama-3-8b")) == 0
     prepared = prepare(settings)
     cache = cache_config(settings, shape_preset("chunked"), prepared.cost)
-    assert cache.num_blocks * cache.block_size == pytest.approx(
-        kv_capacity_tokens(
-            model,
-            H100,
-            parallelism=Parallelism(tensor=4),
-            context=8100,
-            step_tokens=prepared.scenario.engine.scheduler.budget.max_batched_tokens,
-        ),
-        abs=32,
+    step_tokens = prepared.scenario.engine.scheduler.budget.max_batched_tokens
+    expected = kv_capacity_tokens(model, H100, parallelism=Parallelism(tensor=4), context=8100, step_tokens=step_tokens)
+    assert len(cache.groups) > 1 and cache.layout.tokens_within(cache.num_blocks, 8100) == pytest.approx(
+        expected, rel=0.08
     )
+    tiers = settings_from({
+        "model": "gemma-3-27b", "hardware": "h100", "tensor_parallel": 4, "memory": {"host_bytes": 2**30},
+        "workload": {"num_requests": 20, "lengths": {"prompt": {"mean": 8000}, "output": {"mean": 200}}},
+    })  # fmt: skip
+    below = prepare(tiers).scenario.engine.cache
+    places = deal_windows([0] * 10 + [1024] * 52, 32, model.max_context).num_places
+    page = 4 * (32 * kv_bytes_per_gpu(model, Parallelism(tensor=4)) * places // 62)
+    assert below.groups == cache.groups and below.num_host_blocks == 2**30 // page
+
+
+def test_a_cache_is_counted_in_blocks_of_groups_as_a_worker_counts_it() -> None:
+    def cache(name: str, **memory: int) -> CacheConfig:
+        settings = settings_from({
+            "model": name, "hardware": "h100", "tensor_parallel": 8, "memory": memory, "workload": {"num_requests": 1}
+        })  # fmt: skip
+        return cache_config(settings, shape_preset("chunked"), prepare(settings).cost)
+
+    gemma, model = cache("gemma-3-27b", kv_cache_tokens=32_000), load_model("gemma-3-27b")
+    layers = deal_windows([0] * 10 + [1024] * 52, 32, model.max_context)
+    assert gemma.groups == layers.groups and gemma.num_blocks == 1000 * len(layers.groups)
+    assert cache("llama-3.1-8b", kv_cache_tokens=32_000).num_blocks == 1000
+    token = kv_bytes_per_gpu(model, Parallelism(tensor=8))
+    sized = cache("gemma-3-27b", kv_cache_bytes=32 * 500 * token)
+    assert sized.num_blocks == 500 * 62 // layers.num_places
+    assert cache("gemma-3-27b", kv_cache_tokens=32_000, block_size=16).num_blocks == 2000 * len(layers.groups)
 
 
 def decode_ns(name: str, num_seqs: int, mean: int) -> int:
-    """Of one step."""
+    """Time of the attention of one decode step."""
     return (
         RooflineCost(load_model(name), H100, Parallelism(tensor=4))
         .decode_line(num_seqs, num_seqs * mean)

@@ -9,15 +9,18 @@ from diptych.control.config import CacheConfig, EngineConfig, shape_preset
 from diptych.control.slo import NS_PER_MS, NS_PER_S
 from diptych.simulation.faults import Fault, FaultKind, Watch
 from diptych.simulation.fleet.pools import Pools
+from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.scenario import Scenario
 from diptych.workload.spec import RequestSpec
 from tests.laws import law
 from tests.simulation.fault_schedules import (
     AuditedCluster,
+    check_same_log,
     check_strides,
     random_schedule,
     run_schedule,
     unequal_schedule,
+    windowed_schedule,
 )
 from tests.simulation.linear_cost import LinearCost
 from tests.simulation.scenarios import front_end
@@ -39,6 +42,13 @@ def test_every_law_holds_on_a_bad_day(seed: int) -> None:
 @law(weight=1.5, seeds=STRIDES_SEEDS)
 def test_strides_give_the_log_of_single_steps_on_a_bad_day_too(seed: int) -> None:
     check_strides(seed, run_schedule(random_schedule(seed)))
+
+
+@law(weight=1.0)
+def test_every_law_holds_on_a_bad_day_of_a_model_with_windows(seed: int) -> None:
+    cluster = run_schedule(windowed_schedule(seed))
+    if seed % 3 == 0:
+        check_same_log(cluster, SimulatedCluster(windowed_schedule(seed, fast_forward=False)))
 
 
 @law(weight=1.0)
@@ -75,7 +85,7 @@ def test_a_worker_that_dies_is_only_a_pause_for_its_streams(worker: int, at_ms: 
 
 
 def test_a_stream_goes_on_behind_the_last_token_that_its_client_has() -> None:
-    """Of 50 tokens each stream had some when the worker died, and computes only the others again."""
+    """Each stream had some of its 50 tokens when the worker died, and computes only the others again."""
     crash = Fault("crash", 1, 400 * NS_PER_MS, 50 * NS_PER_MS)
     cluster = run_schedule(two_workers(crash))
     plain = run_schedule(two_workers(None))

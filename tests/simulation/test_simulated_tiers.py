@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -94,6 +95,11 @@ def scenario(
     )
 
 
+def slow(*values: object) -> Any:
+    """Parameters of a slow test."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def share(result: SimulationResult) -> float:
     return float(summarize(result)["cached_token_share"])
 
@@ -108,7 +114,10 @@ def test_a_tier_that_holds_all_conversations_finds_them_and_a_small_one_does_not
     assert "disk_token_share" not in summarize(device)
 
 
-@pytest.mark.parametrize(("host", "disk"), [(40, 0), (300, 0), (100, 300), (300, 4000)])
+@pytest.mark.parametrize(
+    ("host", "disk"),
+    [slow(40, 0), slow(300, 0), (100, 300), slow(300, 4000)],  # two workers below take other sizes
+)
 def test_steps_one_by_one_give_the_same_log(host: int, disk: int) -> None:
     fast, slow = (simulate_with_log(scenario(host, disk, fast_forward=way))[0] for way in (True, False))
     assert fast.requests == slow.requests
@@ -262,7 +271,7 @@ def test_the_router_knows_exactly_what_lies_below(host: int, disk: int, crash: b
             assert {block for block, mask in index._masks.items() if mask & bit} == set(held)
 
 
-@pytest.mark.parametrize(("host", "disk"), [(700, 0), (100, 300)])
+@pytest.mark.parametrize(("host", "disk"), [(700, 0), slow(100, 300)])
 def test_a_fleet_with_tiers_is_the_same_step_by_step(host: int, disk: int) -> None:
     digests = []
     for fast_forward in (True, False):
@@ -281,7 +290,9 @@ def one_to_one(host: int, disk: int, **changes: object) -> Scenario:
     return scenario(host, disk, pools=pools, cluster=scenarios.front_end("kv_aware", "always"), **changes)
 
 
-@pytest.mark.parametrize(("host", "disk", "crash"), [(700, 0, None), (200, 2000, None), (200, 2000, 0), (200, 2000, 1)])
+@pytest.mark.parametrize(
+    ("host", "disk", "crash"), [slow(700, 0, None), (200, 2000, None), slow(200, 2000, 0), (200, 2000, 1)]
+)
 def test_a_decode_worker_brings_up_what_it_has_before_it_lends_its_blocks(
     host: int, disk: int, crash: int | None
 ) -> None:

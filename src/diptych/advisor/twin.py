@@ -72,7 +72,13 @@ class Twin:
         for (group, role, shape, num_cores), count in sorted(counts.items()):
             cost = costs[group]
             started = own[group].engine if group in own else self._settings.engine
-            cache = replace(started.cache, num_blocks=cost.num_blocks, block_size=cost.block_size, first_block=0)
+            cache = replace(
+                started.cache,
+                num_blocks=cost.num_blocks,
+                block_size=cost.block_size,
+                first_block=0,
+                groups=cost.groups or started.cache.groups,
+            )
             scheduler = settings_for(started.scheduler, started.slo, role, shape)
             pools.append(
                 Pool(

@@ -30,8 +30,8 @@ MODULES = tuple(
         ),
         "control.engine": ("engine_audit", "engine_core", "leases", "recording", "worker_core"),
         "control.engine.kvcache": (
-            *("block_pool", "demand", "disk_journal", "kv_cache_manager", "load_source", "prefix_cache"),
-            *("tier_changes", "tier_loads", "tiers"),
+            *("block_pool", "boundaries", "demand", "disk_journal", "kv_cache_manager", "load_source"),
+            *("prefix_cache", "tier_changes", "tier_loads", "tiers"),
         ),
         "control.engine.scheduler": (
             *("early_prefills", "budget", "caps", "decode_batch", "best_effort", "block_owners", "incoming"),

@@ -9,13 +9,15 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from diptych.control.errors import DiptychError, ErrorRecord
+from diptych.control.request import BlockTables
 from diptych.control.step import ResumedDecode, ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.serving.link.engine_options import EngineOptions
 
@@ -70,7 +72,7 @@ def measure(
 ) -> list[tuple[StepFeatures, int]]:
     """The median duration of each point. The rounds go through all points in another order each, so that a slow spell
     of the machine touches many points a little instead of a few a lot."""
-    room = (runner.num_blocks - 1) * runner.block_size
+    room = (runner.num_blocks // max(1, len(runner.groups)) - 1) * runner.block_size
     points = design(runner.max_num_seqs, room, runner.max_model_len)
     durations: dict[DesignPoint, list[int]] = {}
     begun, rng = clock(), random.Random(0)
@@ -96,19 +98,17 @@ def measure_point(runner: "ModelRunner", point: DesignPoint, clock: Clock) -> li
     """Durations of the point's step, in nanoseconds: one with a chunk, DECODE_STEPS without."""
     from diptych.runtime.step.warm_up import add_requests
 
-    size = runner.block_size
-    per_seq = (point.context + DECODE_STEPS + 1) // size + 1
     blocks = iter(range(runner.num_blocks))
     ids = add_requests(runner, point.num_seqs, point.context + 1, "decode")
-    tables = [tuple(next(blocks) for _ in range(per_seq)) for _ in ids]
+    most = point.context + DECODE_STEPS + 2
+    resumed = tuple(ResumedDecode(name, point.context, *_tables(runner, blocks, point.context, most)) for name in ids)
     durations = []
     if ids:
-        resumed = tuple(ResumedDecode(name, point.context, (table,)) for name, table in zip(ids, tables, strict=True))
         runner.execute(SchedulerOutput(0, num_decodes=len(ids), resumed=resumed))
     if point.chunk:
         (name,) = add_requests(runner, 1, point.start + point.chunk, "prompt")
-        table = tuple(next(blocks) for _ in range((point.start + point.chunk - 1) // size + 1))
-        chunk = ScheduledPrefill(name, point.start, point.chunk, (table,), is_last=True)
+        tables, firsts = _tables(runner, blocks, point.start, point.start + point.chunk)
+        chunk = ScheduledPrefill(name, point.start, point.chunk, tables, True, firsts)
         plans = [SchedulerOutput(0, prefills=(chunk,), num_decodes=len(ids))]
         ids = [*ids, name]
     else:
@@ -119,6 +119,16 @@ def measure_point(runner: "ModelRunner", point: DesignPoint, clock: Clock) -> li
         durations.append(clock() - begin)
     runner.execute(SchedulerOutput(0, finished=tuple(ids)))
     return durations
+
+
+def _tables(
+    runner: "ModelRunner", blocks: Iterator[int], num_committed: int, num_tokens: int
+) -> tuple[BlockTables, tuple[int, ...]]:
+    """Block tables for ``num_tokens`` tokens, and the indices of their first blocks: as a sequence has them of which
+    ``num_committed`` tokens are computed."""
+    last = -(-num_tokens // runner.block_size)
+    firsts = tuple([group.first_live(num_committed) for group in runner.groups])
+    return tuple([tuple(islice(blocks, last - first)) for first in firsts or (0,)]), firsts
 
 
 def main() -> int:

@@ -48,6 +48,9 @@ _PROCESSES = "--workers is the number of workers of a server; here: --processes 
 _ONE_DEVICE = "a worker computes on one device; here: --workers N for one worker on each of N devices"
 _ADDRESS = "the address of a server stands alone, such as diptych chat http://127.0.0.1:8000"
 _NONE = "there is no such option"
+_KEYS = (
+    f"{_NONE} here: diptych serve and diptych front ask for keys; other commands of this machine have none to ask for"
+)
 
 # Another name -> what there is instead; in commands that do not have the option.
 INSTEAD = {
@@ -116,6 +119,10 @@ INSTEAD = {
     "--save-result": "here: --output FILE",
     "--url": _ADDRESS,
     "--base-url": _ADDRESS,
+    "--api-keys": _KEYS,
+    "--api-key": _KEYS,
+    "--admin-key": _KEYS,
+    "--admin-key-file": _KEYS,
 }
 
 

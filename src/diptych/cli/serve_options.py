@@ -91,7 +91,7 @@ MAX_QUEUED_HELP = "Requests that may wait in the queue; more get 429. Default: 4
 MISSES_HELP = "Explain prefix-cache misses. text: keep prompts in memory, to show what differs."
 KV_CACHE_HELP = (
     "KV cache per worker, such as 2GiB. Default: a quarter of the free memory, divided among workers, at most 2 GiB "
-    "each."
+    "each; on a GPU, what is free there."
 )
 KV_HOST_HELP = "Host memory per worker for evicted KV and preempted requests, in GB."
 TOOL_FORMAT_HELP = (

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 from diptych.control.errors import ConfigError
+from diptych.control.expert_law import ExpertLaw
 from diptych.control.kv_layout import KVGroup, KVLayout
 from diptych.control.slo import NS_PER_MS, Slo
 
@@ -256,12 +257,14 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """One worker: its cache, its scheduler, the objectives that requests inherit."""
+    """One worker: its cache, its scheduler, the objectives that requests inherit. experts: of a model that is a mixture
+    (None: every step reads all weights)."""
 
     cache: CacheConfig
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     slo: Slo = field(default_factory=Slo)
     max_model_len: int = 8192
+    experts: ExpertLaw | None = None
 
     def __post_init__(self) -> None:
         _require(self.max_model_len >= 2, f"max_model_len is {self.max_model_len}; at least 2", "max_model_len")

@@ -16,6 +16,8 @@
     |   |-- OverloadedError          429, with Retry-After
     |   |-- ChatTemplateError        501
     |   `-- UnavailableError         503, with Retry-After
+    |       |-- DrainingError              code draining
+    |       `-- StepMemoryError            code out_of_memory
     |-- WorkerError              the worker failed (500)
     `-- CoreFailedError          what decides or computes has failed by a defect of its own (500)
 
@@ -166,6 +168,13 @@ class DrainingError(UnavailableError):
         super().__init__(message)
 
 
+class StepMemoryError(UnavailableError):
+    """A step took more memory than its device had left. Its requests end, others go on, and the KV cache gets smaller;
+    the same request may well be served when it comes again."""
+
+    code = "out_of_memory"
+
+
 class WorkerError(DiptychError):
     """A worker process failed or was lost while it held requests."""
 
@@ -215,6 +224,7 @@ _CLASSES: dict[str, type[DiptychError]] = {
         ContextLengthError,
         OverloadedError,
         UnavailableError,
+        StepMemoryError,
         WorkerError,
         CoreFailedError,
     )

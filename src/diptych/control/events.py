@@ -71,7 +71,9 @@ class HandoffReserved:
     """A decode worker holds the blocks of a prompt that another worker will compute.
 
     num_cached_tokens: leading tokens whose KV it has already; only the rest need travel. block_tables: all of its
-    blocks, those included. num_tier_tokens: the cached tokens found in the tiers below the prefix cache.
+    blocks, those included; of a window, those from the first on that is read behind the cached tokens, as far as they
+    lie here (NO_BLOCK: the other worker has one of its own), or those that are read behind the prompt. num_tier_tokens:
+    the cached tokens found in the tiers below the prefix cache.
     """
 
     time_ns: int
@@ -202,8 +204,9 @@ class StepFinished:
 @dataclass(frozen=True, slots=True)
 class KVEvents:
     """Changes of what can be found in one tier of the worker, numbered from 1 in each: hashes that can no longer be
-    found, then hashes that can (of the prefix cache, which is the tier "device": parents first). evicted_for: where a
-    worker names them, the requests that needed the evicted blocks, with how many of them, in their order."""
+    found, then hashes that can (of the prefix cache, which is the tier "device": parents first; of a model with
+    windows, the hashes of the last blocks before boundaries, see Hit, and of no others). evicted_for: where a worker
+    names them, the requests that needed the evicted blocks, with how many of them, in their order."""
 
     time_ns: int
     sequence: int

@@ -90,6 +90,16 @@ class KVLayout:
         begins in every group."""
         return lcm(*[group.tokens_per_page for group in self.groups])
 
+    def last_boundary(self, num_tokens: int) -> int:
+        """How many tokens of a prompt are found again at most: whole pages, and at least one token is computed."""
+        return max(0, num_tokens - 1) // self.hit_tokens * self.hit_tokens
+
+    def first_handed_over(self, num_tokens: int) -> tuple[int, ...]:
+        """By group, the first page that a worker gets which decodes a prompt of ``num_tokens`` tokens that another one
+        computes: all that its next token reads, or a prompt that goes on at its last boundary."""
+        committed = self.last_boundary(num_tokens)
+        return tuple([group.first_live(committed) for group in self.groups])
+
     @property
     def num_growing(self) -> int:
         """Groups that never give up a page while their sequence lives: their pages grow with its length."""
@@ -113,3 +123,10 @@ class KVLayout:
         longest = max(0, num_pages) * max([group.tokens_per_page for group in self.groups])
         lengths = range(longest + 1)
         return bisect_right(lengths, num_pages, key=lambda length: self.peak_pages(length, step_tokens)) - 1
+
+    def tokens_within(self, num_pages: int, num_tokens: int) -> int:
+        """Tokens that ``num_pages`` pages hold in sequences of ``num_tokens`` tokens, a part of one included: with
+        windows, these are more the longer the sequences are."""
+        if self.is_dense:
+            return num_pages * self.groups[0].tokens_per_page
+        return num_pages * num_tokens // self.peak_pages(num_tokens)

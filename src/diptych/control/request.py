@@ -23,6 +23,7 @@ ServiceClass = Literal["interactive", "standard", "batch"]
 SERVICE_CLASSES: tuple[str, ...] = get_args(ServiceClass)
 BlockTables = tuple[tuple[int, ...], ...]  # by group of layers: where the KV of a sequence lies, a block id for each
 # block of its tokens; a model whose layers are all alike has one group
+NO_BLOCK = -1  # in tables that a worker lends: blocks that the one which computes them has of its own
 MAX_SEED = 2**63 - 1
 
 
@@ -234,6 +235,7 @@ class Request:
 
     __slots__ = (
         "arrival_ns",
+        "awaits_kv",
         "block_hashes",
         "block_tables",
         "boundary_blocks",
@@ -252,6 +254,7 @@ class Request:
         "last_resume_tick",
         "lease_ns",
         "length_group",
+        "lent_tables",
         "max_tokens",
         "num_blocks",
         "num_cached_tokens",
@@ -260,16 +263,19 @@ class Request:
         "num_output_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_raised_tokens",
         "num_remote_tokens",
         "num_reserved_blocks",
         "num_scheduled_tokens",
         "num_shared_blocks",
         "num_slots",
+        "num_tier_tokens",
         "num_wanted_blocks",
         "number",
         "options",
         "order_key",
         "peer_run",
+        "raise_targets",
         "reads_prefix_cache",
         "remote_block_tables",
         "request_id",
@@ -303,7 +309,9 @@ class Request:
         self.first_token_ns: int | None = None
         self.hands_off = False  # after the first token another worker decodes it
         self.is_early_prefill = False  # with hands_off: that worker has no blocks for it yet
-        self.is_remote_prefill = False  # another worker computes its prompt, into the blocks that it is given here
+        self.awaits_kv = False  # another worker computes its prompt
+        self.is_remote_prefill = False  # that one computes it into the blocks that it is given here
+        self.lent_tables: list[list[int]] = []  # by group, blocks that it reads meanwhile, before those of its table
         self.peer_run: PeerRun | None = None  # that was not asked for yet
         self.remote_block_tables: BlockTables = ()  # of the worker that will decode it: computed into directly
         self.num_remote_tokens = 0  # leading tokens whose KV these blocks hold already
@@ -316,6 +324,8 @@ class Request:
         self.num_blocks = 0  # in all tables
         self.num_slots = 0  # tokens that they hold, those of expired blocks included
         self.host_block_ids: list[int] = []  # its KV when it is swapped out; before that, what is to be copied up
+        self.raise_targets: list[int] = []  # with layers of several groups: the blocks that ``host_block_ids`` go to
+        self.num_raised_tokens = 0  # and the tokens that need not be computed when they are there
         self.num_hashed_blocks = 0  # leading blocks already offered to the prefix cache
         self.num_shared_blocks = 0  # leading blocks that were found in the prefix cache at the last admission
         self.num_reserved_blocks = 0  # blocks held plus growth expected, as of the last admission
@@ -324,6 +334,7 @@ class Request:
         self.num_scheduled_tokens = 0
         self.num_output_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when first admitted
+        self.num_tier_tokens = 0  # those of them found in the tiers below, where another worker computes the rest
         self.cached_tokens_at_arrival = 0
         self.num_preemptions = 0
         self.last_resume_tick = 0

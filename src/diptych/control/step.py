@@ -73,7 +73,8 @@ class SchedulerOutput:
     message arrives, this many steps (>= 1) in a row decide nothing: the batch stays, no request ends before the last of
     them, and the blocks that members need meanwhile are there. A live executor runs one step of it and asks again; a
     simulated one may take them at once and say so to ``EngineCore.end_step``. verify_rows: members of the decode batch
-    that compute more than one token; the features count each of these tokens as a decode.
+    that compute more than one token; the features count each of these tokens as a decode. num_blocks: the executor
+    keeps the first that many blocks of the KV cache and may give up the memory of the others (0: all that it has).
     """
 
     step_id: int
@@ -90,6 +91,7 @@ class SchedulerOutput:
     max_repeats: int = 1
     block_copies: tuple[tuple[int, int], ...] = ()
     verify_rows: tuple[VerifyRows, ...] = ()
+    num_blocks: int = 0
 
     @property
     def is_compute(self) -> bool:
@@ -194,6 +196,8 @@ class StepResult:
     extra: one for each of the plan's verify_rows, but for those that failed.
     proposals: what may come next. An proposal stands for the next step in which its request decodes.
     payload: the tokens themselves, for the driver; the control code never looks at them.
+    is_out_of_memory: the step took more memory than there was, and computed nothing; its requests are among the failed.
+    num_blocks: blocks that the KV cache shall have from now on, fewer than before (0: as many).
     """
 
     step_id: int
@@ -204,6 +208,8 @@ class StepResult:
     extra: tuple[VerifyResult, ...] = ()
     proposals: tuple[DraftProposal, ...] = ()
     beyond_grammar: frozenset[str] = frozenset()
+    is_out_of_memory: bool = False
+    num_blocks: int = 0
 
 
 class StepBrokenOff(Exception):

@@ -15,7 +15,12 @@ class DTypeInfo:
 _TABLE = (DTypeInfo("bfloat16", "BF16", 2), DTypeInfo("float32", "F32", 4), DTypeInfo("float16", "F16", 2))
 DTYPES = {dtype.name: dtype for dtype in _TABLE}
 DTYPES_BY_CODE = {dtype.code: dtype for dtype in _TABLE}
-_INTEGERS = (DTypeInfo("int8", "I8", 1), DTypeInfo("int32", "I32", 4), DTypeInfo("int64", "I64", 8))
+_INTEGERS = (
+    DTypeInfo("int8", "I8", 1),
+    DTypeInfo("uint8", "U8", 1),
+    DTypeInfo("int32", "I32", 4),
+    DTypeInfo("int64", "I64", 8),
+)
 FP8, E8M0 = "F8_E4M3", "F8_E8M0"
 _OF_FP8 = (DTypeInfo("float8_e4m3fn", FP8, 1), DTypeInfo("uint8", E8M0, 1))  # E8M0: read as its exponents
 # Those of parts of quantised weights, too.

@@ -19,8 +19,10 @@ from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event
 from diptych.control.request import FinishReason, Request, RequestOptions, SamplingParams
 from diptych.control.step import SchedulerOutput, StepResult, StepTokens
+from diptych.runtime.models.decoder import DecoderConfig
 from diptych.runtime.sampling.answer_constraint import constraint_of
 from diptych.runtime.step.model_runner import ModelRunner
+from diptych.runtime.step.step_pipeline import StepPipeline, of_open_requests
 from diptych.runtime.tiers.tier_io import TierDriver
 
 if TYPE_CHECKING:
@@ -52,16 +54,21 @@ def engine_config(
         first_block=runner.first_block,
         block_size=runner.block_size,
         num_host_blocks=runner.num_host_blocks,
-        watermark_blocks=min(4, runner.num_blocks - 1),
+        watermark_blocks=min(4, max(0, runner.num_blocks - max(1, len(runner.groups)))),
         enable_prefix_cache=enable_prefix_cache,
         groups=runner.groups,
     )
     scheduler = scheduler or SchedulerConfig(max_num_seqs=runner.max_num_seqs)
-    return EngineConfig(cache=cache, scheduler=scheduler, max_model_len=runner.max_model_len).with_(**changes)
+    experts = runner.model_config.experts if isinstance(runner.model_config, DecoderConfig) else None
+    config = EngineConfig(
+        cache, scheduler, max_model_len=runner.max_model_len, experts=experts.law if experts else None
+    )
+    return config.with_(**changes)
 
 
 class LocalEngine:
-    """Runs requests, one step at a time."""
+    """Runs requests, one step at a time. pipeline: launches the step that follows before the result of this one is
+    known, where runner and core allow it (None: never); the tokens are the same."""
 
     def __init__(
         self,
@@ -70,8 +77,10 @@ class LocalEngine:
         clock: Clock = time.perf_counter_ns,
         grammars: "Grammars | None" = None,
         tiers: TierDriver | None = None,
+        pipeline: StepPipeline | None = None,
     ) -> None:
         self._tiers = tiers
+        self._pipeline = pipeline
         self.core = core
         self.runner = runner
         self._grammars = grammars
@@ -101,16 +110,24 @@ class LocalEngine:
 
     def step(self) -> StepOutcome | None:
         """Run one step. None when there is nothing to do and nothing to report."""
-        output = self._begin_step()
+        pipeline = self._pipeline
+        output = pipeline.under_way if pipeline is not None else None
+        if output is None:
+            output = self._begin_step()
         if output is None:
             events = self.core.take_events()
             return StepOutcome(StepTokens([], []), events) if events else None
         try:
-            result = self.runner.execute(output)
+            if pipeline is None:
+                result = self.runner.execute(output)
+            else:
+                result = pipeline.execute(output, lambda: self.core.begin_step(self._clock()))
         except KeyboardInterrupt:  # the step is over all the same: what it computed is not known, and not used
             self.core.end_step(StepResult(output.step_id), self._clock(), num_steps=0)
             raise
         tokens = result.payload or StepTokens([], [])
+        if pipeline is not None:
+            tokens = of_open_requests(tokens, self.core.requests)
         return StepOutcome(tokens, self.core.end_step(result, self._clock()))
 
     def close(self) -> None:

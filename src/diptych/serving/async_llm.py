@@ -4,10 +4,11 @@ Owns the checks of requests and the fleet of workers, one or many. Computes no t
 where.
 """
 
+import asyncio
 import hashlib
 import random
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,8 @@ from diptych.serving.outputs import RequestOutput
 from diptych.serving.served_fleet import ServedFleet
 
 Prompt = str | Sequence[int]
+
+SUBMITTED_AT_ONCE = 64  # answers of one request, in one turn of the event loop: a few milliseconds
 
 
 class AsyncLLM(ServedFleet):
@@ -215,49 +218,62 @@ class AsyncLLM(ServedFleet):
         shown: Mapping[int, str] = {},
         resumed: StreamRecord | None = None,
     ) -> Generation:
-        """``submit``, with long prompts checked and hashed off the event loop in the turn of their tenant. Raises
-        OverloadedError while too much waits for that."""
+        """Send every prompt n times; sequence number i is answer ``i % n`` of prompt ``i // n``. shown: special tokens
+        that are part of the text. resumed: the stream goes on (one prompt, one answer).
+
+        Long prompts are checked and hashed off the event loop in the turn of their tenant. Raises OverloadedError while
+        too much waits for that, or while not all of these would be taken."""
         ready = self.require_ready()
         check_count(len(prompts) * sampling.n, ready)
         work = partial(self._checked, prompts, sampling, options.cache_salt, ready)
         hashes = await self.long_work.run(work, sum(map(len, prompts)), options.tenant)
-        return self.submit(prompts, sampling, request_id, options, shown, resumed, hashes)
+        submitting = self._submitting(prompts, sampling, request_id, options, shown, resumed, hashes)
+        while True:
+            try:
+                next(submitting)
+            except StopIteration as end:
+                generation: Generation = end.value
+                return generation
+            try:
+                await asyncio.sleep(0)  # what is served goes on beside a request of thousands of answers
+            except asyncio.CancelledError:  # the client is gone
+                submitting.close()
+                raise
 
-    def submit(
+    def _submitting(
         self,
         prompts: Sequence[list[int]],
         sampling: SamplingParams,
-        request_id: str | None = None,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        shown: Mapping[int, str] = {},
-        resumed: StreamRecord | None = None,
-        hashes: Sequence[tuple[bytes, ...]] | None = None,
-    ) -> Generation:
-        """Send every prompt n times; sequence number i is answer ``i % n`` of prompt ``i // n``. shown: special tokens
-        that are part of the text. resumed: the stream goes on (one prompt, one answer). hashes: of prompts that were
-        checked."""
+        request_id: str | None,
+        options: RequestOptions,
+        shown: Mapping[int, str],
+        resumed: StreamRecord | None,
+        hashes: Sequence[tuple[bytes, ...]],
+    ) -> Generator[None, None, Generation]:
+        """Submit checked prompts in parts of at most SUBMITTED_AT_ONCE answers. Closed before its end, it takes back
+        what it has submitted. Returns the Generation."""
         ready = self.require_ready()
-        count, limit = len(prompts) * sampling.n, ready.max_waiting + ready.max_num_seqs
+        count = len(prompts) * sampling.n
         check_count(count, ready)
-        if hashes is None:
-            hashes = self._checked(prompts, sampling, options.cache_salt, ready)
+        self._check_room(count, options, ready)
         if sampling.stop and not self.tokenizer.has_text:
             raise InvalidRequestError("stop needs text, and this model has no tokenizer.json", param="stop")
-        untouched = self._streams.num_awaiting_first_token
-        if untouched + count > limit:
-            raise OverloadedError(f"{untouched} requests are waiting for their first token already")
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
-        streams = []
+        streams: list[AnswerStream] = []
         for number in range(count):
             own_id = request_id if count == 1 else f"{request_id}-{number}"
             if resumed is not None:  # no attempt of before has this id, wherever it may still be on its way
                 own_id = f"{own_id}.{uuid.uuid4().hex}"
-            if own_id in self._streams:
-                raise InvalidRequestError(f"request id {own_id!r} is in use", param="request_id")
             child = replace(sampling, n=1, seed=derive_seed(seed, number))
             prompt = prompts[number // sampling.n]
             streams.append(AnswerStream(own_id, number, prompt, child, self.tokenizer, options, shown))
+            if not len(streams) % SUBMITTED_AT_ONCE:
+                yield
+        self._check_room(count, options, ready)  # others may have come meanwhile
+        for stream in streams:
+            if stream.request_id in self._streams:
+                raise InvalidRequestError(f"request id {stream.request_id!r} is in use", param="request_id")
         generation = Generation(request_id, streams)
         if resumed is not None:
             replay(streams[0], resumed)
@@ -265,13 +281,27 @@ class AsyncLLM(ServedFleet):
                 return generation
         self._streams.add(streams)
         try:
-            submissions = [self._submission(stream, hashes[at // sampling.n]) for at, stream in enumerate(streams)]
-            self.fleet.submit(submissions, streams[0].num_tokens)
-        except Exception:
+            for first in range(0, count, SUBMITTED_AT_ONCE):
+                if first:
+                    yield
+                if generation.has_failed:
+                    break
+                part = enumerate(streams[first : first + SUBMITTED_AT_ONCE], first)
+                submissions = [self._submission(stream, hashes[at // sampling.n]) for at, stream in part]
+                self.fleet.submit(submissions, streams[0].num_tokens)
+        except BaseException:
             self.abort(generation)
             generation.close()
             raise
         return generation
+
+    def _check_room(self, count: int, options: RequestOptions, ready: Ready) -> None:
+        """Raise OverloadedError where ``count`` answers more would not all be taken now, before any of them is made."""
+        untouched = self._streams.num_awaiting_first_token
+        if untouched + count > ready.max_waiting + ready.max_num_seqs:
+            raise OverloadedError(f"{untouched} requests are waiting for their first token already")
+        if (room := self.fleet.room(options.service_class)) < count > 1:
+            raise OverloadedError(f"{count} answers in one request; there is room for {room} more")
 
     def abort(self, generation: Generation) -> None:
         if self.journal is not None:

@@ -113,7 +113,9 @@ class LLM:
         self._threads.loaded(cores)
         self.ready = loaded.ready
 
-        self._engine = LocalEngine(loaded.engine, loaded.runner, grammars=loaded.grammars, tiers=loaded.tiers)
+        self._engine = LocalEngine(
+            loaded.engine, loaded.runner, grammars=loaded.grammars, tiers=loaded.tiers, pipeline=loaded.pipeline
+        )
         self._recent = loaded.recent
         self._failure: CoreFailedError | None = None  # why nothing can be computed any more
         self._open: dict[str, AnswerStream] = {}

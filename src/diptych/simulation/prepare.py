@@ -21,6 +21,8 @@ from diptych.control.config import (
     scheduler_config,
 )
 from diptych.control.errors import ConfigError
+from diptych.control.expert_law import ExpertLaw
+from diptych.control.page_groups import LayerGroups, deal_windows
 from diptych.control.router.topology import Role
 from diptych.control.slo import NS_PER_MS, NS_PER_S, Slo
 from diptych.simulation.context_skew import context_skew
@@ -258,10 +260,17 @@ def prepare_pool(
         scheduler=prefill_scheduler(scheduler, slo) if role == "prefill" else scheduler,
         slo=slo,
         max_model_len=settings.max_model_len or choice.max_model_len,
+        experts=_expert_law(choice),
     )
     copy_ns, swap_ns = copy_block_ns(settings, choice), tiers.swap_block_ns
     found = PreparedPool(name, role, replicas, parallelism, engine, choice, swap_ns, nics, price_per_hour, copy_ns)
     return replace(found, disk=tiers.disk)
+
+
+def _expert_law(choice: CostChoice) -> ExpertLaw | None:
+    """The experts of a mixture whose operators are priced; a calibration has measured whole steps."""
+    moe = choice.source[0].moe if isinstance(choice.source, tuple) else None
+    return ExpertLaw(moe.experts, moe.experts_per_token) if moe else None
 
 
 def scheduler_of(settings: Settings) -> SchedulerConfig:
@@ -303,8 +312,10 @@ def fleet_pools(settings: Settings, pools: Sequence[PreparedPool]) -> Pools | No
         raise ConfigError(
             "pools need a model of the catalogue, whose KV size is known; cost is a calibration", param="cost"
         )
+    # With groups of layers, what lies before windows does not travel.
+    context = 0 if pools[0].engine.cache.groups else mean_context(settings, models[0])
     return Pools(
-        kv_bytes_per_token=models[0].kv_bytes_per_token(settings.kv_bits // 8, mean_context(settings, models[0])),
+        kv_bytes_per_token=models[0].kv_bytes_per_token(settings.kv_bits // 8, context),
         link=network.link,
         num_hosts=network.hosts,
         num_racks=network.racks,
@@ -361,11 +372,12 @@ def cache_config(settings: Settings, scheduler: SchedulerConfig, choice: CostCho
     if isinstance(choice.source, Calibration):
         cache = choice.source.cache
         if memory.kv_cache_tokens is not None:
-            cache = replace(cache, num_blocks=memory.kv_cache_tokens // cache.block_size)
+            cache = replace(cache, num_blocks=memory.kv_cache_tokens // cache.block_size * max(1, len(cache.groups)))
         return replace(cache, enable_prefix_cache=memory.prefix_cache)
     model, hardware = choice.source
     assert choice.weights is not None, "only a calibration has weights of its own"
-    context = mean_context(settings, model)
+    layers = layer_groups(settings, choice)
+    context = 0 if layers else mean_context(settings, model)
     token_bytes = kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits, context)
     tokens = memory.kv_cache_tokens
     if tokens is None and memory.kv_cache_bytes is not None:
@@ -381,11 +393,36 @@ def cache_config(settings: Settings, scheduler: SchedulerConfig, choice: CostCho
             step_tokens=scheduler.budget.max_batched_tokens,
             context=context,
         )
+    num_blocks, groups = tokens // memory.block_size, layers.groups if layers else ()
+    if layers and memory.kv_cache_tokens is not None:
+        num_blocks *= len(groups)
+    elif layers:  # the memory of so many tokens in all layers, in blocks of some
+        num_blocks = tokens * model.attention_layers // (layers.num_places * memory.block_size)
     return CacheConfig(
-        num_blocks=tokens // memory.block_size,
+        num_blocks=num_blocks,
         block_size=memory.block_size,
         enable_prefix_cache=memory.prefix_cache,
+        groups=groups,
     )
+
+
+def layer_groups(settings: Settings, choice: CostChoice) -> LayerGroups | None:
+    """How a worker deals the model's layers into groups, to free what lies before windows. None: it keeps all tokens of
+    all layers: there is no window, or a sequence has a state beside them. Such a cache counts tokens, and is sized for
+    the mean context."""
+    memory = settings.memory
+    if isinstance(choice.source, Calibration):
+        return None
+    model = choice.source[0]
+    if model.window is None or model.linear is not None:
+        return None
+    windows = [0] * model.full_layers + [model.window.tokens] * model.window.layers
+    longest = settings.max_model_len or choice.max_model_len
+    own = [pool.max_model_len for pool in settings.pools.in_use.values()]
+    if any(own):  # pools that hand sequences to each other are dealt alike
+        longest = max([length or choice.max_model_len for length in own])
+    layers = deal_windows(windows, memory.block_size, longest)
+    return None if layers.is_dense else layers
 
 
 def mean_context(settings: Settings, model: ModelSpec) -> int:
@@ -416,6 +453,9 @@ def gpu_block_bytes(settings: Settings, choice: CostChoice) -> int:
     """The share of one block that each GPU holds; 0 for a calibration, which does not say."""
     if isinstance(choice.source, Calibration):
         return 0
-    model = choice.source[0]
+    model, size = choice.source[0], settings.memory.block_size
+    if layers := layer_groups(settings, choice):
+        whole = kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits)
+        return size * whole * layers.num_places // model.attention_layers
     context = mean_context(settings, model)
-    return settings.memory.block_size * kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits, context)
+    return size * kv_bytes_per_gpu(model, settings.parallelism, settings.kv_bits, context)

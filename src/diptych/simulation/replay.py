@@ -3,6 +3,8 @@
 Only its public methods are called, and only with inputs of the recording.
 """
 
+from base64 import b64decode
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,7 +123,7 @@ class _ReplayedEngine:
         self._report = report
         self._chain = DecisionChain()
         self._start_ns: int | None = None
-        self._output = SchedulerOutput(0)  # of the newest step
+        self._under_way: deque[SchedulerOutput] = deque()  # two, where the next step was planned ahead
         self._usage = WorkerUsage(report.config.cache.num_blocks)
         self._ahead: set[str] = set()  # prompts that the next "add" is of
         self._numbers: dict[str, tuple[int, int]] = {}  # of requests in the worker: place of arrival, time of it
@@ -149,9 +151,11 @@ class _ReplayedEngine:
                 self._take(core.deliver(request_id, now, **times))
             case ["ahead", request_id]:
                 self._ahead.add(request_id)
-            case ["placed", now, request_id]:
+            case ["placed" | "expire" | "shrink" as kind, now, *fields]:
                 self._tick(now)
-                self._take(core.place_found(request_id, now))
+                calls: dict[str, Callable[..., list[Event]]]
+                calls = {"placed": core.place_found, "expire": core.expire, "shrink": core.shrink_cache}
+                self._take(calls[kind](*fields, now))
             case ["release", now, request_id]:
                 self._tick(now)
                 self._take(core.release(request_id, now))
@@ -171,9 +175,6 @@ class _ReplayedEngine:
             case ["tier", now, name, fields]:
                 self._tick(now)
                 self.core.on_tier(tier_event(name, fields), now)
-            case ["expire", now]:
-                self._tick(now)
-                self._take(core.expire(now))
             case ["observe", features, duration_ns]:
                 core.observe(StepFeatures(*features), duration_ns)
             case ["configure", scheduler]:
@@ -211,7 +212,7 @@ class _ReplayedEngine:
             slo = Slo(ttft_ns, tpot_ns) if ttft_ns or tpot_ns else None
             options = RequestOptions(priority=priority, slo=slo)
         self._tick(now)
-        hashes = tuple(block_hash.encode() for block_hash in hashes)
+        hashes = tuple(b64decode(block_hash) for block_hash in hashes)
         request = Request(
             request_id, num_prompt, max_tokens, block_hashes=hashes, options=options, reads_prefix_cache=reads
         )
@@ -250,7 +251,7 @@ class _ReplayedEngine:
         """plan: digest and summary of the recorded one, if there was something to do."""
         output = self.core.begin_step(self.now)
         if output is not None:
-            self._output = output
+            self._under_way.append(output)
         expected = plan[1] if plan else None
         if expected is None and output is None:
             return None
@@ -278,14 +279,14 @@ class _ReplayedEngine:
         result = StepResult(
             step_id,
             stopped=tuple((request_id, FinishReason(reason)) for request_id, reason in stopped),
-            full_blocks=tuple((request_id, block_hash.encode()) for request_id, block_hash in full_blocks),
+            full_blocks=tuple((request_id, b64decode(block_hash)) for request_id, block_hash in full_blocks),
             failed=tuple((request_id, message) for request_id, message, *_ in failed),
             beyond_grammar=frozenset(request_id for request_id, _, *reason in failed if reason),
             extra=tuple(VerifyResult(*fields) for fields in extra),
             proposals=tuple(DraftProposal(request_id, tuple(chances)) for request_id, chances in proposals),
         )
         events = self.core.end_step(result, self.now, num_steps=num_steps, last_start_ns=last_start_ns)
-        self._take(events, self._output)
+        self._take(events, self._under_way.popleft())
 
     def _take(self, events: list[Event], output: SchedulerOutput | None = None) -> None:
         """Note what happened; ``output``: the plan of the step that ended."""
@@ -310,7 +311,7 @@ class _ReplayedEngine:
 def tier_event(name: str, fields: dict[str, Any]) -> TierEvent:
     """The event of a "tier" row. Raises KeyError or TypeError for one that no version has written."""
     if name == DiskContents.__name__:
-        fields = {part: tuple(block_hash.encode() for block_hash in hashes) for part, hashes in fields.items()}
+        fields = {part: tuple(b64decode(block_hash) for block_hash in hashes) for part, hashes in fields.items()}
     event: TierEvent = TIER_EVENTS[name](**fields)
     return event
 

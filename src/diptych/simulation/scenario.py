@@ -59,7 +59,8 @@ class Scenario:
     watch: how failures are noticed. shares: what each worker computes on at first, for which its cost model holds; on
     other shares steps take longer or shorter in inverse proportion to the units (empty: of whole devices).
     explain_misses: find out what every prefill was spent on. drafts: of tokens to come (None: steps compute one token
-    of a stream).
+    of a stream). depth: 2 where workers plan a decode step while the one before it is computed, as those on GPUs do:
+    then what comes meanwhile is planned one step later.
     """
 
     engine: EngineConfig
@@ -81,6 +82,7 @@ class Scenario:
     shares: tuple[ComputeShare, ...] = ()
     drafts: SimulatedDrafts | None = None
     explain_misses: bool = False
+    depth: int = 1
 
     def __post_init__(self) -> None:
         changes = ((change.role, change.is_draining) for change in self.worker_changes)
@@ -89,6 +91,8 @@ class Scenario:
             raise ConfigError(message, param="worker_changes")
         if self.pools is not None:
             object.__setattr__(self, "num_workers", self.pools.num_workers)
+        if self.depth not in (1, 2):
+            raise ConfigError(f"depth is {self.depth}; 1 or 2", param="depth")
         if self.num_workers < 1:
             raise ConfigError(f"num_workers is {self.num_workers}; it must be at least 1", param="num_workers")
         for fault in self.faults:
@@ -115,6 +119,7 @@ class Scenario:
                 host=LinkCost(*LINKS[LOCAL_LINK]) if self.pools.num_hosts else network,
                 network=network,
                 far=_beyond(network, self.pools.uplink),
+                windows=tuple([group.window_tokens for group in self.engine.cache.groups]),
             )
         routing = replace(self.cluster.routing, links=links)
         return replace(self.cluster, routing=routing, slo=self.engine.slo)

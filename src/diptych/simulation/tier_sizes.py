@@ -46,7 +46,7 @@ def with_tiers(settings: Settings, choice: CostChoice, cache: CacheConfig, gpu_b
         )
     block_bytes = gpu_block_bytes * settings.parallelism.tensor * stages
     host_blocks = memory.host_bytes // block_bytes // stages
-    longest = -(-(settings.max_model_len or choice.max_model_len) // cache.block_size)
+    longest = cache.layout.peak_pages(settings.max_model_len or choice.max_model_len)
     disk = None
     if memory.disk_bytes:
         disk = DiskModel.named(memory.disk, memory.disk_bytes // stages, block_bytes)

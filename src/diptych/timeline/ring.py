@@ -243,7 +243,12 @@ class Subscription:
     @property
     def is_behind(self) -> bool:
         """Whether there is more to take."""
-        return self.sequence < self._timeline.next_sequence - 1
+        return self.num_unread > 0
+
+    @property
+    def num_unread(self) -> int:
+        """Records that are left to take, those that were overwritten included."""
+        return self._timeline.next_sequence - 1 - self.sequence
 
     def close(self) -> None:
         """Read no more."""

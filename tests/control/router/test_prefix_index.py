@@ -92,3 +92,43 @@ def test_the_index_is_the_union_of_what_each_worker_says(seed: int) -> None:
         prompt = rng.sample(range(30), 6)
         expected = [next((i for i, one in enumerate(prompt) if one not in mine), 6) for mine in held]
         assert index.matches(blocks(*prompt), now) == expected
+
+
+@law(weight=0.2)
+def test_of_a_worker_that_says_boundaries_alone_the_deepest_counts(seed: int) -> None:
+    rng = random.Random(seed)
+    index = PrefixIndex(4)
+    sparse = {worker for worker in range(4) if rng.random() < 0.5}
+    for worker in sparse:
+        index.set_boundaries(worker, only=True)
+    held: list[set[int]] = [set() for _ in range(4)]
+    for sequence in range(1, 60):
+        for worker in range(4):
+            new, old = set(rng.sample(range(30), 3)), set(rng.sample(sorted(held[worker]), len(held[worker]) // 3))
+            held[worker] = (held[worker] - old) | new
+            index.on_events(worker, sequence, blocks(*new), blocks(*old))
+        prompt = rng.sample(range(30), 6)
+        found = index.matches(blocks(*prompt), sequence)
+        for worker, mine in enumerate(held):
+            run = next((i for i, one in enumerate(prompt) if one not in mine), 6)
+            deepest = max((i + 1 for i, one in enumerate(prompt) if one in mine), default=0)
+            assert found[worker] == (deepest if worker in sparse else run)
+
+
+def test_a_worker_that_comes_back_without_windows_says_blocks_again() -> None:
+    index = PrefixIndex(1)
+    index.set_boundaries(0, only=True)
+    index.on_events(0, 1, stored=blocks(3))
+    assert index.matches(blocks(1, 2, 3, 4), now=0) == [3]
+    index.remove(0)
+    index.set_boundaries(0, only=False)
+    index.on_events(0, 1, stored=blocks(3))
+    assert index.matches(blocks(1, 2, 3, 4), now=0) == [0]
+
+
+def test_behind_a_boundary_what_was_just_sent_counts() -> None:
+    index = PrefixIndex(2)
+    index.set_boundaries(1, only=True)
+    index.on_events(1, 1, stored=blocks(2))
+    index.predict(1, blocks(3, 4), now=0)
+    assert index.matches(blocks(1, 2, 3, 4, 5), now=0) == [0, 4]

@@ -23,7 +23,7 @@ ROOMS: dict[int, dict[str, asyncio.Event]] = {}  # where SGLangs meet
 
 @dataclass
 class Fault:
-    """What goes wrong with one generation. at: after so many tokens (-1: before the head of the reply)."""
+    """What goes wrong with one generation. at: the number of tokens before it (-1: before the head of the reply)."""
 
     kind: str
     at: int = -1

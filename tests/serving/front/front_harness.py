@@ -67,7 +67,7 @@ class FrontClient:
         return answer
 
     async def until_up(self, count: int) -> None:
-        """Until the front knows so many engines that serve."""
+        """Wait until the front knows ``count`` engines that serve."""
         async with asyncio.timeout(10):
             while len(self.front.fleet.core.members.up) < count:
                 await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ from diptych.serving.front.external_worker import ExternalWorker
 
 
 def page(*started: object) -> bytes:
-    """A page of metrics with the sample of so many processes."""
+    """A page of metrics with a sample for each process."""
     labels = ['{pid="1"}', '{pid="2"}'] if len(started) > 1 else [""]
     lines = [f"process_start_time_seconds{label} {value}" for label, value in zip(labels, started, strict=False)]
     return "\n".join(("# TYPE process_start_time_seconds gauge", *lines, "other 1", "")).encode()

@@ -50,20 +50,20 @@ def dumped(content: Any, *, is_ascii: bool = False) -> bytes:
 
 
 def completion(text: str, token_id: int) -> dict[str, Any]:
-    """Of vLLM."""
+    """A chunk of a completion, as vLLM writes it."""
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
     return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m", "choices": [choice], "usage": None}
 
 
 def with_ids(text: str, token_id: int) -> dict[str, Any]:
-    """Of vLLM, when it was asked for token ids."""
+    """A chunk of vLLM, when it was asked for token ids."""
     content = completion(text, token_id)
     content["choices"][0] |= {"prompt_token_ids": None, "token_ids": [token_id]}
     return content
 
 
 def chat(text: str, token_id: int) -> dict[str, Any]:
-    """Of SGLang."""
+    """A chunk of a chat, as SGLang writes it."""
     delta = {"role": None, "content": text, "reasoning_content": None, "tool_calls": None}
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}
     return {
@@ -77,7 +77,7 @@ def chat(text: str, token_id: int) -> dict[str, Any]:
 
 
 def llama(text: str, token_id: int) -> dict[str, Any]:
-    """Of llama.cpp."""
+    """A chunk of llama.cpp."""
     choice = {"finish_reason": None, "index": 0, "delta": {"content": text}}
     head = {"created": 1, "id": "chatcmpl-1", "model": "m", "system_fingerprint": "b1"}
     return {"choices": [choice], **head, "object": "chat.completion.chunk"}
@@ -247,7 +247,7 @@ class Owner:
 
 
 class Transport(asyncio.Transport):
-    """Of a connection that nobody reads from."""
+    """The transport of a connection that nobody reads from."""
 
     def write(self, data: Any) -> None:
         """The request."""

@@ -48,7 +48,7 @@ def the_recording(folder: Path, core: str) -> dict[str, Any]:
 
 
 def once(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
-    """Plant a defect that shows once, after so many calls."""
+    """Plant a defect that shows once, after ``after`` calls."""
     sound, left = getattr(owner, name), [after]
 
     def failing(*arguments: Any, **more: Any) -> Any:

@@ -21,7 +21,7 @@ FAILED = (500, "worker_failed")  # after some attempts
 
 @dataclass
 class WrittenEngine(FakeEngine):
-    """An engine whose answers, but for those to the prompt "other", are these bytes, in pieces of so many."""
+    """An engine whose answers, but for those to the prompt "other", are these bytes, in pieces of a given size."""
 
     kind: str = "openai"
     reply: bytes = b""
@@ -38,7 +38,7 @@ class WrittenEngine(FakeEngine):
 
 
 def whole(*, status: int = 200, head: int = 0, body: int = 0, padding: str = "x-padding") -> bytes:
-    """A reply whose head has so many bytes, and its body so many (0: as many as it needs)."""
+    """A reply whose head has ``head`` bytes and its body ``body`` bytes (0: as many as it needs)."""
     content: dict[str, Any] = {"error": {"message": "as told"}, "padding": ""}
     if status == 200:
         choice = {"index": 0, "text": "good", "finish_reason": "stop"}

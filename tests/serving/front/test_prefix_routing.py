@@ -135,7 +135,7 @@ async def test_a_vllm_can_be_asked_where_it_publishes() -> None:
 
 @asynccontextmanager
 async def ranked(count: int, *rank: int, events: str = "auto") -> AsyncIterator[FrontClient]:
-    """A front over one vLLM with so many ranks of data parallelism, of which these are engines (none: all are one)."""
+    """A front over one vLLM of ``count`` data-parallel ranks, of which these are engines (none: all are one)."""
     publishers = [FakePublisher("array") for _ in range(count)]
     ranks = [FakeEngine(publisher=publisher) for publisher in publishers]
     for each in ranks:
@@ -253,7 +253,7 @@ async def test_chats_are_tokenised_with_the_engines_template() -> None:
 
 
 async def test_predicted_is_reported_through_gaps_and_restarts() -> None:
-    """Of 100 prompts, with lost messages, restarts of the numbering, evictions."""
+    """What is predicted of 100 prompts is reported, with lost messages, restarts of the numbering, evictions."""
     rng = random.Random(5)
     async with publishing(capacity=60) as client:
         wrong = total = 0

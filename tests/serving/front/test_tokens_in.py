@@ -17,7 +17,7 @@ PROMPT = "<user>hello<assistant>"
 
 
 def deltas(answer: Answer) -> list[dict[str, object]]:
-    """Of the chunks with choices."""
+    """The deltas of the chunks with choices."""
     assert answer.events is not None
     return [event["choices"][0]["delta"] for event in answer.events if event.get("choices")]
 

@@ -243,11 +243,21 @@ class AdmissionQueue:
         if config.max_queued_per_tenant and self._num_of(request.tenant) >= config.max_queued_per_tenant:
             message = f"{config.max_queued_per_tenant} requests of this key wait already; no more are taken"
             return self._refuse("tenant_queue_full", 429, message, service_class)
-        most = config.max_queued * self._classes[service_class].queue_percent // 100
-        if len(self) >= most and not self._make_room(request):
+        if len(self) >= self._most(service_class) and not self._make_room(request):
             message = f"{len(self)} requests wait; no more {service_class} ones are taken"
             return self._refuse("queue_full", 429, message, service_class)
         return None
+
+    def room(self, service_class: str) -> int:
+        """How many requests of a class may be added to the queue: up to its share of it, and for each one of a less
+        important class that must make room."""
+        less_important = SERVICE_CLASSES[SERVICE_CLASSES.index(service_class) + 1 :]
+        displaced = sum(len(self._queues[other].entries) for other in less_important)
+        return max(0, self._most(service_class) - len(self)) + displaced
+
+    def _most(self, service_class: str) -> int:
+        """Requests that may wait when one of this class is added."""
+        return self._config.max_queued * self._classes[service_class].queue_percent // 100
 
     def _make_room(self, request: QueuedRequest) -> bool:
         """Let the youngest request of the least important class go, if it is less important than the newcomer's."""

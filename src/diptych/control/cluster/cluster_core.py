@@ -160,6 +160,10 @@ class ClusterCore:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
+    def room(self, service_class: str) -> int:
+        """How many requests of a class would be dispatched or queued now, as far as their number decides."""
+        return max(0, self._headroom()[0]) + self.admission.room(service_class)
+
     def _on_arrived(self, event: Arrived, now: int) -> list[Command]:
         submission = event.submission
         request_id = submission.request_id

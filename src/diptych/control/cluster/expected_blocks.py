@@ -80,4 +80,4 @@ class ExpectedBlocks:
         submission = entry.submission
         answer = min(num_output_tokens, submission.max_tokens - 1)
         answer += self._lengths.mean(entry.length_group, answer, submission.max_tokens)
-        return -(-(submission.num_prompt_tokens + answer) // self._members.infos[worker].block_size)
+        return self._members.infos[worker].num_blocks_for(submission.num_prompt_tokens + answer)

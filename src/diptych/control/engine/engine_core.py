@@ -19,11 +19,13 @@ from diptych.control.errors import (
     BrokenInvariantError,
     ConfigError,
     ContextLengthError,
+    DiptychError,
     ErrorRecord,
     GrammarLimitError,
     InvalidRequestError,
     OverloadedError,
     RequestError,
+    StepMemoryError,
     WorkerError,
 )
 from diptych.control.events import (
@@ -51,12 +53,13 @@ class EngineCore:
     def __init__(self, config: EngineConfig, model: StepTimeModel | None = None) -> None:
         self.config = config
         self.kv = KVCacheManager(config.cache)
-        self.model = model or StepTimeModel()
+        self.model = model or StepTimeModel(experts=config.experts)
         self.scheduler = Scheduler(config, self.kv, self.model)
         self.requests: dict[str, Request] = {}
         self.leases = Leases()
         self._dropped: dict[str, None] = {}  # oldest first
         self._plan: SchedulerOutput | None = None  # between begin_step and end_step
+        self._plan_ahead: SchedulerOutput | None = None  # of the step that follows it
         self._begun_ns = 0
         self._finished_ids: list[str] = []  # ended since the last plan: the next one says so to the executor
         self._num_arrivals = 0
@@ -64,6 +67,7 @@ class EngineCore:
         self._pending_events: list[Event] = []
         self._num_kv_events = 0
         self._first_scheduler = config.scheduler  # what the executor was made for
+        self._shrinks_to = 0  # blocks; 0: the executor knows how many there are
         self._audit_at = 0  # the step after which the counts are compared; 0: nothing has happened since they were
 
     def add_request(self, request: Request, now: int) -> list[Event]:
@@ -103,7 +107,8 @@ class EngineCore:
         """
         if request.request_id in self._dropped:
             return [HandoffReleased(now, request.request_id)]
-        if refused := self._enter(request, now, is_incoming=True):
+        request.awaits_kv = True
+        if refused := self._enter(request, now):
             return refused
         self.scheduler.reserve(request, now)
         self.leases.grant(request.request_id, lease_ns, now)
@@ -132,8 +137,9 @@ class EngineCore:
             return []
         self.leases.end(request_id)
         request.first_step_ns, request.first_token_ns = first_step_ns, first_token_ns
-        self.scheduler.incoming.deliver(request)
+        self.kv.take_back_lent(request)
         self.kv.remember_computed(request, request.num_prompt_tokens)
+        self.scheduler.incoming.deliver(request)
         events: list[Event] = [HandoffDelivered(now, request_id, num_bytes, transfer_ns, wire_ns)]
         if request.num_output_tokens >= request.max_tokens:  # the context is longer where its prompt was computed
             events.append(self._finish(request, FinishReason.LENGTH, now))
@@ -173,7 +179,7 @@ class EngineCore:
 
     def kv_snapshot(self, now: int) -> list[Event]:
         """All that the prefix cache holds; first the changes that were not said yet, so that it follows from them."""
-        known = tuple(self.kv.pool.prefix_cache) if self.kv.is_dense else ()
+        known = tuple(self.kv.pool.prefix_cache if self.kv.is_dense else self.kv.boundaries)
         snapshot = KVSnapshot(now, self._num_kv_events + self.kv.pool.has_changes, known)
         return [*self._kv_events(now), snapshot]
 
@@ -206,9 +212,14 @@ class EngineCore:
 
     def begin_step(self, now: int) -> SchedulerOutput | None:
         """The plan of the next step, or None when there is nothing to do. Events that planning causes are returned by
-        ``end_step`` or ``take_events``."""
+        ``end_step`` or ``take_events``.
+
+        A driver may ask once more while a step is under way, to run ahead of its result (depth 2). It gets a plan where
+        that follows from the one before: all members of the decode batch take one token more, nothing joins, leaves,
+        or is copied, and no answer ends by its length. Requests that end with the first step of the two, by a stop
+        token or a failure, cost a row in the second: its token is none, and the driver drops it."""
         if self._plan is not None:
-            raise BrokenInvariantError("the step before has not ended")
+            return self._begin_ahead(now)
         if not self.has_work:
             if self._audit_at:
                 check_idle(self.leases, self.scheduler, self.kv)
@@ -223,7 +234,21 @@ class EngineCore:
             self._audit_at = self._num_steps + STEPS_BETWEEN
             check_step(self.requests, self.leases, self.scheduler, self.kv)
         self._finished_ids.clear()
+        if self._shrinks_to and not self.kv.pool.is_shrinking:
+            output.num_blocks, self._shrinks_to = self._shrinks_to, 0
         self._plan, self._begun_ns = output, now
+        return output
+
+    def _begin_ahead(self, now: int) -> SchedulerOutput | None:
+        if self._plan_ahead is not None or self._plan is None:
+            raise BrokenInvariantError("two steps are under way already")
+        if self._plan.verify_rows or self._finished_ids or self._shrinks_to or not self.scheduler.may_run_ahead():
+            return None
+        output, events = self.scheduler.schedule(self._num_steps, (), now, is_ahead=True)
+        if output is None or events or output.prefills or output.paused or output.resumed or output.swap_in:
+            raise BrokenInvariantError(f"a step ahead decides more than its decodes: {output}")
+        self._num_steps += 1
+        self._plan_ahead = output
         return output
 
     def end_step(
@@ -233,9 +258,12 @@ class EngineCore:
 
         num_steps: how many times in a row the plan was taken (at most its max_repeats), the last time from
         ``last_start_ns`` on; ``result`` is that of the last. 0: it was broken off, after the end of all its requests or
-        because they give way (``is_preemptible_by``): then it computed nothing, and will be planned again.
+        because they give way (``is_preemptible_by``): then it computed nothing, and will be planned again. So it is for
+        a result that says it ran out of memory.
         """
-        output, self._plan = self._plan, None
+        if result.is_out_of_memory:
+            num_steps = 0
+        output, self._plan, self._plan_ahead = self._plan, self._plan_ahead, None
         if output is None:
             raise BrokenInvariantError("no step has begun")
         if result.step_id != output.step_id:
@@ -250,8 +278,11 @@ class EngineCore:
         events = self.take_events()
         if self.scheduler.incoming.raising:
             raised = self.scheduler.incoming.take_raised()
-            events += [reservation(request, self.kv.block_size, now) for request in raised]
+            events += [reservation(request, self.kv, now) for request in raised]
         if not num_steps:
+            events += self._end_failed(result, now)
+            if result.num_blocks:
+                events += self.shrink_cache(result.num_blocks, now)
             return events + self._take_back(output, result, now)
         reached_limit = self._end_prefills(output, now, events) if output.prefills else []
         if output.num_decodes:
@@ -262,11 +293,7 @@ class EngineCore:
         )
         for request_id, block_hash in result.full_blocks:
             self._remember_output_block(request_id, block_hash)
-        for request_id, message in result.failed:
-            if request := self.requests.get(request_id):
-                kind = GrammarLimitError if request_id in result.beyond_grammar else WorkerError
-                error = ErrorRecord.of(kind(message))
-                events.append(self._finish(request, FinishReason.ERROR, now, error))
+        events += self._end_failed(result, now)
         # Before the length limit: an answer that stops with its last allowed token ends for its own reason.
         for request_id, reason in result.stopped:
             if request := self.requests.get(request_id):
@@ -276,7 +303,32 @@ class EngineCore:
                 events.append(self._finish(request, FinishReason.LENGTH, now))
         if output.is_compute:
             events.append(self._measure(output, now, result, num_steps, last_start_ns))
+        if self._plan is not None:  # it was computed behind this one
+            self._begun_ns = now
         events += self._kv_events(now)
+        return events
+
+    def _end_failed(self, result: StepResult, now: int) -> list[Event]:
+        """End the requests that the executor could not compute."""
+        events: list[Event] = []
+        for request_id, message in result.failed:
+            if request := self.requests.get(request_id):
+                kind: type[DiptychError] = StepMemoryError if result.is_out_of_memory else WorkerError
+                if request_id in result.beyond_grammar:
+                    kind = GrammarLimitError
+                events.append(self._finish(request, FinishReason.ERROR, now, ErrorRecord.of(kind(message))))
+        return events
+
+    def shrink_cache(self, num_blocks: int, now: int) -> list[Event]:
+        """Have ``num_blocks`` blocks from now on, fewer than before. Requests that would never fit any more end. The
+        first plan after the last of the other blocks is released tells the executor."""
+        self.kv.shrink(num_blocks)
+        self._shrinks_to = num_blocks
+        events: list[Event] = []
+        for request in list(self.requests.values()):
+            error = refusal(request, self.config, self.kv.capacity_tokens, 0)
+            if isinstance(error, ContextLengthError) and not request.is_handed_off:
+                events.append(self._finish(request, FinishReason.ERROR, now, ErrorRecord.of(error)))
         return events
 
     def _take_back(self, output: SchedulerOutput, result: StepResult, now: int) -> list[Event]:
@@ -289,7 +341,12 @@ class EngineCore:
         """Whether the step that was begun may be broken off for a request of these options that comes now: all that it
         computes gives way to it, and nothing of it is on its way to other workers."""
         output = self._plan
-        if output is None or options.is_best_effort or not self.scheduler.best_effort.are_all(output):
+        if (
+            output is None
+            or self._plan_ahead is not None
+            or options.is_best_effort
+            or not self.scheduler.best_effort.are_all(output)
+        ):
             return False
         return output.is_compute and not any(self.requests[chunk.request_id].hands_off for chunk in output.prefills)
 
@@ -321,14 +378,14 @@ class EngineCore:
         """What a router needs to know."""
         return load_report(self.config, self.scheduler, self.kv, self.model, now)
 
-    def _enter(self, request: Request, now: int, *, is_incoming: bool = False) -> list[Event]:
+    def _enter(self, request: Request, now: int) -> list[Event]:
         """Number the request and take it in; or the terminal event with which it is refused."""
         if request.request_id in self.requests:
             raise ConfigError(f"request id {request.request_id!r} is in use", param="request_id")
         request.arrival_ns = now
         request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
         request.slo = self._effective_slo(request.slo)
-        if error := self._refusal(request, is_incoming=is_incoming):
+        if error := self._refusal(request):
             return [self._finished_event(request, FinishReason.ERROR, now, 0, ErrorRecord.of(error))]
         request.number = self._num_arrivals
         self._num_arrivals += 1
@@ -342,10 +399,17 @@ class EngineCore:
         merged = objectives(own, self.config.slo)
         return merged if merged.ttft_ns or merged.tpot_ns else None
 
-    def _refusal(self, request: Request, *, is_incoming: bool = False) -> RequestError | None:
-        if not self.kv.is_dense and (request.hands_off or is_incoming):
-            return InvalidRequestError("a model with windows is prefilled and decoded on one worker", param="model")
-        return refusal(request, self.config, self.kv.capacity_tokens, self.scheduler.num_waiting)
+    def _refusal(self, request: Request) -> RequestError | None:
+        if error := refusal(request, self.config, self.kv.capacity_tokens, self.scheduler.num_waiting):
+            return error
+        room = self.kv.pool.num_blocks - self.kv.config.watermark_blocks
+        if request.remote_block_tables and (needed := self.kv.num_borrowed_beside(request)) > room:
+            return ContextLengthError(
+                f"windows of a prompt of {request.num_prompt_tokens} tokens take {needed} blocks; "
+                f"the KV cache has {room}",
+                param="prompt",
+            )
+        return None
 
     def _end_prefills(self, output: SchedulerOutput, now: int, events: list[Event]) -> list[Request]:
         """Confirm the step's chunks. Returns requests whose first token was also their last."""

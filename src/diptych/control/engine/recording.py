@@ -16,14 +16,16 @@ release                     now, id: another worker has taken it over
     expire                      now: leases and loads run out
     tier                        now, name and fields of the event: what became of an action on the tiers
     abort                       now, id, reason
+    shrink                      now, blocks that the KV cache has from now on
     configure                   scheduler settings
     rescale                     how many times as long steps take from now on
-    begin                       now, the plan (None: nothing to do)
+    begin                       now, the plan (None: nothing to do); a second before the first "end" plans ahead
     end                         now, step id, stopped, full blocks, failed, (number of steps, start of the last one)
                                 where end_step was told them, else (); then, if there are any, what came of extra rows
                                 and proposals, as (id, tokens, accepted, forced) and (id, chances)
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -148,6 +150,8 @@ class RecordingEngineCore(EngineCore):
     def end_step(
         self, result: StepResult, now: int, *, num_steps: int = 1, last_start_ns: int | None = None
     ) -> list[Event]:
+        if result.is_out_of_memory:
+            num_steps = 0
         if (
             num_steps == 1
             and last_start_ns is None
@@ -162,6 +166,10 @@ class RecordingEngineCore(EngineCore):
         failed = failed_rows(result)
         self._write(("end", now, result.step_id, result.stopped, result.full_blocks, failed, repeats, *more))
         return super().end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
+
+    def shrink_cache(self, num_blocks: int, now: int) -> list[Event]:
+        self._write(("shrink", now, num_blocks))
+        return super().shrink_cache(num_blocks, now)
 
     def on_tier(self, event: TierEvent, now: int) -> None:
         self._write(("tier", now, type(event).__name__, event))
@@ -205,15 +213,19 @@ def request_row(request: Request) -> Row:
 def measured_steps(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[StepFeatures, int]]:
     """What each step of a recording computed and how many nanoseconds it took, the loop around it included (a busy
     worker ends a step and begins the next one at the same time). Plans as in ``plan_summary``."""
-    begun_ns, features = 0, StepFeatures()
+    under_way: deque[tuple[int, StepFeatures]] = deque()  # two, where the next step is planned ahead
+    last_ns = 0
     for row in rows:
         if row[0] == "begin" and len(row) > 2:
             _, chunks, num_decodes, context, *_ = row[3]
             tokens = sum(chunk[2] for chunk in chunks)
             pairs = sum(chunk_attention(chunk[1], chunk[2]) for chunk in chunks)
-            begun_ns, features = row[1], StepFeatures(tokens, pairs, num_decodes, context)
-        elif row[0] == "end" and features != StepFeatures() and not row[6]:
-            yield features, row[1] - begun_ns
+            under_way.append((row[1], StepFeatures(tokens, pairs, num_decodes, context)))
+        elif row[0] == "end" and under_way:
+            begun_ns, features = under_way.popleft()
+            if features != StepFeatures() and not row[6]:
+                yield features, row[1] - max(begun_ns, last_ns)
+            last_ns = row[1]
 
 
 def failed_rows(result: StepResult) -> Row:
@@ -275,6 +287,7 @@ def canonical_plan(output: SchedulerOutput) -> bytes:
         output.max_repeats,
         *((output.block_copies,) if output.block_copies else ()),
         *(([(rows.request_id, rows.num_tokens) for rows in output.verify_rows],) if output.verify_rows else ()),
+        *((f"{output.num_blocks} blocks",) if output.num_blocks else ()),
     )
     return ascii(fields).encode()
 

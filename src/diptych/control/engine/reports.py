@@ -113,7 +113,7 @@ def engine_stats(scheduler: Scheduler, kv: KVCacheManager, model: StepTimeModel)
         prefix_hit_tokens=kv.hit_tokens,
         num_preemptions=scheduler.preemption.num_preemptions,
         step_time_error=model.relative_error,
-        step_time_coefficients=model.coefficients,
+        step_time_coefficients=(*model.coefficients, model.expert_ns) if model.experts else model.coefficients,
         num_drafts=scheduler.speculation.num_drafts,
         num_draft_tokens=scheduler.speculation.num_draft_tokens,
         num_forced_tokens=scheduler.speculation.num_forced_tokens,
@@ -151,6 +151,11 @@ def load_report(
     """The load of now. A step may take as long as the objective says, or the target where there is none."""
     budget = config.scheduler.budget
     fixed_ns, token_ns, pair_ns, sequence_ns, context_ns = model.coefficients
+    if model.experts is not None:  # as a line through the steps of so many streams and of one more
+        num_seqs = max(1, len(scheduler.batch))
+        more_ns = model.experts_work_ns(1, num_seqs)
+        fixed_ns += model.experts_work_ns(num_seqs, 0) - num_seqs * more_ns
+        sequence_ns += more_ns
     return LoadReport(
         time_ns=now,
         backlog_ns=_backlog_ns(scheduler, kv, model),

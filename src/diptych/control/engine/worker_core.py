@@ -63,12 +63,14 @@ class OpenTransfer:
 
 @dataclass(frozen=True, slots=True)
 class ExpectTransfer:
-    """KV of tokens [start, start + num_tokens) will come into ``block_tables`` (no tokens: only a commit will)."""
+    """KV of tokens [start, start + num_tokens) will come into ``block_tables`` (no tokens: only a commit will).
+    first_blocks: by group, the index of the first block in its table: what lies before it does not come ((): 0)."""
 
     attempt_id: str
     block_tables: BlockTables
     start: int
     num_tokens: int
+    first_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +159,11 @@ class WorkerCore:
     def __init__(self, engine: EngineCore, *, publishes_kv: bool = True, reports_load: bool = True) -> None:
         self.engine = engine
         self._publishes_kv = publishes_kv
-        self._tier_changes = TierChanges(engine.kv) if publishes_kv and engine.kv.host.num_blocks else None
+        # A router knows tiers by chains of blocks.
+        has_tiers = engine.kv.host.num_blocks > 0 and engine.kv.is_dense
+        self._tier_changes = TierChanges(engine.kv) if publishes_kv and has_tiers else None
         self._reports_load = reports_load
-        self._outgoing = Outgoing(engine.config.cache.block_size)
+        self._outgoing = Outgoing(engine.kv.layout)
         self._targets: dict[str, Prefill] = {}  # attempts that are prefilled here and not released yet
         self._first_scheduler = engine.config.scheduler
         self._early: dict[str, Send] = {}  # that came before their Prefill, or after its end; oldest first
@@ -299,7 +303,7 @@ class WorkerCore:
         """Take in what the executor computed (see EngineCore.end_step), and send its KV to where it is wanted."""
         events = self.engine.end_step(result, now, num_steps=num_steps, last_start_ns=last_start_ns)
         self._note(events)
-        if not len(self._outgoing) or not num_steps:
+        if not len(self._outgoing) or not num_steps or result.is_out_of_memory:
             return
         for chunk in self._outgoing.on_step(output.prefills):
             self._post(chunk)
@@ -392,7 +396,8 @@ class WorkerCore:
             return
         events = self.engine.place_found(attempt_id, now)
         self._open(prefill, request, command.num_cached_tokens)
-        chunk = self._outgoing.catch_up(attempt_id, request.num_computed_tokens, request.tables)
+        computed = request.num_computed_tokens
+        chunk = self._outgoing.catch_up(attempt_id, computed, request.tables, request.first_blocks)
         if chunk is not None:
             self._post(chunk)
         self._note(events)
@@ -409,12 +414,14 @@ class WorkerCore:
 
     def _expect(self, event: HandoffReserved) -> None:
         attempt_id = event.request_id
-        num_tokens = self.engine.requests[attempt_id].num_prompt_tokens
+        request = self.engine.requests[attempt_id]
+        num_tokens = request.num_prompt_tokens
         if self._borrowed[attempt_id]:
             self._outbox.before.append(ExpectTransfer(attempt_id, (), num_tokens, 0))
         else:
             start = event.num_cached_tokens
-            self._outbox.before.append(ExpectTransfer(attempt_id, event.block_tables, start, num_tokens - start))
+            expected = ExpectTransfer(attempt_id, event.block_tables, start, num_tokens - start, request.first_blocks)
+            self._outbox.before.append(expected)
 
     def _let_go(self, attempt_id: str) -> None:
         if self._targets.pop(attempt_id, None) is not None:

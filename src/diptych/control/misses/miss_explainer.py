@@ -57,6 +57,7 @@ class MissExplainer:
         self.summary = MissSummary()
         self._open: dict[str, _OpenPrompt] = {}
         self._num_blocks: dict[int, int] = {}  # of each worker's cache
+        self._at_boundaries: set[int] = set()  # workers that report boundaries alone
 
     def on_arrived(self, request_id: str, prompt: PromptTokens, tenant: str = "", *, reads_cache: bool = True) -> None:
         """A request comes in. reads_cache: whether it may be answered from cached prefixes."""
@@ -70,10 +71,14 @@ class MissExplainer:
         self.history.add(conversation, entry.origin)
         self.chunks.add(conversation.chunks(max(0, entry.prompt.num_tokens - RESYNC_TOKENS)))
 
-    def on_worker_up(self, worker: int, num_blocks: int) -> None:
+    def on_worker_up(self, worker: int, num_blocks: int, *, has_windows: bool = False) -> None:
         """Begin with an empty cache of ``num_blocks`` blocks for a worker that serves now: more than the caches hold is
-        remembered."""
+        remembered. has_windows: what it reports are boundaries, where computing may go on."""
         self._num_blocks[worker] = num_blocks
+        if has_windows:
+            self._at_boundaries.add(worker)
+        else:
+            self._at_boundaries.discard(worker)
         enough = CACHES_REMEMBERED * sum(self._num_blocks.values())
         self.history.max_blocks = max(self.history.max_blocks, enough)
         self.chunks.max_chunks = max(self.chunks.max_chunks, CHUNKS_PER_BLOCK * enough)
@@ -125,7 +130,7 @@ class MissExplainer:
         done, missing = num_cached, None
         seen = min(match.num_tokens, most) // size * size
         if done < seen:
-            missing = self._missing(entry, prompt.hashes[done // size], worker)
+            missing = self._missing(entry, self._lacking(prompt, done // size, seen // size, worker), worker)
             spent.append((missing.reason, seen - done))
             done = seen
         others = min(match.num_other_blocks * size, most)
@@ -179,6 +184,15 @@ class MissExplainer:
         if match.goes_on and (match.num_blocks or again):
             return MissReason.DIFFERS
         return MissReason.NEVER_SEEN
+
+    def _lacking(self, prompt: PromptTokens, first: int, end: int, worker: int) -> bytes:
+        """The block, of those from ``first`` on that were seen, for the lack of which these were computed: the first,
+        or where a cache can be gone on from at boundaries alone, the deepest boundary that some cache had."""
+        if worker in self._at_boundaries:
+            for at in range(end - 1, first, -1):
+                if self.residency.holders(prompt.hashes[at]) or self.residency.loss(prompt.hashes[at]):
+                    return prompt.hashes[at]
+        return prompt.hashes[first]
 
     def _missing(self, entry: _OpenPrompt, block_hash: bytes, worker: int) -> _Missing:
         """Why the worker has to compute a block that was seen."""

@@ -38,6 +38,7 @@ def _costs_of(group: str, members: Sequence[Reporting]) -> GroupCosts:
         min(load.num_blocks for _, load in members),
         members[0][0].block_size,
         group,
+        members[0][0].groups,
     )
 
 
@@ -79,5 +80,7 @@ class Pricing:
         key = (group, num_cores)
         if key not in self._prices:
             costs = self._costs[group]
-            self._prices[key] = prices_of(self._work, costs.terms_on(num_cores), costs.num_blocks * costs.block_size)
+            self._prices[key] = prices_of(
+                self._work, costs.terms_on(num_cores), costs.kv_tokens(self._work.context_tokens)
+            )
         return self._prices[key]

@@ -1,12 +1,13 @@
 """The inputs of PlannerCore and its commands, as frozen records. The drivers make the ones and carry out the others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.config import EngineConfig, PresetName
 from diptych.control.engine.reports import LoadReport
+from diptych.control.kv_layout import KVGroup, KVLayout
 from diptych.control.planner.fleet_layout import STARTED_GROUP, Layout
 from diptych.control.router.topology import ANY_LENGTH, Role
 from diptych.control.slo import Slo
@@ -51,7 +52,7 @@ class AnswerEnded:
 class ObservedWorker:
     """One worker as it is now. load: its last report (None: there is none). group: of equal workers that it belongs to.
     num_cores: that it computes on, where a rule divides them (else 0). max_tokens: of the longest sequence that it
-    takes. model_copy: only workers of one hand requests to each other."""
+    takes. model_copy: only workers of one hand requests to each other. groups: see WorkerInfo."""
 
     worker: int
     role: Role
@@ -63,6 +64,7 @@ class ObservedWorker:
     num_cores: int = 0
     max_tokens: int = ANY_LENGTH
     model_copy: int = 0
+    groups: tuple[KVGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +172,20 @@ Terms = tuple[float, float, float, float, float]
 @dataclass(frozen=True, slots=True)
 class GroupCosts:
     """Costs of equal workers with ``num_blocks`` blocks each. terms: the prices of the step-time model (a step, a
-    prompt token, a pair, a sequence, a context token), in nanoseconds; on one core where a rule divides the cores."""
+    prompt token, a pair, a sequence, a context token), in nanoseconds; on one core where a rule divides the cores.
+    groups: see WorkerInfo."""
 
     terms: Terms
     num_blocks: int
     block_size: int
     group: str = STARTED_GROUP
+    groups: tuple[KVGroup, ...] = field(default=(), repr=False)  # digests of recordings are made of the rest
+
+    def kv_tokens(self, context: float) -> int:
+        """Tokens that the cache of such a worker holds, in sequences of ``context`` tokens."""
+        if self.groups:
+            return KVLayout(self.groups).tokens_within(self.num_blocks, max(1, round(context)))
+        return self.num_blocks * self.block_size
 
     def terms_on(self, num_cores: int) -> Terms:
         """Prices on a worker with ``num_cores`` cores (0: cores are not divided); steps last in inverse proportion to

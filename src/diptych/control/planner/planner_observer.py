@@ -87,6 +87,7 @@ class PlannerObserver:
             info.share.num_units if has_rule else 0,
             info.max_sequence_tokens,
             info.model_copy,
+            info.groups,
         )
 
     def role(self, worker: int) -> Role:

@@ -72,7 +72,12 @@ class CostRouter:
         elif self._workers[position] != info:
             self._workers[position] = info
             self._search.place_workers()
-        self._begin_view(position, WorkerView(is_up=True, role=info.role, loss_power=self._loss_power))
+        self.index.set_boundaries(position, only=info.has_windows)
+        view = WorkerView(is_up=True, role=info.role, loss_power=self._loss_power)
+        if info.groups:
+            growing = sum([not group.window_tokens for group in info.groups])
+            view.prompt_blocks, view.answer_blocks = len(info.groups), max(1, growing)
+        self._begin_view(position, view)
 
     def set_down(self, worker: int) -> None:
         position = self._position[worker]

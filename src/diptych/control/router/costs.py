@@ -142,7 +142,8 @@ class WorkerView:
 
     work, memory: dispatches that no report covers yet, as (time from which one does, nanoseconds or blocks).
     streams, context, growth: the requests that decode there or are about to, their expected mean context in all, and
-    the tokens that they are expected to generate. loss_power: see OBJECTIVE_POWER.
+    the tokens that they are expected to generate. loss_power: see OBJECTIVE_POWER. prompt_blocks, answer_blocks: how
+    many blocks the worker takes for the tokens of one, of a prompt and when an answer grows by them.
     """
 
     report: LoadReport | None = None
@@ -157,6 +158,8 @@ class WorkerView:
     growth: int = 0
     busy: BusyShare = field(default_factory=BusyShare)
     loss_power: int = 1
+    prompt_blocks: int = 1
+    answer_blocks: int = 1
     _prices: WorkerPrices = field(default_factory=unknown_prices)
     _terms: tuple[int, int, int] | None = None  # of the prices that are still to be made
 
@@ -219,9 +222,9 @@ class WorkerView:
         report = self.report
         if report is None:
             return unknown_prices(self.work_sum_ns)
-        used = report.used_blocks + self.memory_sum
+        used = report.used_blocks + self.memory_sum * self.prompt_blocks
         if self.growth:
-            used += max(0, self.growth - report.output_tokens) // block_size
+            used += max(0, self.growth - report.output_tokens) // block_size * self.answer_blocks
         memory_ns = kv_price_ns(used, report.num_blocks, price_ns)
         base_ns = report.fixed_ns + report.sequence_ns * self.streams + report.context_ns * self.context
         stretch, loss = self._next_to_streams(report, base_ns)
@@ -242,7 +245,7 @@ class WorkerView:
             report.pair_ns * (stretch + loss),
             report.token_ns,
             report.pair_ns,
-            price_ns / report.num_blocks,
+            price_ns * self.prompt_blocks / report.num_blocks,
             alone_ns + lasting * load_ns,
             report.context_ns * (1 + lasting * (slower - 1 + others)),
             report.copy_block_ns * (stretch + loss),

@@ -2,7 +2,8 @@
 
 One dictionary from block hash to a bit mask of workers: a lookup walks the prompt once, however many workers there are.
 Of a worker with a missing event nothing is known until a snapshot comes. Predictions are kept apart from what workers
-reported, and count for one to two periods.
+reported, and count for one to two periods. Workers whose layers attend to windows report boundaries alone: of those the
+deepest counts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -74,6 +75,7 @@ class PrefixIndex:
         self._masks: dict[bytes, int] = {}
         self._blocks: list[set[bytes]] = []  # what each worker has reported
         self._order = EventOrder()
+        self._at_boundaries = 0  # mask of the workers that report boundaries alone
         self._believed = (_Beliefs(0), _Beliefs(0))  # of this period, of the one before
         self._period_end_ns = 0
         for _ in range(num_workers):
@@ -86,6 +88,12 @@ class PrefixIndex:
         self._order.add_worker()
         for beliefs in self._believed:
             beliefs.add_worker()
+
+    def set_boundaries(self, worker: int, *, only: bool) -> None:
+        """Whether what this worker reports are boundaries: prefixes of prompts behind which computing may go on, while
+        nothing is said of the blocks before."""
+        bit = 1 << worker
+        self._at_boundaries = self._at_boundaries | bit if only else self._at_boundaries & ~bit
 
     def on_events(
         self, worker: int, sequence: int, stored: Iterable[bytes] = (), evicted: Sequence[bytes] = ()
@@ -129,6 +137,8 @@ class PrefixIndex:
         first, end = hashes[0], len(hashes)
         lengths = self._known(hashes)
         begins = self._masks.get(first, 0) | new.heads.get(first, 0) | old.heads.get(first, 0)
+        if self._at_boundaries:
+            begins |= self._find_boundaries(hashes, lengths)
         while begins:
             low = begins & -begins
             worker = low.bit_length() - 1
@@ -139,6 +149,21 @@ class PrefixIndex:
                 is_there = length < end and (new.begins(worker, hashes[length]) or old.begins(worker, hashes[length]))
             begins ^= low
         return lengths
+
+    def _find_boundaries(self, hashes: Sequence[bytes], lengths: list[int]) -> int:
+        """Set the lengths of workers that report boundaries alone to the deepest of each; returns the mask of those
+        that have one."""
+        left, masks, found = self._at_boundaries, self._masks, 0
+        _mark(lengths, left, 0)
+        for index in range(len(hashes), 0, -1):
+            held = masks.get(hashes[index - 1], 0) & left
+            if held:
+                _mark(lengths, held, index)
+                found |= held
+                left ^= held
+                if not left:
+                    break
+        return found
 
     def _known(self, hashes: Sequence[bytes]) -> list[int]:
         """Leading blocks that each worker has reported: one walk for all, until a single worker is left."""

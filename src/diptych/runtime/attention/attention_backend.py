@@ -44,8 +44,16 @@ class AttentionBackend(Protocol):
         """Work that is the same for all layers of a group that attend like this; valid for this step only."""
         ...
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Any) -> torch.Tensor:
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        plan: Any,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Causal attention of q [num_tokens, num_heads, head_dim] over each sequence's blocks, this step's tokens
         included (they must have been written before). Never reads a block that lies before the windows of all queries
-        of its sequence: it may be another's. Returns [num_tokens, num_heads * head_dim]."""
+        of its sequence: it may be another's. sinks: [num_heads] fp32 where LayerAttention.has_sinks. Returns
+        [num_tokens, num_heads * head_dim]."""
         ...

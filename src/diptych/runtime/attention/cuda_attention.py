@@ -1,8 +1,8 @@
 """Paged attention on CUDA through torch's variable-length attention, which reads the blocks in place.
 
 K and V lie as [num_blocks, block_size, num_kv_heads, head_dim]. One split per sequence keeps results independent of the
-batch (torch's ``num_splits=1``). Where torch is too old to take a block table, or scores are capped, or blocks before a
-window are given up, which torch reads in part, each sequence's blocks are gathered.
+batch (torch's ``num_splits=1``). Where torch is too old to take a block table, or scores are capped or have sinks, or
+blocks before a window are given up, which torch reads in part, each sequence's blocks are gathered.
 """
 
 import inspect
@@ -83,10 +83,15 @@ class CudaAttention(CudaKVLayout):
         return _PagedPlan(batch, batch.block_tables[group], how)
 
     def run(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _PagedPlan | GatherPlan
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        plan: _PagedPlan | GatherPlan,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if isinstance(plan, GatherPlan):
-            return attend_gathered(q, plan, lambda slots: read_cuda(k_cache, v_cache, slots))
+            return attend_gathered(q, plan, lambda slots: read_cuda(k_cache, v_cache, slots), sinks)
         assert self._paged is not None
         batch, how = plan.batch, plan.how
         out: torch.Tensor = self._paged(
@@ -97,4 +102,6 @@ class CudaAttention(CudaKVLayout):
         return out.reshape(q.shape[0], -1)
 
     def _is_gathered(self, how: LayerAttention) -> bool:
-        return how.softcap is not None or (how.window is not None and not self.geometry.layers.is_dense)
+        return (
+            how.softcap is not None or how.has_sinks or (how.window is not None and not self.geometry.layers.is_dense)
+        )

@@ -24,6 +24,7 @@ class InputBatch:
     num_decodes: int
     max_query_len: int
     max_context_len: int
+    packed: torch.Tensor | None = None  # uint8: the one piece of memory of all tensors but the block tables, if it is
 
     @property
     def num_tokens(self) -> int:

@@ -69,7 +69,14 @@ class NativeCpuAttention:
             self._partials = torch.empty(needed, dtype=torch.float32)
         return self._partials
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        plan: _Plan,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         batch = plan.batch
         out = q.new_empty((q.shape[0], self.num_heads * self.geometry.head_dim))
         plan.sizes[0] = q.stride(0)
@@ -77,5 +84,6 @@ class NativeCpuAttention:
             self.kernels.handle, q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), plan.block_tables.data_ptr(),
             batch.query_start.data_ptr(), batch.context_lens.data_ptr(), out.data_ptr(), plan.partials.data_ptr(),
             ctypes.addressof(plan.sizes), plan.how.scale, plan.how.softcap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
         return out

@@ -55,8 +55,15 @@ class TorchCpuAttention:
     def plan(self, batch: InputBatch, how: LayerAttention, group: int = 0) -> GatherPlan:
         return plan_gather(batch, how, self.geometry.block_size, group)
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
-        return attend_gathered(q, plan, lambda slots: read_cpu(k_cache, v_cache, slots))
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        plan: GatherPlan,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return attend_gathered(q, plan, lambda slots: read_cpu(k_cache, v_cache, slots), sinks)
 
 
 def plan_gather(batch: InputBatch, how: LayerAttention, block_size: int, group: int = 0) -> GatherPlan:
@@ -82,30 +89,43 @@ def plan_gather(batch: InputBatch, how: LayerAttention, block_size: int, group: 
 
 
 def attend_gathered(
-    q: torch.Tensor, plan: GatherPlan, read: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    q: torch.Tensor,
+    plan: GatherPlan,
+    read: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """AttentionBackend.run on any device. read: K and V at slots, see AttentionBackend.read."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for sequence in plan.sequences:
         k, v = (part.transpose(0, 1)[None] for part in read(sequence.slots))  # [1, num_kv_heads, num_keys, head_dim]
         queries = q[sequence.rows].to(k.dtype).transpose(0, 1)[None]
-        if plan.how.softcap is None:
+        if plan.how.softcap is None and sinks is None:
             attended = F.scaled_dot_product_attention(
                 queries, k, v, attn_mask=sequence.mask, scale=plan.how.scale, enable_gqa=True
             )
         else:
-            attended = _attend_capped(queries, k, v, sequence.mask, plan.how.scale, plan.how.softcap)
+            attended = _attend_wide(queries, k, v, sequence.mask, plan.how, sinks)
         out[sequence.rows] = attended[0].transpose(0, 1)
     return out.view(q.shape[0], -1)
 
 
-def _attend_capped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+def _attend_wide(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    how: LayerAttention,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """q [1, num_heads, num_queries, head_dim] -> the same, in fp32 throughout."""
     group = q.shape[1] // k.shape[1]
     k, v = (part.float().repeat_interleave(group, dim=1) for part in (k, v))
-    scores = softcap * (q.float() @ k.transpose(2, 3) * (scale / softcap)).tanh()
+    scores = q.float() @ k.transpose(2, 3) * how.scale
+    if how.softcap is not None:
+        scores = how.softcap * (scores / how.softcap).tanh()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
-    return (scores.softmax(dim=-1) @ v).to(q.dtype)
+    if sinks is None:
+        return (scores.softmax(dim=-1) @ v).to(q.dtype)
+    scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)), dim=-1)
+    return (scores.softmax(dim=-1)[..., :-1] @ v).to(q.dtype)

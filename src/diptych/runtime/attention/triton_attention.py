@@ -35,11 +35,18 @@ class TritonAttention(CudaKVLayout):
         """The kernel finds its tiles on the device; nothing is computed ahead."""
         return _TritonPlan(batch, batch.block_tables[group], how)
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _TritonPlan) -> torch.Tensor:
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        plan: _TritonPlan,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """q [num_tokens, num_heads, head_dim], its heads side by side -> [num_tokens, num_heads * head_dim]."""
         batch, how = plan.batch, plan.how
         return paged_attention(
             q, k_cache, v_cache, batch.query_start, batch.context_lens, plan.block_tables, scale=how.scale,
             window=how.window, softcap=how.softcap, max_query_len=batch.max_query_len,
-            max_context_len=batch.max_context_len,
+            max_context_len=batch.max_context_len, sinks=sinks,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from diptych.control.errors import UnsupportedModelError
-from diptych.runtime.gguf.gguf_families import NAMES, ROTARY_TENSORS, find_family
+from diptych.runtime.gguf.gguf_families import DRAFT_LAYERS, NAMES, ROTARY_TENSORS, find_family
 from diptych.runtime.gguf.gguf_model import GgufModel
 from diptych.runtime.models.model_config import AttentionConfig
 from diptych.runtime.weights.stored_tensor import StoredTensor
@@ -19,7 +19,12 @@ class GgufCheckpoint:
         self.model = GgufModel(path)
         self.files = self.model.files
         self._family = find_family(self.model)
-        self.stored_names = {self._name(name): name for name in self.model.tensors if name not in ROTARY_TENSORS}
+        self._num_layers = len(attention.layers)
+        self.stored_names = {
+            self._name(name): name
+            for name in self.model.tensors
+            if name not in ROTARY_TENSORS and not self._is_of_drafts(name)
+        }
         self.tensors: Mapping[str, StoredTensor] = {name: self._stored(name) for name in self.stored_names}
         self.num_bytes = sum(tensor.num_bytes for tensor in self.tensors.values())
         self._attention = attention
@@ -34,6 +39,14 @@ class GgufCheckpoint:
             return None
         return self._attention.num_heads if part == "attn_q" else self._attention.num_kv_heads
 
+    def _is_of_drafts(self, stored: str) -> bool:
+        """Whether a tensor is of a layer for drafts: the last ones that the file counts."""
+        if DRAFT_LAYERS not in self._family.read:
+            return False
+        block, _, rest = stored.partition(".")
+        layer = rest.partition(".")[0]
+        return block == "blk" and layer.isdecimal() and int(layer) >= self._num_layers
+
     def _name(self, stored: str) -> str:
         layer_names = self._family.layer_names
         match stored.split("."):
@@ -41,6 +54,8 @@ class GgufCheckpoint:
                 return f"{NAMES[part]}.{kind}"
             case ["blk", layer, part, ("weight" | "bias") as kind] if layer.isdecimal() and part in layer_names:
                 return f"model.layers.{layer}.{layer_names[part]}.{kind}"
+            case ["blk", layer, part, kind] if layer.isdecimal() and f"{part}.{kind}" in layer_names:
+                return f"model.layers.{layer}.{layer_names[f'{part}.{kind}']}"
         raise UnsupportedModelError(
             f"{self.model.file_of(stored)}: tensor {stored} is not part of this architecture", param="model"
         )

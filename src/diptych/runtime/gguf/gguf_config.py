@@ -14,6 +14,8 @@ from diptych.runtime.gguf.gguf_families import (
     EXPERT_KEYS,
     FREQUENCY_FACTORS,
     GGUF_FAMILIES,
+    LONG_ROPES,
+    PARTLY_ROTATED,
     WINDOWED,
     find_family,
     rotary_factors,
@@ -173,7 +175,7 @@ def _head_dim(file: GgufModel, architecture: str, values: Mapping[str, Any]) -> 
     if heads < 1 or (width % heads and values["head_dim"] is None):
         raise metadata.unsupported(f"{architecture}.attention.head_count", f"a divisor of embedding_length ({width})")
     head_dim: int = values["head_dim"] or width // heads
-    for name in ("attention.value_length", *(["rope.dimension_count"] if architecture != "phi3" else [])):
+    for name in ("attention.value_length", *([] if architecture in PARTLY_ROTATED else ["rope.dimension_count"])):
         key = f"{architecture}.{name}"
         if metadata.integer(key) not in (None, head_dim):
             raise metadata.unsupported(key, f"{head_dim}, the length of a head's keys")
@@ -185,7 +187,7 @@ def _rope(file: GgufModel, architecture: str, head_dim: int) -> dict[str, Any]:
     metadata, prefix = file.metadata, f"{architecture}.rope"
     factor = metadata.number(f"{prefix}.scaling.factor") or metadata.number(f"{prefix}.scale_linear") or 1.0
     kind = metadata.string(f"{prefix}.scaling.type") or "linear"
-    if kind not in ("none", "linear", "yarn", *(["longrope"] if architecture == "phi3" else [])):
+    if kind not in ("none", "linear", "yarn", *(["longrope"] if architecture in LONG_ROPES else [])):
         raise metadata.unsupported(f"{prefix}.scaling.type", "none, linear, yarn")
     if not factor > 0:
         raise metadata.unsupported(f"{prefix}.scaling.factor", "a positive number")

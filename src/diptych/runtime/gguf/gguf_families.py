@@ -56,13 +56,28 @@ EXPERT_NAMES: Mapping[str, str] = {  # a tensor of three dimensions for all expe
     "ffn_down_exps": "mlp.experts.down_proj",
     "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
 }
+GPT_OSS_NAMES: Mapping[str, str] = {
+    **{name: part for name, part in EXPERT_NAMES.items() if name != "ffn_norm"},
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks.weight": "self_attn.sinks",  # a whole name for a whole name
+    "ffn_gate_inp": "mlp.router",
+}
+GLM4_MOE_NAMES: Mapping[str, str] = {
+    **{name: part for name, part in EXPERT_NAMES.items() if name != "ffn_norm"},
+    "post_attention_norm": "post_attention_layernorm",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",  # likewise
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 EXPERT_KEYS = {  # fields of config.json by the key behind "ARCHITECTURE.", as in gguf_config.py
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
 GATING, WEIGHTS_NORM = "expert_gating_func", "expert_weights_norm"
-SOFTMAX = 1  # of GATING
+SOFTMAX, SIGMOID, SOFTMAX_OF_TOP = 1, 2, 3  # of GATING
+DRAFT_LAYERS = "nextn_predict_layers"  # of the layers that the file counts, the last ones, which are for drafts
 # tensors of numbers to divide rotary frequencies by
 FREQUENCY_FACTORS, SHORT_FACTORS, LONG_FACTORS = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
@@ -177,11 +192,9 @@ def _complete_mistral3(file: GgufModel, values: Values) -> None:
 
 def _complete_phi3(file: GgufModel, values: Values) -> None:
     metadata, head_dim = file.metadata, values["head_dim"]
-    rotary = metadata.integer(_key(file, "rope.dimension_count")) or head_dim
-    if rotary > head_dim or rotary % 2:
-        raise metadata.unsupported(_key(file, "rope.dimension_count"), f"an even number of at most {head_dim}")
-    if rotary < head_dim:
-        values["partial_rotary_factor"] = (rotary + 0.5) / head_dim  # of which the whole part counts
+    if (share := _partial_rotary(file, head_dim)) < 1.0:
+        values["partial_rotary_factor"] = share
+    rotary = int(head_dim * share)
     original = metadata.integer(_key(file, "rope.scaling.original_context_length"))
     values["original_max_position_embeddings"] = original or values["max_position_embeddings"]
     if not {SHORT_FACTORS, LONG_FACTORS} <= file.tensors.keys():
@@ -195,15 +208,16 @@ def _complete_phi3(file: GgufModel, values: Values) -> None:
     }
 
 
-def _complete_experts(file: GgufModel, values: Values) -> bool | None:
-    """Whether the file says that weights of experts are divided by their sum."""
+def _complete_experts(file: GgufModel, values: Values, gating: int = SOFTMAX) -> bool | None:
+    """Whether the file says that weights of experts are divided by their sum. gating: that of the architecture."""
     metadata = file.metadata
     for field_name, key in EXPERT_KEYS.items():
         values[field_name] = metadata.integer(_key(file, key))
         if not values[field_name] and field_name != "moe_intermediate_size":
             raise metadata.unsupported(_key(file, key), "a whole number of at least 1")
-    if metadata.integer(_key(file, GATING)) not in (None, 0, SOFTMAX):
-        raise metadata.unsupported(_key(file, GATING), f"{SOFTMAX}: softmax")
+    if metadata.integer(_key(file, GATING)) not in (None, 0, gating):
+        name = {SOFTMAX: "softmax", SIGMOID: "sigmoid", SOFTMAX_OF_TOP: "a softmax of the chosen experts"}[gating]
+        raise metadata.unsupported(_key(file, GATING), f"{gating}: {name}")
     return metadata.flag(_key(file, WEIGHTS_NORM))
 
 
@@ -244,6 +258,54 @@ def _complete_granite_moe(file: GgufModel, values: Values) -> None:
     values["num_local_experts"] = values.pop("num_experts")
 
 
+def _complete_gpt_oss(file: GgufModel, values: Values) -> None:
+    _complete_experts(file, values, SOFTMAX_OF_TOP)
+    values["intermediate_size"] = values.pop("moe_intermediate_size") or values["intermediate_size"]
+    values["num_local_experts"] = values.pop("num_experts")
+    values["layer_types"] = _kinds(file, values, 2)
+    if values["rope_parameters"].get("rope_type") == "yarn":
+        values["rope_parameters"]["truncate"] = False
+
+
+def _complete_glm4_moe(file: GgufModel, values: Values) -> None:
+    metadata = file.metadata
+    values["norm_topk_prob"] = bool(_complete_experts(file, values, SIGMOID))
+    if not values["moe_intermediate_size"]:
+        key = _key(file, EXPERT_KEYS["moe_intermediate_size"])
+        raise metadata.unsupported(key, "a whole number of at least 1")
+    values["n_shared_experts"] = metadata.integer(_key(file, "expert_shared_count")) or 1
+    values["first_k_dense_replace"] = metadata.integer(_key(file, "leading_dense_block_count")) or 0
+    values["routed_scaling_factor"] = metadata.number(_key(file, "expert_weights_scale")) or 1.0
+    values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
+    drafts = metadata.integer(_key(file, DRAFT_LAYERS)) or 0
+    if not 0 <= drafts < values["num_hidden_layers"]:
+        raise metadata.unsupported(_key(file, DRAFT_LAYERS), f"below block_count ({values['num_hidden_layers']})")
+    values["num_hidden_layers"] -= drafts
+    values["partial_rotary_factor"] = _partial_rotary(file, values["head_dim"])
+
+
+def _partial_rotary(file: GgufModel, head_dim: int) -> float:
+    """The share of a head that is rotated: of the share times head_dim, the whole part counts."""
+    key = _key(file, "rope.dimension_count")
+    rotary = file.metadata.integer(key) or head_dim
+    if rotary > head_dim or rotary % 2:
+        raise file.metadata.unsupported(key, f"an even number of at most {head_dim}")
+    return (rotary + 0.5) / head_dim if rotary < head_dim else 1.0
+
+
+def _complete_phimoe(file: GgufModel, values: Values) -> None:
+    """One factor for attention, where config.json has one for short contexts and one for long ones."""
+    _complete_wide_experts(file, values)
+    _complete_phi3(file, values)
+    values["num_local_experts"] = values.pop("num_experts")
+    values["lm_head_bias"] = "output.bias" in file.tensors
+    if values["rope_parameters"]:
+        factor = values["rope_parameters"].pop("attention_factor") or 1.0
+        original = values["original_max_position_embeddings"]
+        values["rope_parameters"] |= {"short_mscale": factor, "long_mscale": factor}
+        values["rope_parameters"]["original_max_position_embeddings"] = original
+
+
 def rotary_factors(file: GgufModel, name: str, count: int) -> list[float]:
     """The numbers in one of ROTARY_TENSORS. Raises UnsupportedModelError unless their number is
     right and all are above 0."""
@@ -274,6 +336,18 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
     "gemma2": GgufFamily("Gemma2ForCausalLM", AROUND_NAMES, read=_WINDOWS | _CAPS, complete=_complete_gemma2),
     "gemma3": GgufFamily(
         "Gemma3ForCausalLM", AROUND_NAMES, read=_WINDOWS | {"final_logit_softcapping"}, complete=_complete_gemma3
+    ),
+    "glm4moe": GgufFamily(
+        "Glm4MoeForCausalLM",
+        GLM4_MOE_NAMES,
+        read=_EXPERTS | {"expert_shared_count", "leading_dense_block_count", "expert_weights_scale", DRAFT_LAYERS},
+        complete=_complete_glm4_moe,
+    ),
+    "gpt-oss": GgufFamily(
+        "GptOssForCausalLM",
+        GPT_OSS_NAMES,
+        read=_EXPERTS | {"attention.sliding_window_pattern"},
+        complete=_complete_gpt_oss,
     ),
     "granite": GgufFamily(
         "GraniteForCausalLM",
@@ -307,10 +381,19 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
     "phi3": GgufFamily(
         "Phi3ForCausalLM", FUSED_NAMES, read=frozenset({"rope.scaling.attn_factor"}), complete=_complete_phi3
     ),
+    "phimoe": GgufFamily(
+        "PhimoeForCausalLM",
+        EXPERT_NAMES,
+        read=_EXPERTS | {"rope.scaling.attn_factor"},
+        complete=_complete_phimoe,
+    ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", EXPERT_NAMES, read=_EXPERTS, complete=_complete_qwen3_moe),
     "seed_oss": GgufFamily("SeedOssForCausalLM", SEED_NAMES),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", is_interleaved=True),
 }
-WINDOWED = ("gemma2", "gemma3", "llama", "mistral3", "olmo2", "phi3")  # a window is part of the architecture
+# a window is part of the architecture
+WINDOWED = ("gemma2", "gemma3", "gpt-oss", "llama", "mistral3", "olmo2", "phi3", "phimoe")
+LONG_ROPES = ("phi3", "phimoe")  # with factors for short and for long contexts
+PARTLY_ROTATED = ("glm4moe", "phi3")  # with rope.dimension_count below the width of a head

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch  # its OpenMP runtime must be in the process first
 
-ABI = 10
+ABI = 11
 KERNELS = Path(__file__).parent.parent / "attention" / "kernels"
 # by the bits of diptych_cpu_features; the first four are sets, of which each needs those before it, the last two are
 # instructions for whole numbers that some processors with the set have
@@ -23,18 +23,21 @@ _SIGNATURES: dict[str, list[type]] = {
     "diptych_pack": [_P, _P, _I, _I, _I, _I],
     "diptych_pack_quantized": [_P, _P, _P, _P, _I, _I, _I, _I, _I],
     "diptych_quantized_rows": [_P, _P, _P, _I, _I, _I],
-    "diptych_linear": [_P, _P, _P, _P, _I, _I, _I, _I, _I],
+    "diptych_linear": [_P, _P, _P, _P, _I, _I, _I, _I, _P],
+    "diptych_wide_linear": [_P, _P, _P, _P, _I, _I, _I],
     "diptych_norm": [_P, _P, _P, _P, _I, _P, _I, _I, _F, _F],
     "diptych_add": [_P, _P, _P, _I, _I, _F],
-    "diptych_activate": [_P, _P, _P, _I, _I, _I],
+    "diptych_activate": [_P, _P, _P, _I, _I, _P],
     "diptych_gate": [_P, _P, _P, _I, _I],
     "diptych_softcap": [_P, _P, _I, _I, _F],
     "diptych_rope_and_cache": [*[_P] * 10, *[_I] * 9, _F],
-    "diptych_attention": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _F, _F],
+    "diptych_attention": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _F, _F, _P],
     "diptych_decode_step": [_P, _P],
+    "diptych_choose": [_P, _P],
     "diptych_experts": [_P, _P],
     "diptych_kv_encode": [_P, _P, _P, _P, _I, _I],
     "diptych_kv_decode": [_P, _P, _P, _P, _I, _I],
+    "diptych_whole_weights": [_P, _P, _I, _F, _F],
 }
 
 
@@ -42,6 +45,12 @@ class NativeWeight(ctypes.Structure):
     """A packed weight as kernels.h has it. bits 0: in the dtype of the kernels. group: columns that share a scale."""
 
     _fields_ = [("weight", _P), ("bias", _P), ("bits", _I), ("group", _I), ("has_mins", _I)]
+
+
+class NativeGate(ctypes.Structure):
+    """What becomes of the results of a gate, as kernels.h has it. kind 0: there is none."""
+
+    _fields_ = [("kind", _I), ("limit", _F), ("alpha", _F)]
 
 
 @dataclass(frozen=True, slots=True)

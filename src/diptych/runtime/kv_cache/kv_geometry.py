@@ -58,12 +58,24 @@ class KVGeometry:
         """Bytes of one block over all its layers, K and V."""
         return 2 * self.num_regions * self.tensor_block_bytes
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all groups of layers, before any window has left it."""
+        return self.block_bytes * len(self.layers.groups) // self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold ``num_tokens`` tokens in all layers, as if none had a window."""
+        return -(-num_tokens // self.block_size) * len(self.layers.groups)
+
     def blocks_within(self, kv_bytes: int) -> int:
-        """How many blocks fit in ``kv_bytes``. Raises ConfigError when not even one does."""
-        if kv_bytes < self.block_bytes:
+        """How many blocks fit in ``kv_bytes``. Raises ConfigError when these hold no sequence at all, which takes one
+        block of each group of layers."""
+        num_groups = len(self.layers.groups)
+        if kv_bytes < self.block_bytes * num_groups:
+            what = "one block" if num_groups == 1 else f"one block of each of the {num_groups} groups of layers"
             raise ConfigError(
-                f"kv_cache_bytes is {size_words(kv_bytes)}; one block of this model takes "
-                f"{size_words(self.block_bytes)}",
+                f"kv_cache_bytes is {size_words(kv_bytes)}; {what} of this model takes "
+                f"{size_words(self.block_bytes * num_groups)}",
                 param="kv_cache_bytes",
             )
         return kv_bytes // self.block_bytes

@@ -50,11 +50,24 @@ class KVTensors:
         else:
             regions = map_pool(pool, backend.geometry, num_blocks, backend.dtype)
             self.regions = [backend.laid_out(k, v) for k, v in regions]
-        place_of = backend.geometry.layers.place_of
+        self._place_of = place_of = backend.geometry.layers.place_of
         self.layers = [self.regions[place] for _, place in place_of]
         self.groups = tuple([group for group, _ in place_of])
+        self.may_move = True  # False: somebody else knows where it lies
         self.shared_host: SharedHost | None = None
         self._host, self.host_bytes = self._allocate_host(num_host_blocks, host_fd)
+
+    def shrink(self, num_blocks: int) -> None:
+        """Keep the first ``num_blocks`` blocks of this worker's own memory, and give the rest back where it can be: one
+        tensor is copied at a time. Memory that others know, and that of a CPU, stays as it is."""
+        self.num_blocks = num_blocks
+        for cache in [cache for region in self.regions for cache in region]:
+            storage = cache.untyped_storage()
+            size = num_blocks * cache[0].numel() * cache.element_size()
+            if self.may_move and cache.device.type != "cpu" and storage.resizable() and size < storage.nbytes():
+                storage.resize_(size)
+        self.regions[:] = [(k[:num_blocks], v[:num_blocks]) for k, v in self.regions]
+        self.layers[:] = [self.regions[place] for _, place in self._place_of]  # of which others keep the list
 
     def copy_to_host(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (device block, host block) pairs, no host block twice."""

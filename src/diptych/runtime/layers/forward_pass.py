@@ -45,14 +45,16 @@ class ForwardPass:
         """[num_tokens] int64: where K and V of the layer that has begun are written."""
         return self.batch.slot_mappings[self._group]
 
-    def attend(self, q: torch.Tensor, cache: LayerCache, how: LayerAttention) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, cache: LayerCache, how: LayerAttention, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """q [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim], over what the cache holds of each
-        sequence, this step's tokens included: for the layer that has begun."""
+        sequence, this step's tokens included: for the layer that has begun. sinks: see AttentionBackend.run."""
         key = (self._group, how)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._attention.plan(self.batch, how, self._group)
-        return self._attention.run(q, *cache, plan)
+        return self._attention.run(q, *cache, plan, sinks)
 
     def rows_to_keep(self, index: int, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What the model still needs of ``rows`` [num_tokens, ...] when layer ``index`` has attended: behind the last

@@ -4,6 +4,7 @@ Knows how Hugging Face names the halves of a part (weight, bias, q_proj and its 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,11 +30,42 @@ from diptych.runtime.models.model_config import AttentionConfig, LayerAttention,
 from diptych.runtime.models.transformers_config import TransformersConfig
 from diptych.runtime.ops.ops import Activation, Linear, Ops
 from diptych.runtime.weights.loader import Weights
-from diptych.runtime.weights.quantized_weight import QuantizedSource
+from diptych.runtime.weights.quantized_weight import QuantizedSource, QuantizedWeight, quantize
 from diptych.runtime.weights.stored_tensor import weight_name
 from diptych.runtime.weights.weight_format import NO_QUANTIZATION, Quantization, WeightFormat
 
 HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a weight lies in a checkpoint. is_transposed: columns first. is_interleaved: gates and ups alternate."""
+
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gates first."""
+        return torch.cat((rows[::2], rows[1::2])) if self.is_interleaved else rows
+
+    def ordered_source(self, weight: QuantizedSource) -> QuantizedSource:
+        """The same weight, gates first, when it is read."""
+        if not self.is_interleaved:
+            return weight
+
+        def read() -> QuantizedWeight:
+            stored = weight.read()
+            mins = None if stored.mins is None else self.ordered(stored.mins)
+            return replace(stored, values=self.ordered(stored.values), scales=self.ordered(stored.scales), mins=mins)
+
+        return replace(weight, read=read)
+
+
+AS_STORED = _Form()
+
+
+def _biases(names: Sequence[str], are_there: bool) -> list[str]:
+    return [f"{name}.bias" for name in names] if are_there else []
 
 
 class LayerLoader:
@@ -67,6 +99,10 @@ class LayerLoader:
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """A tensor as it is in the checkpoint, in the model's dtype."""
         return self._weights.tensor(name, shape)
+
+    def leave_out(self, prefix: str) -> None:
+        """Tensors with such names may be there; the model does without them."""
+        self._weights.leave_out(prefix)
 
     def embedding(
         self, name: str, vocab_size: int, width: int, *, is_tied: bool = False
@@ -146,16 +182,32 @@ class LayerLoader:
     ) -> MixtureOfExperts:
         """The mixture of one layer. The weights of an expert lie side by side, and experts one after the other. The
         router stays in floating point: a rounding that is small to a sum may choose another expert."""
-        inner = experts.intermediate_size
+        inner, form = experts.intermediate_size, _Form(names.is_transposed, names.is_interleaved)
+        mlps = []
+        for index, (gate_up, down) in enumerate(zip(names.gate_up, names.down, strict=True)):
+            biases = names.gate_up_bias[index] if names.gate_up_bias else ()
+            first = self._gate_up(gate_up, hidden, inner, activation=activation, biases=biases, form=form)
+            biases = names.down_bias[index : index + 1]
+            second = self._linear([down], inner, [hidden], biases=biases, form=_Form(names.is_transposed))
+            mlps.append(GatedMlp(first, second))
         count = experts.routing.num_experts
-        router = self._ops.pack_linear(self._floating([names.router], hidden, [count]), None, self._memory)
-        mlps = [
-            GatedMlp(
-                self._gate_up(gate_up, hidden, inner, activation=activation), self._linear([down], inner, [hidden])
-            )
-            for gate_up, down in zip(names.gate_up, names.down, strict=True)
-        ]
-        return MixtureOfExperts(self._ops, experts.routing, router, self._ops.join_experts(mlps))
+        return MixtureOfExperts(
+            self._ops,
+            experts.routing,
+            self._router(names.router, hidden, experts),
+            self._ops.join_experts(mlps),
+            self._weights.tensor(names.correction, [count], torch.float32) if names.correction else None,
+            self.gated_mlp(names.shared, hidden, experts.shared_size, activation=activation)
+            if names.shared and experts.shared_size
+            else None,
+        )
+
+    def _router(self, name: str, hidden: int, experts: ExpertsConfig) -> Linear:
+        count = experts.routing.num_experts
+        dtype = torch.float32 if experts.is_wide else None
+        weight = self._weights.fused([f"{name}.weight"], [count], hidden, dtype=dtype)
+        bias = self._weights.fused([f"{name}.bias"], [count], dtype=dtype) if experts.has_bias else None
+        return self._ops.pack_router(weight, None if bias is None else self._memory.keep(bias), self._memory)
 
     def rope(
         self, rope: RopeConfig | None, q_norm: RmsNorm | None = None, k_norm: RmsNorm | None = None
@@ -163,9 +215,10 @@ class LayerLoader:
         """Rotation of q and k (None: they are not rotated), and the way of k and v into the cache."""
         return RopeAndCache(self._ops, self._rotary.table(rope), q_norm, k_norm)
 
-    def attention(self, how: LayerAttention) -> Attention:
-        """Attention over the cache."""
-        return Attention(how)
+    def attention(self, how: LayerAttention, name: str = "", num_heads: int = 0) -> Attention:
+        """Attention over the cache. name, num_heads: of the part of the layer, for one that has sinks."""
+        sinks = self._weights.tensor(f"{name}.sinks", [num_heads], torch.float32) if how.has_sinks else None
+        return Attention(how, sinks)
 
     def lm_head(self, embedding: Embedding | QuantizedEmbedding, *, is_tied: bool, bias: bool = False) -> Linear:
         """Hidden states to logits. is_tied: with the weights of the embedding, unless the checkpoint holds others, as
@@ -200,40 +253,65 @@ class LayerLoader:
         outputs: Sequence[int],
         *,
         bias: bool = False,
+        biases: Sequence[str] = (),
+        form: _Form = AS_STORED,
         is_vocabulary: bool = False,
     ) -> Linear:
-        vector, memory = self._bias(names, outputs, bias), self._memory
-        if (weight := self._quantized(names, inputs, outputs, is_vocabulary=is_vocabulary)) is not None:
+        """biases: whole names, where they are not those of ``names``."""
+        vector, memory = self._bias(biases or _biases(names, bias), outputs), self._memory
+        if (weight := self._quantized(names, inputs, outputs, form, is_vocabulary=is_vocabulary)) is not None:
             return self._ops.pack_quantized(weight, vector, self._weights.dtype, memory)
-        return self._ops.pack_linear(self._floating(names, inputs, outputs), vector, memory)
+        return self._ops.pack_linear(self._floating(names, inputs, outputs, form), vector, memory)
 
     def _gate_up(
-        self, names: Sequence[str], inputs: int, inner: int, *, bias: bool = False, activation: Activation = "silu"
+        self,
+        names: Sequence[str],
+        inputs: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        activation: Activation = "silu",
+        biases: Sequence[str] = (),
+        form: _Form = AS_STORED,
     ) -> Linear:
-        """names: of gate and up, or of one tensor that holds both."""
+        """names: of gate and up, or of one tensor that holds both. biases: see _linear."""
         outputs, ops = [2 * inner] if len(names) == 1 else [inner, inner], self._ops
-        vector = self._bias(names, outputs, bias)
-        if (weight := self._quantized(names, inputs, outputs)) is not None:
+        vector = self._bias(biases or _biases(names, bias), outputs, form)
+        if (weight := self._quantized(names, inputs, outputs, form)) is not None:
             return ops.pack_quantized_gate_up(weight, vector, self._weights.dtype, self._memory, activation)
-        return ops.pack_gate_up(self._floating(names, inputs, outputs), vector, self._memory, activation)
+        return ops.pack_gate_up(self._floating(names, inputs, outputs, form), vector, self._memory, activation)
 
-    def _floating(self, names: Sequence[str], inputs: int, outputs: Sequence[int]) -> torch.Tensor:
-        return self._weights.fused([weight_name(name) for name in names], outputs, inputs)
+    def _floating(
+        self, names: Sequence[str], inputs: int, outputs: Sequence[int], form: _Form = AS_STORED
+    ) -> torch.Tensor:
+        tensors = [weight_name(name) for name in names]
+        if form.is_transposed:
+            return form.ordered(self._weights.fused(tensors, [inputs], sum(outputs)).t())
+        return form.ordered(self._weights.fused(tensors, outputs, inputs))
 
-    def _bias(self, names: Sequence[str], outputs: Sequence[int], is_there: bool) -> torch.Tensor | None:
-        return self._memory.keep(self._weights.fused([f"{n}.bias" for n in names], outputs)) if is_there else None
+    def _bias(self, names: Sequence[str], outputs: Sequence[int], form: _Form = AS_STORED) -> torch.Tensor | None:
+        return self._memory.keep(form.ordered(self._weights.fused(names, outputs))) if names else None
 
     def _quantized(
-        self, names: Sequence[str], inputs: int, outputs: Sequence[int], *, is_vocabulary: bool = False
+        self,
+        names: Sequence[str],
+        inputs: int,
+        outputs: Sequence[int],
+        form: _Form = AS_STORED,
+        *,
+        is_vocabulary: bool = False,
     ) -> QuantizedSource | None:
         """The weight in whole numbers, where the checkpoint holds it so or the quantization asks for it."""
         if self._attention.device.type != "cpu":
             return None
         if (found := self._weights.quantized(names, outputs, inputs)) is not None:
             self.formats[found.format] = None
-            return found
+            return form.ordered_source(found)
         wanted = self._quantization.format_of(inputs, is_vocabulary=is_vocabulary)
         if wanted is None:
             return None
         self.formats[wanted] = None
-        return self._weights.rounded(names, outputs, inputs, wanted)
+        if not form.is_transposed:
+            return form.ordered_source(self._weights.rounded(names, outputs, inputs, wanted))
+        weight = self._floating(names, inputs, outputs, form)
+        return QuantizedSource(wanted, sum(outputs), inputs, lambda: quantize(weight, wanted))

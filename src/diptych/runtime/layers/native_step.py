@@ -13,11 +13,12 @@ import torch
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.attention.native_attention import NativeCpuAttention
 from diptych.runtime.dtypes import INT8
-from diptych.runtime.kernels.native import NativeWeight
+from diptych.runtime.kernels.native import NativeGate, NativeWeight
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.parts import Attention, GatedMlp, MixtureOfExperts, Norm, RmsNorm, RopeAndCache
-from diptych.runtime.ops.native_linear import NativeLinear
+from diptych.runtime.ops.native_experts import NativeExpert, NativeExperts, NativeMixture, native_routing
+from diptych.runtime.ops.native_linear import NativeLinear, WideNativeLinear
 from diptych.runtime.ops.ops import Linear
 
 
@@ -65,7 +66,9 @@ class _Layer(ctypes.Structure):
         *((name, _Norm) for name in ("input_norm", "attention_norm", "mlp_norm", "output_norm")),
         *((name, NativeWeight) for name in ("qkv", "attention_gate", "output", "gate_up", "down")),
         *((name, _Norm) for name in ("q_norm", "k_norm")),
-        *_record("cos_sin query_scale k_cache v_cache", "window rotary norms_rows gate group", "scale softcap"),
+        *_record("mixture cos_sin query_scale sinks k_cache v_cache", "window rotary norms_rows inner_size group"),
+        ("gate", NativeGate),
+        *_record("", "", "scale softcap"),
     )
 
 
@@ -75,7 +78,7 @@ class _Step(ctypes.Structure):
         ("norm", _Norm),
         *_record(
             "residual x qkv attended gates inner partials positions slots block_tables query_start context_lens",
-            "num_layers rows hidden inner_size heads kv_heads dim block_size table_stride is_int8",
+            "num_layers rows hidden heads kv_heads dim block_size table_stride is_int8",
             "multiplier",
         ),
     )
@@ -88,19 +91,20 @@ class NativeStep:
         self, layers: Sequence[DecoderLayer], norm: Norm, attention: NativeCpuAttention, multiplier: float
     ) -> None:
         self._attention = attention
-        mlps = [mlp for layer in layers if isinstance(mlp := layer.mlp, GatedMlp)]
         dim = attention.geometry.head_dim
-        described = (_describe(layer, mlp, dim) for layer, mlp in zip(layers, mlps, strict=True))
+        mixtures = [_mixture(layer.mlp) if isinstance(layer.mlp, MixtureOfExperts) else None for layer in layers]
+        described = (_describe(layer, mixture, dim) for layer, mixture in zip(layers, mixtures, strict=True))
         self._layers = (_Layer * len(layers))(*described)
+        self._widest = max(map(_inner_size, layers))
         self._caches: Sequence[LayerCache] = ()  # those that _layers points to
         num_groups = len(attention.geometry.layers.groups)
         self._slots, self._block_tables = (ctypes.c_void_p * num_groups)(), (ctypes.c_void_p * num_groups)()
-        self._kept = (list(layers), norm)  # whose tensors the records point to
+        self._kept = (list(layers), norm, mixtures)  # which the records point to, or to their tensors
         self._has_gates = any(layer.attention_gate is not None for layer in layers)
         geometry = attention.geometry
         self._step = _Step(
             layers=ctypes.addressof(self._layers), norm=_norm(norm), num_layers=len(layers),
-            hidden=norm.weight.shape[0], inner_size=mlps[0].gate_up.out_features, heads=attention.num_heads,
+            hidden=norm.weight.shape[0], heads=attention.num_heads,
             kv_heads=geometry.num_kv_heads, dim=geometry.head_dim, block_size=geometry.block_size,
             multiplier=multiplier, slots=ctypes.addressof(self._slots),
             block_tables=ctypes.addressof(self._block_tables), is_int8=geometry.dtype == INT8,
@@ -118,7 +122,7 @@ class NativeStep:
         call, batch = self._step, step.batch
         call.rows = rows = batch.num_seqs
         queries = call.heads * call.dim
-        widths = [call.hidden, queries + 2 * call.kv_heads * call.dim, queries, call.inner_size]
+        widths = [call.hidden, queries + 2 * call.kv_heads * call.dim, queries, self._widest]
         x, qkv, attended, inner = (residual.new_empty((rows, width)) for width in widths)
         call.residual, call.x, call.qkv = residual.data_ptr(), x.data_ptr(), qkv.data_ptr()
         call.attended, call.inner = attended.data_ptr(), inner.data_ptr()
@@ -137,38 +141,74 @@ class NativeStep:
 def native_step(
     layers: Sequence[DecoderLayer], norm: Norm, attention: AttentionBackend, multiplier: float
 ) -> NativeStep | None:
-    """The native step of these layers, or None where a part has no kernel here (a mixture of experts has none, and a
-    norm that subtracts the mean), or MLPs differ in their width."""
+    """The native step of these layers, or None where a part has no kernel here (a norm that subtracts the mean has
+    none)."""
     if not isinstance(attention, NativeCpuAttention) or not isinstance(norm, RmsNorm):
         return None
     if not all(_has_kernels(layer) for layer in layers):
-        return None
-    if len({layer.mlp.gate_up.out_features for layer in layers if isinstance(layer.mlp, GatedMlp)}) != 1:
         return None
     return NativeStep(layers, norm, attention, multiplier)
 
 
 def _has_kernels(layer: DecoderLayer) -> bool:
     """Whether all linear layers are packed for the kernels, and all norms are RMS norms."""
-    mlp, norms = layer.mlp, (layer.input_norm, layer.attention_norm, layer.mlp_norm, layer.output_norm)
-    if not isinstance(mlp, GatedMlp) or not all(norm is None or isinstance(norm, RmsNorm) for norm in norms):
+    norms = (layer.input_norm, layer.attention_norm, layer.mlp_norm, layer.output_norm)
+    if not all(norm is None or isinstance(norm, RmsNorm) for norm in norms):
         return False
-    linears = (layer.qkv, layer.o_proj, mlp.gate_up, mlp.down, layer.attention_gate)
-    return all(linear is None or isinstance(linear, NativeLinear) for linear in linears)
+    linears = (layer.qkv, layer.o_proj, layer.attention_gate)
+    if not all(linear is None or isinstance(linear, NativeLinear) for linear in linears):
+        return False
+    return _mixture_has_kernels(layer.mlp) if isinstance(layer.mlp, MixtureOfExperts) else _mlp_has_kernels(layer.mlp)
 
 
-def _describe(layer: DecoderLayer, mlp: GatedMlp, dim: int) -> _Layer:
-    rope, how, gate_up = layer.rope, layer.attention.how, mlp.gate_up
-    assert isinstance(gate_up, NativeLinear), "see _has_kernels"
+def _mlp_has_kernels(mlp: GatedMlp) -> bool:
+    return isinstance(mlp.gate_up, NativeLinear) and isinstance(mlp.down, NativeLinear)
+
+
+def _mixture_has_kernels(mixture: MixtureOfExperts) -> bool:
+    """Likewise; a gate of the expert of all rows has no kernel, and that expert has the activation of the others."""
+    experts, shared = mixture.experts, mixture.shared
+    if not isinstance(experts, NativeExperts) or not isinstance(mixture.router, NativeLinear) or mixture.shared_gate:
+        return False
+    if shared is None:
+        return True
+    gate_up = shared.gate_up
+    return isinstance(gate_up, NativeLinear) and gate_up.activation == experts.activation and _mlp_has_kernels(shared)
+
+
+def _mixture(mixture: MixtureOfExperts) -> NativeMixture:
+    experts, shared = mixture.experts, mixture.shared
+    assert isinstance(experts, NativeExperts), "see _has_kernels"
+    return NativeMixture(
+        router=_weight(mixture.router), routing=native_routing(mixture.routing, mixture.correction),
+        experts=ctypes.addressof(experts.records), inner=experts.inner, gate=experts.gate,
+        shared=NativeExpert() if shared is None else NativeExpert(_weight(shared.gate_up), _weight(shared.down)),
+        shared_inner=0 if shared is None else shared.gate_up.out_features,
+        router_is_wide=isinstance(mixture.router, WideNativeLinear),
+    )  # fmt: skip
+
+
+def _inner_size(layer: DecoderLayer) -> int:
+    """How wide the MLP of a layer is within, or of a mixture the expert of all rows."""
+    mlp = layer.mlp.shared if isinstance(layer.mlp, MixtureOfExperts) else layer.mlp
+    return 0 if mlp is None else mlp.gate_up.out_features
+
+
+def _describe(layer: DecoderLayer, mixture: NativeMixture | None, dim: int) -> _Layer:
+    rope, how = layer.rope, layer.attention.how
+    mlp = layer.mlp if isinstance(layer.mlp, GatedMlp) else None
+    gate_up = mlp.gate_up if mlp is not None else None
     norm_of_heads = rope.q_norm or rope.k_norm
     return _Layer(
         input_norm=_norm(layer.input_norm), attention_norm=_norm(layer.attention_norm), mlp_norm=_norm(layer.mlp_norm),
         output_norm=_norm(layer.output_norm), qkv=_weight(layer.qkv), attention_gate=_weight(layer.attention_gate),
-        output=_weight(layer.o_proj), gate_up=gate_up.weight, down=_weight(mlp.down), q_norm=_norm(rope.q_norm),
+        output=_weight(layer.o_proj), gate_up=_weight(gate_up), down=_weight(mlp.down if mlp is not None else None),
+        gate=gate_up.gate if isinstance(gate_up, NativeLinear) else NativeGate(), inner_size=_inner_size(layer),
+        mixture=None if mixture is None else ctypes.addressof(mixture), q_norm=_norm(rope.q_norm),
         k_norm=_norm(rope.k_norm), cos_sin=rope.table.cos_sin.data_ptr(),
         query_scale=_pointer(rope.table.query_scale), window=how.window or 0, rotary=rope.table.cos_sin.shape[1],
-        norms_rows=norm_of_heads is not None and norm_of_heads.weight.shape[0] != dim, gate=gate_up.gate,
-        scale=how.scale, softcap=how.softcap or 0.0,
+        norms_rows=norm_of_heads is not None and norm_of_heads.weight.shape[0] != dim,
+        scale=how.scale, softcap=how.softcap or 0.0, sinks=_pointer(layer.attention.sinks),
     )  # fmt: skip
 
 

@@ -129,12 +129,14 @@ class RopeAndCache:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention over the paged cache, one way of it: see LayerAttention. Calling it is ForwardPass.attend."""
+    """Attention over the paged cache, one way of it: see LayerAttention. Calling it is ForwardPass.attend. sinks:
+    [num_heads] fp32, where there are some."""
 
     how: LayerAttention
+    sinks: torch.Tensor | None = None
 
     def __call__(self, q: torch.Tensor, cache: LayerCache, step: ForwardPass) -> torch.Tensor:
-        return step.attend(q, cache, self.how)
+        return step.attend(q, cache, self.how, self.sinks)
 
 
 @dataclass(frozen=True, slots=True)

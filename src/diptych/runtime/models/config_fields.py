@@ -62,6 +62,15 @@ class ConfigFields:
             raise self.unsupported(name, "a whole number of at least 1")
         return value
 
+    def count(self, name: str) -> int:
+        """A whole number of at least 0; 0 where the field is absent or null."""
+        value = self.values.get(name)
+        if value is None:
+            return 0
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.unsupported(name, "a whole number of at least 0")
+        return value
+
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number."""
         value = self.values.get(name)

@@ -56,7 +56,8 @@ class DecoderConfig(ModelConfig):
     logits_multiplier: of embeddings (in the model's dtype where rounds_multiplier), of what each part adds to the
     residual stream, of logits. final_softcap: of logits after that. is_fused: the checkpoint holds q, k and v, and gate
     and up, as one tensor each. has_attention_gate: see DecoderLayer. experts: of the layers that are mixtures (None: no
-    layer is one); intermediate_size is that of the others.
+    layer is one); intermediate_size is that of the others. num_draft_layers: layers that the checkpoint holds behind
+    the last one, which are not loaded.
     """
 
     intermediate_size: int
@@ -81,6 +82,7 @@ class DecoderConfig(ModelConfig):
     is_fused: bool = False
     has_attention_gate: bool = False
     experts: ExpertsConfig | None = None
+    num_draft_layers: int = 0
 
     def for_context(self, num_positions: int) -> Self:
         ropes = tuple(rope and rope.for_context(num_positions) for rope in self.ropes)
@@ -99,17 +101,19 @@ def read_decoder(
     windows: Sequence[int | None] = (),
     scale: float | None = None,
     softcap: float | None = None,
+    has_sinks: bool = False,
     head_dim: int | None = None,
     kv_heads: int | None = None,
     **differences: Any,
 ) -> DecoderConfig:
     """What families read alike, with their ``differences``: fields of DecoderConfig. ropes, windows: of each layer (no
-    windows given: no layer has one). scale: of scores (None: head_dim^-0.5). head_dim: where the file does not say it
-    (None: hidden_size divided by the number of heads). kv_heads: likewise (None: as many as there are heads)."""
+    windows given: no layer has one). scale: of scores (None: head_dim^-0.5). softcap, has_sinks: see LayerAttention.
+    head_dim: where the file does not say it (None: hidden_size divided by the number of heads). kv_heads: likewise
+    (None: as many as there are heads)."""
     heads = read_heads(fields, head_dim, kv_heads)
     num_layers = fields.integer("num_hidden_layers")
     scale = heads[-1] ** -0.5 if scale is None else scale
-    layers = tuple(LayerAttention(scale, window, softcap) for window in windows or (None,) * num_layers)
+    layers = tuple(LayerAttention(scale, window, softcap, has_sinks) for window in windows or (None,) * num_layers)
     norm = NormConfig(fields.number("rms_norm_eps", 1e-6))
     return DecoderConfig(
         **read_common(fields),
@@ -147,7 +151,7 @@ class LoadedLayer:
         q_norm = _load_rms_norm(load, f"{attention}.q_norm", q_width, config.qk_norm)
         k_norm = _load_rms_norm(load, f"{attention}.k_norm", k_width, config.qk_norm)
         self.rope = load.rope(config.ropes[index], q_norm, k_norm)
-        self.attention = load.attention(heads.layers[index])
+        self.attention = load.attention(heads.layers[index], attention, heads.num_heads)
         self.attention_gate = (
             load.linear(f"{attention}.gate_proj", hidden, heads.query_width) if config.has_attention_gate else None
         )
@@ -192,6 +196,8 @@ class Decoder:
         self.config = config
         self.fits_cuda_graphs = config.experts is None  # which experts there is work for is known on the host
         is_tied, hidden = config.tie_word_embeddings, config.hidden_size
+        for index in range(config.num_layers, config.num_layers + config.num_draft_layers):
+            load.leave_out(f"model.layers.{index}.")
         experts: Sequence[ExpertNames | None] = [None] * config.num_layers
         if config.experts is not None:
             experts = load.find_experts(hidden, config.experts)

@@ -257,6 +257,28 @@ TABLES: Mapping[str, FieldTable] = {
         {**_GEMMA_HARMLESS, **_BY_KIND},
         unread=frozenset(_BY_KIND),
     ),
+    "Glm4MoeForCausalLM": _table(
+        "glm4_moe",
+        frozenset({"attention_bias", "partial_rotary_factor", "use_qk_norm", "moe_intermediate_size"})
+        | {"norm_topk_prob", "routed_scaling_factor", "n_shared_experts", "n_routed_experts", "first_k_dense_replace"}
+        | {"num_nextn_predict_layers", "num_mtp_layers"}
+        | _EXPERTS,
+        _NO_WINDOWS | _EXPERTS_HARMLESS,
+        rope_read=frozenset({"partial_rotary_factor"}),
+        **{**_EXPERTS_REFUSED, "scoring_func": ("sigmoid", None)},
+    ),
+    "GptOssForCausalLM": _table(
+        "gpt_oss",
+        frozenset({"attention_bias", "layer_types", "sliding_window", "swiglu_alpha", "swiglu_limit"}) | _EXPERTS,
+        {
+            "use_sliding_window": "layer_types says it",
+            "max_window_layers": "layer_types says it",
+            "experts_per_token": "num_experts_per_tok says it",
+            "initial_context_length": "original_max_position_embeddings says it",
+            **_EXPERTS_HARMLESS,
+        },
+        **_EXPERTS_REFUSED,
+    ),
     "GraniteForCausalLM": _table(
         "granite",
         frozenset({"attention_bias", "mlp_bias", "attention_multiplier", "embedding_multiplier"})

@@ -77,11 +77,13 @@ class RopeConfig:
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """How one layer attends. Scores are s = scale * (q . k), with a softcap softcap * tanh(s / softcap). With a window
-    of w, a token sees itself and the w - 1 tokens before it; None: all of them."""
+    of w, a token sees itself and the w - 1 tokens before it; None: all of them. has_sinks: each head has one more
+    score, the same for all tokens, which takes its share of the softmax and has no value (Xiao et al. 2023)."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.models.field_table import check_fields
 from diptych.runtime.models.gemma2 import Gemma2
 from diptych.runtime.models.gemma3 import Gemma3
+from diptych.runtime.models.glm4_moe import Glm4Moe
+from diptych.runtime.models.gpt_oss import GptOss
 from diptych.runtime.models.granite import Granite
 from diptych.runtime.models.granite_moe import GraniteMoe
 from diptych.runtime.models.llama import Llama
@@ -78,6 +80,8 @@ class LanguageModel(Protocol):
 MODELS: dict[str, type[LanguageModel]] = {
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
+    "Glm4MoeForCausalLM": Glm4Moe,
+    "GptOssForCausalLM": GptOss,
     "GraniteForCausalLM": Granite,
     "GraniteMoeForCausalLM": GraniteMoe,
     "LlamaForCausalLM": Llama,

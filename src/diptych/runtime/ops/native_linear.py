@@ -7,8 +7,10 @@ import ctypes
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
-from diptych.runtime.kernels.native import NativeKernels, NativeWeight
+from diptych.runtime.kernels.native import NativeGate, NativeKernels, NativeWeight
+from diptych.runtime.models.experts import ClampedSwish
 from diptych.runtime.ops.ops import Activation
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_format import MIN_GROUP, WeightFormat
@@ -17,7 +19,15 @@ from diptych.runtime.weights.weight_memory import WeightMemory
 PANEL = 32  # columns that are packed together
 PREFETCHED_BYTES = 8192  # room behind the last panel: the kernels ask for what they will not read
 GATES: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}  # as kernels.h numbers them
+CLAMPED_SWISH = 3  # likewise
 MAX_SUMMED_COLUMNS = 1 << 16  # products of bytes that a sum of 32 bits holds
+
+
+def native_gate(activation: Activation | None) -> NativeGate:
+    """An activation as the kernels take it."""
+    if isinstance(activation, ClampedSwish):
+        return NativeGate(CLAMPED_SWISH, activation.limit, activation.alpha)
+    return NativeGate(GATES[activation])
 
 
 class NativeLinear:
@@ -36,20 +46,21 @@ class NativeLinear:
         self._kernels = kernels
         self._rows, self.in_features = shape
         self.out_features = self._rows if activation is None else self._rows // 2
-        self.gate = GATES[activation]
+        self.activation, self.gate = activation, native_gate(activation)
+        bias = bias if bias is None or activation is None else _by_panel(bias)
         self._tensors = (packed, bias)  # that the record points to
         self.weight = NativeWeight(packed.data_ptr(), None if bias is None else bias.data_ptr())
         if weight_format is not None:
             self.weight.bits, self.weight.has_mins = weight_format.bits, weight_format.has_mins
             self.weight.group = weight_format.group_size or self.in_features
-        self._weight_ptr = ctypes.addressof(self.weight)
+        self._weight_ptr, self._gate_ptr = ctypes.addressof(self.weight), ctypes.addressof(self.gate)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
         y = x.new_empty((rows, self.out_features))
         self._kernels.functions.diptych_linear(
             self._kernels.handle, x.data_ptr(), self._weight_ptr, y.data_ptr(), rows, self._rows, self.in_features,
-            x.stride(0), self.gate,
+            x.stride(0), self._gate_ptr,
         )  # fmt: skip
         return y
 
@@ -59,6 +70,27 @@ class NativeLinear:
             self._weight_ptr, numbers.data_ptr(), out.data_ptr(), *out.shape, out.dtype == torch.bfloat16
         )
         return out
+
+
+class WideNativeLinear(NativeLinear):
+    """A layer in fp32 on kernels that compute in bf16: its rows are widened, and stay so."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float().contiguous()
+        y = wide.new_empty((wide.shape[0], self.out_features))
+        self._kernels.functions.diptych_wide_linear(
+            self._kernels.handle, wide.data_ptr(), self._weight_ptr, y.data_ptr(), wide.shape[0], self.out_features,
+            self.in_features,
+        )  # fmt: skip
+        return y
+
+
+def _by_panel(bias: torch.Tensor) -> torch.Tensor:
+    """The bias of a gated layer in the order of its packed columns: 16 of gates, 16 of ups, and so on."""
+    width, half = len(bias) // 2, PANEL // 2
+    panels = -(-width // half)
+    padded = F.pad(bias.view(2, width), (0, panels * half - width))
+    return padded.view(2, panels, half).transpose(0, 1).contiguous().view(-1)
 
 
 def pack_native(
@@ -78,7 +110,8 @@ def pack_native(
         kernels.functions.diptych_pack(source.data_ptr(), packed.data_ptr(), rows, columns, gated, is_bf16)
 
     packed = memory.new([size], weight.dtype, fill)
-    return NativeLinear(kernels, packed, bias, (rows, columns), activation)
+    kind = NativeLinear if weight.dtype is kernels.dtype else WideNativeLinear
+    return kind(kernels, packed, bias, (rows, columns), activation)
 
 
 def has_kernel(weight: QuantizedSource) -> bool:

@@ -4,6 +4,7 @@ A row's result does not depend on the other rows of the call, bitwise. Each call
 work, so a layer is few calls.
 """
 
+import ctypes
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,10 +13,10 @@ import torch
 from diptych.runtime.attention.layout import block_size_cpu, head_shape_cpu
 from diptych.runtime.kernels.native import NativeKernels
 from diptych.runtime.models.experts import ExpertRouting
-from diptych.runtime.ops.native_experts import NativeExperts, native_layers
-from diptych.runtime.ops.native_linear import GATES, has_kernel, pack_native, pack_native_quantized
+from diptych.runtime.ops.native_experts import NativeExperts, choose_experts, native_layers
+from diptych.runtime.ops.native_linear import has_kernel, native_gate, pack_native, pack_native_quantized
 from diptych.runtime.ops.ops import Activation, Expert, Linear, QuantizedLinear, RoutedExperts
-from diptych.runtime.ops.torch_experts import TorchExperts, route
+from diptych.runtime.ops.torch_experts import TorchExperts
 from diptych.runtime.ops.torch_ops import GatedLinear, TorchOps
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
@@ -35,6 +36,11 @@ class NativeOps:
             return self._fallback.pack_linear(weight, bias, memory)
         return pack_native(self._kernels, weight, bias, None, memory)
 
+    def pack_router(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY) -> Linear:
+        if weight.shape[1] % 2:
+            return self._fallback.pack_router(weight, bias, memory)
+        return pack_native(self._kernels, weight, bias, None, memory)
+
     def pack_gate_up(
         self,
         weight: torch.Tensor,
@@ -42,9 +48,9 @@ class NativeOps:
         memory: WeightMemory = CPU_MEMORY,
         activation: Activation = "silu",
     ) -> Linear:
-        if bias is not None or weight.shape[1] % 2:
+        if weight.shape[1] % 2:
             return self._gated(self.pack_linear(weight, bias, memory), activation)
-        return pack_native(self._kernels, weight, None, activation, memory)
+        return pack_native(self._kernels, weight, bias, activation, memory)
 
     def pack_quantized(
         self,
@@ -65,9 +71,9 @@ class NativeOps:
         memory: WeightMemory = CPU_MEMORY,
         activation: Activation = "silu",
     ) -> Linear:
-        if bias is not None or not has_kernel(weight):
+        if not has_kernel(weight):
             return self._gated(self.pack_quantized(weight, bias, dtype, memory), activation)
-        return pack_native_quantized(self._kernels, weight, None, activation, memory)
+        return pack_native_quantized(self._kernels, weight, bias, activation, memory)
 
     def _gated(self, linear: Linear, activation: Activation) -> Linear:
         return GatedLinear(linear, partial(self.activate, activation=activation))
@@ -97,9 +103,9 @@ class NativeOps:
 
     def activate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         rows, width = gate_up.shape
-        out = gate_up.new_empty((rows, width // 2))
+        out, gate = gate_up.new_empty((rows, width // 2)), native_gate(activation)
         self._kernels.functions.diptych_activate(
-            self._kernels.handle, gate_up.data_ptr(), out.data_ptr(), rows, width // 2, GATES[activation]
+            self._kernels.handle, gate_up.data_ptr(), out.data_ptr(), rows, width // 2, ctypes.addressof(gate)
         )
         return out
 
@@ -112,7 +118,7 @@ class NativeOps:
     def route(
         self, logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return route(logits, routing, correction)
+        return choose_experts(self._kernels, logits, routing, correction)
 
     def join_experts(self, experts: Sequence[Expert]) -> RoutedExperts:
         layers = native_layers(experts)

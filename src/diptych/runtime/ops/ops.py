@@ -5,11 +5,13 @@ from typing import Literal, Protocol
 
 import torch
 
-from diptych.runtime.models.experts import ExpertRouting
+from diptych.runtime.models.experts import ClampedSwish, ExpertRouting
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
 
-Activation = Literal["silu", "gelu_tanh"]  # of the gate of an MLP; gelu_tanh: x (1 + tanh(u)) / 2, see torch's gelu
+# Of the gate of an MLP; gelu_tanh: x (1 + tanh(u)) / 2, see torch's gelu. ClampedSwish changes both halves.
+NamedActivation = Literal["silu", "gelu_tanh"]
+Activation = NamedActivation | ClampedSwish
 
 
 class Linear(Protocol):
@@ -75,6 +77,11 @@ class Ops(Protocol):
         """weight [out_features, in_features]; the caller drops its own reference, so that memory does not double. What
         the layer keeps of the weight lies in ``memory``; where that is filled, the weight has no values. The bias is
         kept as it is."""
+        ...
+
+    def pack_router(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY) -> Linear:
+        """Pack a router as pack_linear does. A weight in fp32 is multiplied with rows in fp32, whatever dtype they come
+        in, and logits are in fp32 then."""
         ...
 
     def pack_gate_up(

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.runtime.models.experts import ExpertRouting
-from diptych.runtime.ops.ops import Expert
+from diptych.runtime.models.experts import ClampedSwish, ExpertRouting
+from diptych.runtime.ops.ops import Expert, Linear
 
 SMALLEST_SUM = 1e-20  # of sigmoids: with this added, rows of zeros stay zeros
 
@@ -61,12 +61,29 @@ class TorchExperts:
         return total.to(x.dtype)
 
 
-def clamped_swish(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
-    """gate_up [rows, 2 * dim], gates first -> (up + 1) * gate * sigmoid(alpha * gate) [rows, dim], where gates are at
-    most ``limit`` and ups between -limit and limit."""
+@dataclass(frozen=True, slots=True)
+class WideLinear:
+    """A linear layer in fp32 for rows of any dtype."""
+
+    linear: Linear
+
+    @property
+    def in_features(self) -> int:
+        return self.linear.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.linear.out_features
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.float())
+
+
+def clamped_swish(gate_up: torch.Tensor, how: ClampedSwish) -> torch.Tensor:
+    """gate_up [rows, 2 * dim], gates first -> [rows, dim]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return ((up + 1.0) * (gate * _sigmoid(gate * alpha))).to(gate_up.dtype)
+    gate, up = gate.clamp(max=how.limit), up.clamp(-how.limit, how.limit)
+    return ((up + 1.0) * (gate * _sigmoid(gate * how.alpha))).to(gate_up.dtype)
 
 
 def _softmax(x: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from diptych.runtime.attention.layout import head_shape_cpu, write_cpu, write_cuda
-from diptych.runtime.models.experts import ExpertRouting
+from diptych.runtime.models.experts import ClampedSwish, ExpertRouting
 from diptych.runtime.ops.ops import Activation, Expert, Linear, QuantizedLinear, RoutedExperts
-from diptych.runtime.ops.torch_experts import TorchExperts, route
+from diptych.runtime.ops.torch_experts import TorchExperts, WideLinear, clamped_swish, route
 from diptych.runtime.ops.torch_quantized_linear import DequantizedLinear, TorchQuantizedLinear, multiplies_numbers
 from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
@@ -89,6 +89,10 @@ class TorchOps:
         is_blocked = kept.dtype == torch.bfloat16 and kept.device.type == "cpu"
         return BlockedLinear(kept, bias) if is_blocked else TorchLinear(kept, bias)
 
+    def pack_router(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory = CPU_MEMORY) -> Linear:
+        linear = self.pack_linear(weight, bias, memory)
+        return WideLinear(linear) if weight.dtype is torch.float32 else linear
+
     def pack_gate_up(
         self,
         weight: torch.Tensor,
@@ -135,6 +139,8 @@ class TorchOps:
         residual.add_(x, alpha=multiplier)
 
     def activate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        if isinstance(activation, ClampedSwish):
+            return clamped_swish(gate_up, activation)
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 

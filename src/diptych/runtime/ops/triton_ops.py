@@ -6,6 +6,7 @@ import torch
 
 from diptych.runtime.kernels.triton_kernels import elementwise
 from diptych.runtime.kernels.triton_kernels.linear import linear
+from diptych.runtime.models.experts import ClampedSwish
 from diptych.runtime.ops.ops import Activation
 from diptych.runtime.ops.torch_ops import TorchLinear, TorchOps
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
@@ -38,6 +39,8 @@ class TritonOps(TorchOps):
         return elementwise.rms_norm(x, weight, eps, residual, multiplier)
 
     def activate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        if isinstance(activation, ClampedSwish):  # by element, and so the same in any batch
+            return super().activate(gate_up, activation)
         return elementwise.activate_and_mul(gate_up, activation)
 
     def rope_and_cache(

@@ -8,6 +8,9 @@ A weight [rows, columns] of a module ``m`` is, with words of 32 bits that hold 3
     pack-quantized   m.weight_packed [rows, columns] packed along the columns, m.weight_scale [rows, groups];
                      asymmetric: m.weight_zero_point [rows, groups] packed down the rows
     int-quantized    m.weight [rows, columns] int8, m.weight_scale [rows, groups]; asymmetric: m.weight_zero_point int8
+    mxfp4            m_blocks [experts, rows, groups, 16] uint8, each with two values of E2M1, the first one lowest;
+                     m_scales [experts, rows, groups] uint8: exponents of 2, counted from -127 (OCP Microscaling Formats
+                     1.0); a weight for each expert, whose name is m
 
 GPTQ and compressed-tensors may add the group of each column (g_idx), which must be in order. Imports no torch.
 """
@@ -29,18 +32,26 @@ VALUES = {  # the suffix of the tensor that holds the values
     "pack-quantized": "weight_packed",
     "int-quantized": "weight",
 }
+BLOCKS, SCALES, MXFP4_BYTES = "blocks", "scales", 16  # of MXFP4: the ends of names, and bytes of 32 values
 GROUP_INDICES = ("g_idx", "weight_g_idx")
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [rows, columns]. path: of its values. parts: the names of its tensors by their suffixes."""
+    """A weight [rows, columns]. path: of its values. parts: the names of its tensors by their suffixes. count: of
+    weights that lie in these tensors one after the other (None: one, without a dimension of its own)."""
 
     quantization: QuantizationConfig
     path: Path
     rows: int
     columns: int
     parts: Mapping[str, str]
+    count: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight, or of all weights."""
+        return (self.rows, self.columns) if self.count is None else (self.count, self.rows, self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,8 @@ def find_packed_weights(
     Raises ConfigError for a tensor that is missing or not what its layout asks for, UnsupportedModelError for columns
     whose groups are not in order.
     """
+    if quantization.layout == "mxfp4":
+        return _find_mxfp4(files, quantization)
     suffix = VALUES[quantization.layout]
     found = {}
     for name, file in files.items():
@@ -85,6 +98,26 @@ def find_packed_weights(
         packed = PackedWeight(quantization, file.path, rows, columns, parts)
         _check_group_index(files, packed)
         found[f"{module}.weight"] = packed
+    return found
+
+
+def _find_mxfp4(files: Mapping[str, SafetensorsFile], quantization: QuantizationConfig) -> dict[str, PackedWeight]:
+    found = {}
+    for name, file in files.items():
+        if not name.endswith(f"_{BLOCKS}"):
+            continue
+        entry, base = file.entries[name], name.removesuffix(f"_{BLOCKS}")
+        if entry.dtype != "U8" or len(entry.shape) != 4 or entry.shape[3] != MXFP4_BYTES:
+            raise ConfigError(
+                f"{file.path}: tensor {name} is {entry.dtype} {list(entry.shape)}; it must be U8 [experts, rows, "
+                f"groups, {MXFP4_BYTES}]",
+                param="model",
+            )
+        count, rows, groups, _ = entry.shape
+        scales = f"{base}_{SCALES}"
+        _check(files, scales, _Part(("U8",), (count, rows, groups)), name)
+        parts = {BLOCKS: name, SCALES: scales}
+        found[base] = PackedWeight(quantization, file.path, rows, groups * 2 * MXFP4_BYTES, parts, count)
     return found
 
 

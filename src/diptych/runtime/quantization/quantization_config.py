@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from diptych.runtime.models.config_fields import ConfigFields
 from diptych.runtime.weights.weight_format import BITS, MIN_GROUP, WeightFormat
 
-METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "modelopt")
+METHODS = ("compressed-tensors", "gptq", "awq", "fp8", "modelopt", "mxfp4")
+MXFP4 = WeightFormat(8, 32)  # which holds its values exactly
 INT_QUANTIZED = ("int-quantized", "naive-quantized")  # two names of one layout
 COMPRESSED = ("pack-quantized", *INT_QUANTIZED, "float-quantized")
 MODELOPT_FILE = "hf_quant_config.json"
@@ -25,7 +26,7 @@ NO_KV_CACHE = "the checkpoint's quantisation of the KV cache is not used: the ca
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
     """How a checkpoint stores its quantised weights. layout: pack-quantized | int-quantized (both compressed-tensors) |
-    gptq | gptq_v2 | awq; see packed_weight.py."""
+    gptq | gptq_v2 | awq | mxfp4; see packed_weight.py."""
 
     layout: str
     format: WeightFormat
@@ -53,6 +54,8 @@ def read_quantization(fields: ConfigFields) -> QuantizationConfig | Fp8Quantizat
             return _gptq(config)
         case "awq":
             return _awq(config)
+        case "mxfp4":
+            return QuantizationConfig("mxfp4", MXFP4)
         case "compressed-tensors":
             return _compressed_tensors(config)
         case "fp8":

@@ -8,21 +8,39 @@ from collections.abc import Mapping
 
 import torch
 
-from diptych.control.errors import ConfigError
-from diptych.runtime.quantization.packed_weight import PackedWeight
+from diptych.control.errors import ConfigError, UnsupportedModelError
+from diptych.runtime.quantization.packed_weight import BLOCKS, SCALES, PackedWeight
 from diptych.runtime.weights.quantized_weight import QuantizedWeight
 
+# Twice what the 16 values of E2M1 stand for (a sign, two bits of exponent, one of mantissa), counted from -128.
+E2M1 = torch.tensor([128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116], dtype=torch.uint8)
+LARGEST_FP16_EXPONENT = 15
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of AWQ the values of eight adjacent rows lie
 
 
 def unpack_weight(packed: PackedWeight, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
     """parts: the tensors by their suffixes, as they are stored. Raises ConfigError for zero points that contradict
     the config."""
+    if packed.quantization.layout == "mxfp4":
+        return _mxfp4(packed, parts)
     if packed.quantization.layout == "int-quantized":
         return _int_quantized(packed, parts)
     if packed.quantization.layout == "pack-quantized":
         return _pack_quantized(packed, parts)
     return _gptq_or_awq(packed, parts)
+
+
+def _mxfp4(packed: PackedWeight, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    """Twice the values of E2M1 are whole numbers, so scales are 2 ** (exponent - 128). They are kept in fp16."""
+    blocks, exponents = parts[BLOCKS], parts[SCALES].int()
+    if (largest := int(exponents.max())) > 128 + LARGEST_FP16_EXPONENT:
+        raise UnsupportedModelError(
+            f"{packed.path}: tensor {packed.parts[SCALES]} holds {largest}; supported: at most "
+            f"{128 + LARGEST_FP16_EXPONENT}, a weight of 2 ** {LARGEST_FP16_EXPONENT + 4}",
+            param="model",
+        )
+    values = E2M1[torch.stack((blocks & 15, blocks >> 4), dim=-1).int()].view(packed.rows, packed.columns)
+    return QuantizedWeight(packed.quantization.format, values, torch.exp2((exponents - 128).float()))
 
 
 def _int_quantized(packed: PackedWeight, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:

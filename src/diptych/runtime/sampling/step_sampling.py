@@ -51,6 +51,11 @@ class Sampled:
     beyond_grammar: set[str] = field(default_factory=set)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, num_slots: int) -> "Sampled":
+        """A record of slots that have got nothing yet."""
+        return cls(np.zeros(num_slots, dtype=np.int64), np.zeros(num_slots, dtype=np.bool_))
+
     def fail(self, request_id: str, error: ValueError) -> None:
         """A request has failed, by what its constraint or its logits raised."""
         self.failed.append((request_id, str(error)))
@@ -64,7 +69,7 @@ class Sampled:
         self.failed += [failure for failure in failed if failure[0] not in known]
 
 
-_Masks = dict[str, bytes | ValueError | None]  # by request; an error is that of its constraint
+Masks = dict[str, bytes | ValueError | None]  # by request; an error is that of its constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ class _Rows:
     best: npt.NDArray[np.int64]
     is_finite: npt.NDArray[np.bool_]
     numbers: npt.NDArray[np.float64]
-    masks: _Masks
+    masks: Masks
 
     def most_likely(self, row: int) -> _Picked:
         """Pick the most likely token, for requests that want nothing else."""
@@ -98,7 +103,7 @@ class StepSampling:
         self._batch = batch
         self._ends_sequence = ends_sequence
         self._pool = ThreadPoolExecutor(1, "masks")  # its thread starts with the first mask
-        self._masks_ahead: Future[_Masks] | None = None
+        self._masks_ahead: Future[Masks] | None = None
 
     def begin(self, layout: StepLayout) -> None:
         """The model is about to compute the logits of this step."""
@@ -107,6 +112,11 @@ class StepSampling:
         slots = range(layout.first_slot, layout.last_slot)
         states = [state for state in self._batch.states[slots.start : slots.stop] if state.constraint is not None]
         self._masks_ahead = self._pool.submit(_masks_of, states) if states else None
+
+    def take_masks(self) -> Masks:
+        """What the constraints of the step's slots allow behind their inputs, once it is known."""
+        ahead, self._masks_ahead = self._masks_ahead, None
+        return ahead.result() if ahead is not None else {}
 
     def sample(self, layout: StepLayout, logits: torch.Tensor) -> Sampled:
         """logits: of the sampling rows, [layout.num_samples, vocab_size]."""
@@ -120,8 +130,7 @@ class StepSampling:
         picked = np.flatnonzero(~is_alone & ~sampled.is_silent)
         if not len(picked):
             return sampled
-        masks: _Masks = self._masks_ahead.result() if self._masks_ahead is not None else {}
-        self._masks_ahead = None
+        masks = self.take_masks()
         numbers = self._numbers(layout)
         for place in picked.tolist():
             rows = range(int(layout.first_rows[place]), int(layout.first_rows[place + 1]))
@@ -142,6 +151,13 @@ class StepSampling:
     def most_likely(self, layout: StepLayout, logits: torch.Tensor) -> tuple[Ints, npt.NDArray[np.bool_]]:
         """Run sample_greedy over the logits of the layout's sampling rows."""
         return sample_greedy(logits)
+
+    def score(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+        """Log probabilities of one token of each row of [rows, vocab], see sampler.token_logprobs."""
+        return [
+            token_logprobs(row_as_float32(logits, row), int(token_id), num_top)
+            for row, token_id in enumerate(token_ids)
+        ]
 
     def ends_answer(self, slot: int, token_id: int) -> bool:
         """Whether the token is the last of the slot's request."""
@@ -188,7 +204,7 @@ class StepSampling:
             allowed = None
             if constraint is not None:
                 is_known = not num_ahead and state.request_id in rows.masks
-                allowed = _result(rows.masks[state.request_id]) if is_known else constraint.allowed()
+                allowed = mask_of(rows.masks[state.request_id]) if is_known else constraint.allowed()
             if allowed is not None:
                 mask_out(values, allowed)
             tokens = self._batch.tokens_of(slot, num_ahead)
@@ -206,9 +222,9 @@ def mask_out(logits: Floats, allowed: bytes) -> None:
     logits[len(forbidden) :] = -np.inf
 
 
-def _masks_of(states: Sequence[RequestState]) -> _Masks:
+def _masks_of(states: Sequence[RequestState]) -> Masks:
     """What may follow now, of requests that have a choice."""
-    masks: _Masks = {}
+    masks: Masks = {}
     for state in states:
         assert state.constraint is not None
         try:
@@ -219,7 +235,8 @@ def _masks_of(states: Sequence[RequestState]) -> _Masks:
     return masks
 
 
-def _result(mask: bytes | ValueError | None) -> bytes | None:
+def mask_of(mask: bytes | ValueError | None) -> bytes | None:
+    """A mask; raises what the constraint has raised instead."""
     if isinstance(mask, ValueError):
         raise mask
     return mask

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diptych.control.request import BlockTables
-from diptych.runtime.step.request_state import RequestState
+from diptych.runtime.step.request_state import RequestState, adjusts_logits, penalizes
 
 
 class DecodeRows:
@@ -34,6 +34,16 @@ class DecodeRows:
         self.is_plain = np.zeros(capacity, dtype=np.bool_)  # [slots] greedy and nothing else
         self.ignores_eos = np.zeros(capacity, dtype=np.bool_)  # [slots]
         self.has_stop_ids = np.zeros(capacity, dtype=np.bool_)  # [slots] stop token ids besides end-of-sequence
+        # how tokens are sampled, [slots] each; see SamplingParams
+        self.seeds = np.zeros(capacity, dtype=np.int64)
+        self.temperatures = np.zeros(capacity, dtype=np.float64)
+        self.top_ks = np.zeros(capacity, dtype=np.int64)
+        self.top_ps = np.zeros(capacity, dtype=np.float64)
+        self.min_ps = np.zeros(capacity, dtype=np.float64)
+        self.num_logprobs = np.zeros(capacity, dtype=np.int64)  # -1: none are wanted
+        self.is_adjusted = np.zeros(capacity, dtype=np.bool_)  # logits are changed before they are sampled from
+        self.is_penalized = np.zeros(capacity, dtype=np.bool_)  # ... by what was there before
+        self.is_constrained = np.zeros(capacity, dtype=np.bool_)
 
     def __len__(self) -> int:
         return len(self.states)
@@ -69,6 +79,15 @@ class DecodeRows:
         self.is_plain[slot] = state.is_plain
         self.ignores_eos[slot] = state.params.ignore_eos
         self.has_stop_ids[slot] = state.has_stop_ids
+        params = state.params
+        self.seeds[slot] = state.sampling_seed
+        self.temperatures[slot] = params.temperature
+        self.top_ks[slot] = min(params.top_k, np.iinfo(np.int64).max)
+        self.top_ps[slot], self.min_ps[slot] = params.top_p, params.min_p
+        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.is_adjusted[slot] = adjusts_logits(params)
+        self.is_penalized[slot] = penalizes(params)
+        self.is_constrained[slot] = state.constraint is not None
 
     def leave(self, request_id: str, *, keep_tokens: bool) -> None:
         """Take a member out; the last member moves into its slot. Ids that are not members are ignored."""
@@ -88,9 +107,13 @@ class DecodeRows:
         self.token_ids[slot, :length] = self.token_ids[last, :length]
         for table, blocks in zip(self.block_tables, self.num_blocks[last], strict=True):
             table[slot, :blocks] = table[last, :blocks]
-        flags = (self.is_plain, self.ignores_eos, self.has_stop_ids)
-        for array in (self.inputs, self.positions, self.num_blocks, *flags):
+        for array in self._columns():
             array[slot] = array[last]
+
+    def _columns(self) -> list[npt.NDArray[Any]]:
+        """The arrays of which a member that moves takes its whole entry along: all but those of tokens and blocks."""
+        arrays = [array for array in vars(self).values() if isinstance(array, np.ndarray)]
+        return [array for array in arrays if array is not self.token_ids]
 
     def set_block_tables(self, slot: int, block_tables: BlockTables, first_blocks: Sequence[int] = ()) -> list[int]:
         """Write whole block tables (of a member, or of a prefill in a scratch slot), each from its first block on.

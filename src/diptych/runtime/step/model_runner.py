@@ -17,8 +17,9 @@ stop token id) is part of StepTokens; hiding it from the client is the driver's 
 Owns the tokens, the decode batch and the KV memory. Never decides what runs, never reads a clock, never looks at text.
 """
 
+import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,8 @@ from diptych.control.step import (
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.attention.input_batch import InputBatch
-from diptych.runtime.kernels.instruction_set import AUTO, TORCH, choose
+from diptych.runtime.device.host_copies import ToDevice, memory_of
+from diptych.runtime.kernels.instruction_set import AUTO, TORCH, TRITON, choose
 from diptych.runtime.kv_cache.kv_tensors import KVTensors
 from diptych.runtime.kv_cache.layer_groups import deal
 from diptych.runtime.kv_cache.shared_pool import SharedPool
@@ -52,21 +54,27 @@ from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.models.registry import LanguageModel, family_of, read_model_config
 from diptych.runtime.models.transformers_model import TransformersModel
 from diptych.runtime.ops import make_ops
-from diptych.runtime.sampling.sampler import row_as_float32, token_logprobs
+from diptych.runtime.sampling.batch_sampler import BatchSampler
+from diptych.runtime.sampling.batched_step import BatchedStepSampling, PendingStep
 from diptych.runtime.sampling.step_sampling import Sampled, StepSampling
 from diptych.runtime.step.cuda_graphs import GraphedModel
 from diptych.runtime.step.decode_rows import DecodeRows
 from diptych.runtime.step.draft_tokens import DraftTokens
-from diptych.runtime.step.pooling import add_rows, pool
+from diptych.runtime.step.kv_sizing import CudaUsage, MemoryTrial, kv_bytes_beside
+from diptych.runtime.step.pooling import Pooled, add_rows, pool
 from diptych.runtime.step.request_state import RequestState, check_tokens
-from diptych.runtime.step.step_layout import StepLayout, lay_out_decodes, lay_out_step
+from diptych.runtime.step.step_layout import StepLayout, lay_out_ahead, lay_out_decodes, lay_out_step
 from diptych.runtime.weights.checkpoint import open_checkpoint
 from diptych.runtime.weights.loader import Progress, Weights, resolve_dtype
 from diptych.runtime.weights.shared_weights import load_shared, weights_key
 from diptych.runtime.weights.weight_format import QUANTIZATIONS
 from diptych.runtime.weights.weight_memory import PrivateMemory, WeightMemory
 
+logger = logging.getLogger(__name__)
+
 SPECULATIONS = ("auto", "on", "off")  # auto: where each row is computed the same whatever is beside it
+LEAST_BLOCKS = 16  # of a KV cache
+GIVEN_BACK = 0.05  # of the KV cache, each time that a step runs out of memory
 SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a whole prompt's would take gigabytes
 
 
@@ -75,7 +83,9 @@ class RunnerConfig:
     """What to load and how much memory it may use.
 
     model_impl: see read_model_config. dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless
-    ``num_blocks`` says it in blocks.
+    ``num_blocks`` says it in blocks, or ``memory_share`` what share of a GPU's memory is this worker's: then the cache
+    gets what is left of that beside the weights, a step of ``max_step_tokens`` prompt tokens (None: of max_model_len)
+    and CUDA graphs.
     max_model_len: None for what the checkpoint supports. instruction_set: the kernels, a name that
     instruction_set.choose takes for the device. quantize: weights in floating point become whole numbers, one of
     QUANTIZATIONS. kv_dtype: of the KV cache, auto (as dtype) or int8. shared_pool: the KV cache lies in a pool that
@@ -84,7 +94,7 @@ class RunnerConfig:
     the host blocks, which other workers read. These five on the cpu only.
     speculation: see SPECULATIONS. frees_windows: layers are dealt into groups, and blocks that lie before the window of
     a group are free for other sequences; then prefixes of prompts are found at boundaries alone (see Hit), and none is
-    handed off.
+    handed off. windows_below: a window of that many tokens or more is none (None: of max_model_len).
     """
 
     model: str | Path
@@ -94,6 +104,8 @@ class RunnerConfig:
     block_size: int = 32
     kv_bytes: int = 1 << 30
     num_blocks: int | None = None
+    memory_share: float | None = None
+    max_step_tokens: int | None = None
     num_host_blocks: int = 0
     max_num_seqs: int = 256
     max_model_len: int | None = None
@@ -105,6 +117,7 @@ class RunnerConfig:
     shared_host: int | None = None
     speculation: str = "off"
     frees_windows: bool = False
+    windows_below: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +131,19 @@ class LoadedModel:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step that was launched. result: where it is known already; else ``pending`` brings the tokens."""
+
+    output: SchedulerOutput
+    result: StepResult | None
+    layout: StepLayout | None = None
+    pending: PendingStep | None = None
+
+
 class ModelRunner:
-    """One model and its KV memory. drafted: what is guessed of tokens that come next (None: nothing)."""
+    """One model and its KV memory. drafted: what is guessed of tokens that come next (None: nothing). sampler: of all
+    rows of a step at once, on their device (None: row by row on the host, which is faster on a CPU)."""
 
     def __init__(
         self,
@@ -129,6 +153,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         drafted: DraftTokens | None = None,
+        sampler: BatchSampler | None = None,
     ) -> None:
         self.loaded = loaded
         self.model = model = loaded.model
@@ -138,6 +163,7 @@ class ModelRunner:
         self.block_size = attention.geometry.block_size
         self.first_block = kv.first_block
         self.num_blocks = kv.num_blocks
+        self._least_blocks = -(-kv.num_blocks // 2)  # a step that needs still more will not be saved by a smaller cache
         self.num_host_blocks = kv.num_host_blocks
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
@@ -152,8 +178,13 @@ class ModelRunner:
         self._ends_sequence = np.zeros(self.model_config.vocab_size, dtype=np.bool_)
         eos = [token for token in self.model_config.eos_token_ids if token < self.model_config.vocab_size]
         self._ends_sequence[eos] = True
+        self._to_device = ToDevice(memory_of(attention.device))
         self._sampling = StepSampling(self._batch, self._ends_sequence)
+        if sampler is not None:
+            self._sampling = BatchedStepSampling(self._batch, self._ends_sequence, sampler)
         self._draft_tokens = drafted or DraftTokens(drafts=False)
+        self._ended: frozenset[str] = frozenset()  # by the step collected last, when another was under way
+        self._drafts_wait = False  # until no step is under way: they are verified in a step that is planned with them
 
     def add_request(
         self,
@@ -211,28 +242,130 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.forget()
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:
-        """Run one step: see SchedulerOutput for the order of things. Failures of single requests are reported."""
+        """Run one step: see SchedulerOutput for the order of things. Failures of single requests are reported, and that
+        of all of them, where there was not enough memory for the step."""
+        return self.collect(self.launch(output))
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput, behind: StepInFlight | None = None) -> StepInFlight:
+        """Begin a step; ``collect`` waits for it and gives its result. Where the tokens of a step need nothing of the
+        host, it returns before they are there.
+
+        behind: the step before, which was not collected, and which ``may_run_ahead`` has found fit for this one: its
+        tokens are read where they are. Steps are collected in their order, and a step that others are not launched
+        behind is collected before the next is launched."""
         self._apply_membership(output)
         if not output.is_compute:
-            return StepResult(output.step_id, payload=StepTokens([], []))
+            return StepInFlight(output, StepResult(output.step_id, payload=StepTokens([], [])))
+        try:
+            return self._launch_ahead(output, behind) if behind is not None else self._launch(output)
+        except torch.OutOfMemoryError as error:
+            reason = str(error)
+        # Not in the handler, whose exception keeps all tensors of the step.
+        return StepInFlight(output, self._give_up(output, reason))
+
+    def may_run_ahead(self, flight: StepInFlight) -> bool:
+        """Whether the step that follows this one may be launched before this one is collected: its rows depend on the
+        tokens of this one alone, and not on what a host makes of them (constraints, penalties, drafts)."""
+        if flight.layout is None or flight.pending is None or self._drafts_wait:
+            return False
+        layout, batch = flight.layout, self._batch
+        if layout.first_slot or layout.last_slot != len(batch):
+            return False
+        return not batch.is_penalized[: len(batch)].any()
+
+    @torch.inference_mode()
+    def collect(self, flight: StepInFlight, *, is_followed: bool = False) -> StepResult:
+        """The result of a step that was launched. is_followed: another was launched behind it; then nothing is proposed
+        here, and where something could be, no further step runs ahead."""
+        ended, self._ended = self._ended, frozenset()
+        if flight.result is not None:
+            return flight.result
+        assert flight.layout is not None and flight.pending is not None
+        assert isinstance(self._sampling, BatchedStepSampling)
+        sampled = self._sampling.finish(flight.pending)
+        if ended:  # by the step before, when this one was under way
+            ids = self._batch.request_ids[flight.layout.first_slot : flight.layout.last_slot]
+            sampled.silence([place for place, request_id in enumerate(ids) if request_id in ended], ())
+            sampled.failed = [failure for failure in sampled.failed if failure[0] not in ended]
+        result = self._result(flight.output, flight.layout, sampled, {}, Pooled())
+        if is_followed:
+            self._ended = frozenset(request_id for request_id, _ in (*result.stopped, *result.failed))
+            self._drafts_wait = bool(result.proposals)
+            return replace(result, proposals=())
+        self._drafts_wait = False
+        return result
+
+    def _give_up(self, output: SchedulerOutput, reason: str) -> StepResult:
+        """The step ran out of memory. Its requests fail, and the KV cache leaves more to the steps that follow."""
+        self._forget_joined(output)
+        decodes = self._batch.request_ids[: output.num_decodes]
+        self.forget_graphs()
+        if self.attention.device.type == "cuda":
+            torch.cuda.empty_cache()
+        kept = self.num_blocks - max(1, int(self.num_blocks * GIVEN_BACK))
+        num_blocks = kept if kept >= self._least_blocks else 0
+        tokens = sum([chunk.num_tokens for chunk in output.prefills])
+        device = self.attention.device
+        message = f"a step of {len(decodes)} sequences and {tokens} prompt tokens ran out of memory on {device}"
+        logger.error(
+            "%s: %s The KV cache keeps %d of %d blocks", message, reason, num_blocks or self.num_blocks, self.num_blocks
+        )
+        request_ids = (*decodes, *[chunk.request_id for chunk in output.prefills])
+        return StepResult(
+            output.step_id,
+            failed=tuple([(request_id, message) for request_id in request_ids]),
+            payload=StepTokens([], []),
+            is_out_of_memory=True,
+            num_blocks=num_blocks,
+        )
+
+    def _forget_joined(self, output: SchedulerOutput) -> None:
+        """Prompts that were to join the decode batch in this step have not."""
+        for chunk in output.prefills:
+            if chunk.is_last:
+                self._batch.leave(chunk.request_id, keep_tokens=False)
+
+    def _launch_ahead(self, output: SchedulerOutput, behind: StepInFlight) -> StepInFlight:
+        assert behind.pending is not None and isinstance(self._sampling, BatchedStepSampling)
+        layout = lay_out_ahead(self._batch, behind.pending.tokens.token_ids, self._to_device)
+        hidden = self.forward(layout.batch)
+        logits = self.model.logits(hidden[: layout.num_samples])
+        return StepInFlight(output, None, layout, self._sampling.start(layout, logits, num_ahead=1))
+
+    def _launch(self, output: SchedulerOutput) -> StepInFlight:
         layout = self._lay_out(output)
         self._sampling.begin(layout)
         try:
             hidden = self.forward(layout.batch)
         except StepBrokenOff:  # it may be planned again
-            for chunk in output.prefills:
-                if chunk.is_last:
-                    self._batch.leave(chunk.request_id, keep_tokens=False)
+            self._forget_joined(output)
             raise
         prompt_logprobs = self._score_prompts(layout, hidden)
         pooled = pool(layout, self._batch, hidden)
         if len(pooled.places) == layout.last_slot - layout.first_slot:  # nobody gets a token
             payload = StepTokens([], [], prompt_logprobs=prompt_logprobs, embeddings=pooled.vectors)
             full_blocks, failed = self._hash_full_blocks(layout), tuple(pooled.failed)
-            return StepResult(output.step_id, full_blocks=full_blocks, failed=failed, payload=payload)
-        sampled = self._sampling.sample(layout, self.model.logits(hidden[: layout.num_samples]))
+            return StepInFlight(
+                output, StepResult(output.step_id, full_blocks=full_blocks, failed=failed, payload=payload)
+            )
+        logits, sampling = self.model.logits(hidden[: layout.num_samples]), self._sampling
+        is_simple = not prompt_logprobs and not pooled.places
+        if is_simple and isinstance(sampling, BatchedStepSampling) and sampling.may_start(layout):
+            return StepInFlight(output, None, layout, sampling.start(layout, logits))
+        sampled = sampling.sample(layout, logits)
+        return StepInFlight(output, self._result(output, layout, sampled, prompt_logprobs, pooled))
+
+    def _result(
+        self,
+        output: SchedulerOutput,
+        layout: StepLayout,
+        sampled: Sampled,
+        prompt_logprobs: PromptLogprobs,
+        pooled: Pooled,
+    ) -> StepResult:
+        """What the step gave; the batch advances."""
         sampled.silence(pooled.places, pooled.failed)
         # In this order: accepted tokens count as computed in the hashes, the next inputs, which ``_conclude`` sets, do
         # not.
@@ -259,6 +392,10 @@ class ModelRunner:
             self._requests.pop(request_id, None)
         for request_id in output.paused:
             batch.leave(request_id, keep_tokens=True)
+        if output.num_blocks:
+            self.kv.shrink(output.num_blocks)
+            self.num_blocks = output.num_blocks
+            self.forget_graphs()  # the cache may lie elsewhere
         # Copies in the order of SchedulerOutput: a block that is copied out here may be the target of the next copy.
         if output.swap_out:
             self.kv.copy_to_host(output.swap_out)
@@ -281,9 +418,9 @@ class ModelRunner:
             assert len(drafted) == rows.num_tokens, f"{rows.num_tokens} extra rows planned, {len(drafted)} are drafted"
             extra[batch.write_drafts(rows.request_id, drafted)] = rows.num_tokens
         if not output.prefills:
-            return lay_out_decodes(batch, extra, self.attention.device)
+            return lay_out_decodes(batch, extra, self._to_device)
         states = [self._requests[chunk.request_id] for chunk in output.prefills]
-        return lay_out_step(batch, output.num_decodes, extra, output.prefills, states, self.attention.device)
+        return lay_out_step(batch, output.num_decodes, extra, output.prefills, states, self._to_device)
 
     def _hash_full_blocks(self, layout: StepLayout) -> tuple[tuple[str, bytes], ...]:
         """Blocks with output tokens that this step completes; called before the batch advances to its new inputs."""
@@ -373,10 +510,8 @@ class ModelRunner:
                 count = min(SCORED_ROWS_AT_ONCE, chunk.scores.stop - first)
                 logits = self.model.logits(hidden[row : row + count])
                 row += count
-                entries += [
-                    token_logprobs(row_as_float32(logits, index), int(state.token_ids[first + index + 1]), num_top)
-                    for index in range(count)
-                ]
+                token_ids = state.token_ids[first + 1 : first + 1 + count].tolist()
+                entries += self._sampling.score(logits, token_ids, num_top)
             if entries:
                 scores[state.request_id] = (chunk.scores.start + 1, entries)
                 state.num_scored_tokens = chunk.scores.stop
@@ -397,11 +532,11 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     _check_cpu_only(config, device)
     instruction_set = choose(dtype, config.instruction_set, device.type)
     ops = make_ops(dtype, instruction_set)
-    layers = deal(model_config.attention.layers, config.block_size, max_model_len) if config.frees_windows else None
+    below = config.windows_below or max_model_len
+    layers = deal(model_config.attention.layers, config.block_size, below) if config.frees_windows else None
     attention = make_attention(
         model_config.attention, config.block_size, dtype, device, instruction_set, layers, config.kv_dtype
     )
-    num_blocks = config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
     quantization = QUANTIZATIONS[config.quantize]
     family = family_of(model_config)
     rotary = RotaryTables(model_config.attention.head_dim, max_model_len, device)
@@ -421,13 +556,50 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
         (model, formats), why_private = load_shared(config.shared_weights, key, load)
     if progress is not None:
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
+    num_blocks = _num_blocks(config, model, attention, max_model_len, instruction_set)
     kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool, config.shared_host)
     empty = attention.geometry.layers.note
     loaded = LoadedModel(
         model, formats, instruction_set, "; ".join(filter(None, (note, why_private, *model_config.notes, empty)))
     )
     drafted = DraftTokens(drafts=speculates(config.speculation, instruction_set if is_own else TORCH))
-    return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, drafted)
+    sampler = sampler_of(device, instruction_set)
+    return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, drafted, sampler)
+
+
+def sampler_of(device: torch.device, instruction_set: str) -> BatchSampler | None:
+    """What samples on a device; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    if instruction_set != TRITON:
+        return BatchSampler(device, memory_of(device))
+    from diptych.runtime.kernels.triton_kernels.pick_tokens import pick_triton
+
+    return BatchSampler(device, memory_of(device), pick_triton)
+
+
+def _num_blocks(
+    config: RunnerConfig, model: LanguageModel, attention: AttentionBackend, max_model_len: int, instruction_set: str
+) -> int:
+    """Blocks of the KV cache. Raises ConfigError where no sequence would fit beside the weights on a GPU."""
+    if config.num_blocks is not None or config.memory_share is None:
+        return config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
+
+    def trial_runner(num_blocks: int) -> ModelRunner:
+        loaded, sampler = LoadedModel(model, "", instruction_set), sampler_of(attention.device, instruction_set)
+        kv = KVTensors(attention, num_blocks)
+        return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, None, sampler)
+
+    trial = MemoryTrial(trial_runner, config.block_size, min(config.max_step_tokens or max_model_len, max_model_len))
+    num_bytes = kv_bytes_beside(CudaUsage(), trial, config.memory_share)
+    num_blocks = attention.geometry.blocks_within(num_bytes)
+    if num_blocks < LEAST_BLOCKS:
+        raise ConfigError(
+            f"beside the weights, {num_bytes >> 20} MiB of the GPU are left for the KV cache; {LEAST_BLOCKS} blocks "
+            f"take {LEAST_BLOCKS * attention.geometry.block_bytes >> 20} (a smaller context makes steps smaller)",
+            param="max_model_len",
+        )
+    return num_blocks
 
 
 def speculates(speculation: str, instruction_set: str) -> bool:

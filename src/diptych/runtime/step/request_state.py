@@ -107,12 +107,14 @@ def check_tokens(token_ids: Sequence[int], params: SamplingParams, vocab_size: i
 
 def _is_plain(params: SamplingParams) -> bool:
     """Whether the most likely token is all that is asked for."""
-    return (
-        params.temperature == 0
-        and params.logprobs is None
-        and not params.logit_bias
-        and not params.min_tokens
-        and params.repetition_penalty == 1.0
-        and not params.presence_penalty
-        and not params.frequency_penalty
-    )
+    return params.temperature == 0 and params.logprobs is None and not adjusts_logits(params)
+
+
+def adjusts_logits(params: SamplingParams) -> bool:
+    """Whether logits are changed before a token is picked."""
+    return bool(params.logit_bias or params.min_tokens) or penalizes(params)
+
+
+def penalizes(params: SamplingParams) -> bool:
+    """Whether tokens that were there before are less likely, or more."""
+    return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)

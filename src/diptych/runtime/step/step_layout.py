@@ -9,10 +9,12 @@ import torch
 
 from diptych.control.step import ScheduledPrefill
 from diptych.runtime.attention.input_batch import InputBatch
+from diptych.runtime.device.host_copies import ToDevice
 from diptych.runtime.step.decode_rows import DecodeRows
 from diptych.runtime.step.request_state import RequestState
 
 Ints = npt.NDArray[np.int64]
+TABLE_COLUMNS = 16  # block tables on a device have a multiple of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,19 @@ class StepLayout:
         return int(self.first_rows[-1])
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """What becomes the tensors of an InputBatch. tables: which rows of the block tables."""
+
+    token_ids: Ints
+    positions: Ints
+    slot_mappings: list[Ints]
+    query_start: npt.NDArray[np.int32]
+    context_lens: npt.NDArray[np.int32]
+    sample_rows: Ints
+    tables: Ints | slice
+
+
 def scored_positions(state: RequestState, plan: ScheduledPrefill) -> range:
     """Positions of a PromptChunk that are scored; those done before do not count. The last token of a prompt has no
     next one."""
@@ -92,31 +107,47 @@ def rows_of_decodes(batch: DecodeRows, num_decodes: int, extra: dict[int, int]) 
     return DecodeRowsOfStep(slots, places, positions, batch.token_ids[slots, positions].astype(np.int64))
 
 
-def lay_out_decodes(batch: DecodeRows, extra: dict[int, int], device: torch.device) -> StepLayout:
+def lay_out_decodes(batch: DecodeRows, extra: dict[int, int], to_device: ToDevice) -> StepLayout:
     """A step in which every member of the decode batch computes a token, or several, and nothing else."""
     count = len(batch)
     decodes = rows_of_decodes(batch, count, extra)
-    context_lens = (decodes.positions + 1).astype(np.int32)
     rows = np.arange(len(decodes.slots) + 1, dtype=np.int32)
-    tables: Ints | slice = decodes.slots if extra else slice(count)
-    tensors = InputBatch(
-        token_ids=_tensor(decodes.token_ids, device),
-        positions=_tensor(decodes.positions, device),
-        slot_mappings=_tensors(batch.slot_mappings(decodes.slots, decodes.positions), device),
-        query_start=_tensor(rows, device),
-        context_lens=_tensor(context_lens, device),
-        block_tables=_tensors([table[tables] for table in batch.block_tables], device),
-        sample_rows=_tensor(rows[:-1].astype(np.int64), device),
-        num_decodes=len(decodes.slots),
-        max_query_len=1,
-        max_context_len=int(context_lens.max()),
+    arrays = _Arrays(
+        token_ids=decodes.token_ids,
+        positions=decodes.positions,
+        slot_mappings=batch.slot_mappings(decodes.slots, decodes.positions),
+        query_start=rows,
+        context_lens=(decodes.positions + 1).astype(np.int32),
+        sample_rows=rows[:-1].astype(np.int64),
+        tables=decodes.slots if extra else slice(count),
     )
+    tensors = _input_batch(arrays, batch, to_device, len(decodes.slots), max_query_len=1)
     return StepLayout(tensors, 0, count, (), _first_rows(decodes, 0), extra)
+
+
+def lay_out_ahead(batch: DecodeRows, token_ids: torch.Tensor, to_device: ToDevice) -> StepLayout:
+    """A step in which every member of the decode batch computes the token behind its input, before the host knows it.
+    token_ids: these tokens on the device, by slot; a negative one is none, and the row is computed for nothing."""
+    count = len(batch)
+    slots, positions = np.arange(count), batch.positions[:count] + 1
+    rows = np.arange(count + 1, dtype=np.int32)
+    arrays = _Arrays(
+        token_ids=np.zeros(count, dtype=np.int64),
+        positions=positions,
+        slot_mappings=batch.slot_mappings(slots, positions),
+        query_start=rows,
+        context_lens=(positions + 1).astype(np.int32),
+        sample_rows=rows[:-1].astype(np.int64),
+        tables=slice(count),
+    )
+    tensors = _input_batch(arrays, batch, to_device, count, max_query_len=1)
+    tensors.token_ids.copy_(token_ids.clamp_min(0))
+    return StepLayout(tensors, 0, count, (), np.arange(count + 1), {})
 
 
 def lay_out_step(
     batch: DecodeRows, num_decodes: int, extra: dict[int, int], prefills: Sequence[ScheduledPrefill],
-    states: Sequence[RequestState], device: torch.device,
+    states: Sequence[RequestState], to_device: ToDevice,
 ) -> StepLayout:  # fmt: skip
     """A step with prefills. Prompts that end here join the decode batch first; the others use scratch slots."""
     members = len(batch)
@@ -149,18 +180,16 @@ def lay_out_step(
     tables: Ints | slice = slice(first_slot, end_slot)
     if extra:
         tables = np.concatenate([decodes.slots, np.arange(members, end_slot)])
-    tensors = InputBatch(
-        token_ids=_tensor(_token_ids(decodes, chunks), device),
-        positions=_tensor(_positions(decodes, chunks), device),
-        slot_mappings=_tensors(_slot_mappings(batch, decodes, chunks), device),
-        query_start=_tensor(query_start, device),
-        context_lens=_tensor(context_lens, device),
-        block_tables=_tensors([table[tables] for table in batch.block_tables], device),
-        sample_rows=_tensor(np.concatenate([sampled_rows, *scored_rows]).astype(np.int64), device),
-        num_decodes=num_rows,
-        max_query_len=int(lengths.max()),
-        max_context_len=int(context_lens.max()),
+    arrays = _Arrays(
+        token_ids=_token_ids(decodes, chunks),
+        positions=_positions(decodes, chunks),
+        slot_mappings=_slot_mappings(batch, decodes, chunks),
+        query_start=query_start,
+        context_lens=context_lens,
+        sample_rows=np.concatenate([sampled_rows, *scored_rows]).astype(np.int64),
+        tables=tables,
     )
+    tensors = _input_batch(arrays, batch, to_device, num_rows, max_query_len=int(lengths.max()))
     first_rows = _first_rows(decodes, last_slot - members)
     return StepLayout(tensors, first_slot, last_slot, tuple(chunks), first_rows, extra)
 
@@ -192,12 +221,29 @@ def _slot_mappings(batch: DecodeRows, decodes: DecodeRowsOfStep, chunks: Sequenc
     return [np.concatenate(slots) for slots in parts]
 
 
-def _tensors(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The arrays on the device, one for each group of layers."""
-    return tuple([_tensor(array, device) for array in arrays])
-
-
-def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """The array on the device; on CPUs without a copy."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=False)
+def _input_batch(
+    arrays: _Arrays, batch: DecodeRows, to_device: ToDevice, num_decodes: int, max_query_len: int
+) -> InputBatch:
+    """The arrays on the device, in one copy: what a layer reads of all sequences first, then their block tables."""
+    max_context_len = int(arrays.context_lens.max())
+    tables = [table[arrays.tables] for table in batch.block_tables]
+    if to_device.copies:  # as many columns as the longest sequence has blocks, rounded up: shapes are few
+        width = -(-max_context_len // batch.block_size)
+        tables = [table[:, : -(-width // TABLE_COLUMNS) * TABLE_COLUMNS] for table in tables]
+    num_groups = len(tables)
+    small = (arrays.token_ids, arrays.positions, arrays.query_start, arrays.context_lens, arrays.sample_rows)
+    copied = to_device.copy([*small, *arrays.slot_mappings, *tables])
+    token_ids, positions, query_start, context_lens, sample_rows, *by_group = copied.tensors
+    return InputBatch(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mappings=tuple(by_group[:num_groups]),
+        query_start=query_start,
+        context_lens=context_lens,
+        block_tables=tuple(by_group[num_groups:]),
+        sample_rows=sample_rows,
+        num_decodes=num_decodes,
+        max_query_len=max_query_len,
+        max_context_len=max_context_len,
+        packed=copied.packed(len(small) + num_groups),
+    )

@@ -26,9 +26,14 @@ CONNECTORS: dict[str, ConnectorKind] = {
 
 
 def make_connector(
-    name: str, layers: "Sequence[LayerCache]", kv_format: KVFormat, options: TransferOptions
+    name: str,
+    layers: "Sequence[LayerCache]",
+    kv_format: KVFormat,
+    options: TransferOptions,
+    groups: Sequence[int] = (),
 ) -> KVConnector:
-    """The connector of this name for these caches: (k, v) of each layer, block i is [i] of each.
+    """The connector of this name for these caches: (k, v) of each layer, block i is [i] of each. groups: of each layer,
+    the number of its block table ((): all have one).
 
     Raises ConfigError for another name, for options that the connector cannot have, and when its extra is missing.
     """
@@ -42,4 +47,4 @@ def make_connector(
     except ImportError as error:
         raise ConfigError(f"connector is {name}, which cannot be imported ({error}): {kind.cure}",
                           param="connector") from error  # fmt: skip
-    return connector(layers, kv_format, options)
+    return connector(layers, kv_format, options, groups) if groups else connector(layers, kv_format, options)

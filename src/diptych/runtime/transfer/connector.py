@@ -21,6 +21,7 @@ from typing import Literal, Protocol, get_args
 
 from diptych.control.engine.worker_core import ChunkArrived, TransferBroken
 from diptych.control.errors import ConfigError
+from diptych.control.request import BlockTables
 
 MAX_PAYLOAD_BYTES = 64 * 1024  # of a commit
 MAX_ATTEMPT_ID_BYTES = 1024
@@ -95,11 +96,24 @@ class Sent:
 ConnectorEvent = ChunkArrived | Committed | Sent | TransferBroken
 
 
+@dataclass(frozen=True, slots=True)
+class GroupTables:
+    """Where the KV of a transfer lies whose layers are of several groups, or attend to windows: by group, its blocks
+    from the block ``first_blocks`` on. What lies before that does not travel, in the layers of that group."""
+
+    block_tables: BlockTables
+    first_blocks: tuple[int, ...]
+
+
+BlockIds = Sequence[int] | GroupTables
+
+
 class KVConnector(Protocol):
     """Moves KV between the caches of workers. One thread makes all calls; none of them waits for a peer.
 
-    ``block_ids`` is always the transfer's whole block table: token t lies in block_ids[t // block_size] of that side.
-    Sequences and payloads are copied during the call. Of the cache, a connector touches at any time only
+    ``block_ids`` is always the transfer's whole block table: token t lies in block_ids[t // block_size] of that side;
+    where layers are of several groups, GroupTables. Both sides leave out the same tokens of each layer. Sequences and
+    payloads are copied during the call. Of the cache, a connector touches at any time only
 
         written   at the receiver, blocks of the expected tokens: from expect to Committed, TransferBroken, or the
                   return of forget. The last block may be written whole, behind the last token too.
@@ -118,7 +132,7 @@ class KVConnector(Protocol):
 
     address: str  # where senders reach this worker, for example "tcp://127.0.0.1:41234"; valid until close
 
-    def expect(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
+    def expect(self, attempt_id: str, block_ids: BlockIds, start: int, num_tokens: int) -> None:
         """Receiver: KV of the tokens [start, start + num_tokens) will come and belongs into these blocks.
 
         ``start`` is a multiple of the block size; tokens before it are not touched. A borrowed transfer (the sender
@@ -142,7 +156,7 @@ class KVConnector(Protocol):
         ...
 
     def send(
-        self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
+        self, attempt_id: str, start: int, num_tokens: int, block_ids: BlockIds, num_layers: int | None = None
     ) -> None:
         """Sender: queue the KV of these tokens: whole blocks, except at the very end of the prompt.
 
@@ -182,7 +196,8 @@ class KVConnector(Protocol):
 class ConnectorKind:
     """One entry of CONNECTORS.
 
-    implementation: "module:class" of a KVConnector that is made with (layers, kv_format, options).
+    implementation: "module:class" of a KVConnector that is made with (layers, kv_format, options), and where layers
+    have block tables of their own, with the number of each layer's.
     shares_pool: all workers map one pool of KV memory, and a prompt is computed straight into the blocks that its
     receiver reserved: no KV is copied, only the commit travels. False: each worker has its own cache; KV is copied.
     packs: options.codec may be other than "none".

@@ -8,6 +8,7 @@ from diptych.runtime.dtypes import KV_DTYPES, kv_row_bytes
 
 PROTOCOL_VERSION = 1  # of the frames and of the codec's bytes
 MAX_DIMENSION = 1 << 20
+MAX_WINDOW = 1 << 40
 
 _CONVERTIBLE = frozenset({"block_size", "dtype", "layout"})  # the codec translates these; all else must be equal
 
@@ -24,6 +25,9 @@ class KVFormat:
     block_size: int  # tokens per block
     layout: str  # of a block: "cpu" or "cuda" (see attention/attention_backend.py)
     protocol_version: int = PROTOCOL_VERSION
+    # Where the cache frees what windows have left: for each layer, how many tokens it attends to, itself among them (0:
+    # all). Empty where it keeps everything: then descriptions are those of a version that knows no windows.
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
@@ -33,6 +37,12 @@ class KVFormat:
         if self.dtype not in KV_DTYPES:
             known = ", ".join(KV_DTYPES)
             raise ConfigError(f"dtype of the KV cache is {self.dtype!r}, not one of {known}", param="dtype")
+        if self.windows and len(self.windows) != self.num_layers:
+            message = f"windows of the KV format are of {len(self.windows)} layers; it has {self.num_layers}"
+            raise ConfigError(message, param="windows")
+        for window in self.windows:
+            if not isinstance(window, int) or not 0 <= window <= MAX_WINDOW:
+                raise ConfigError(f"windows of the KV format have {window!r}; 0 to {MAX_WINDOW}", param="windows")
 
     @property
     def bytes_per_layer_block(self) -> int:
@@ -46,17 +56,25 @@ class KVFormat:
 
     def check_compatible(self, other: "KVFormat") -> None:
         """Raises ConfigError naming each field that no codec can translate, with the values of both sides."""
+        # A window begins to be kept at a block of the worker that keeps it.
+        convertible = _CONVERTIBLE - {"block_size"} if self.windows else _CONVERTIBLE
         wrong = [
             f"{field.name} is {getattr(self, field.name)!r} here and {getattr(other, field.name)!r} there"
             for field in fields(self)
-            if field.name not in _CONVERTIBLE and getattr(self, field.name) != getattr(other, field.name)
+            if field.name not in convertible and getattr(self, field.name) != getattr(other, field.name)
         ]
         if wrong:
             raise ConfigError(f"the two workers' KV caches do not fit: {', '.join(wrong)}", param="kv_format")
 
     def to_bytes(self) -> bytes:
         """The format as JSON, for the handshake."""
-        return json.dumps(asdict(self), sort_keys=True).encode()
+        return json.dumps(self.description, sort_keys=True).encode()
+
+    @property
+    def description(self) -> dict[str, object]:
+        """The format as plain values; one that frees no windows does not speak of them."""
+        values = asdict(self)
+        return values if self.windows else {name: value for name, value in values.items() if name != "windows"}
 
     @staticmethod
     def from_bytes(data: bytes) -> "KVFormat":
@@ -66,6 +84,8 @@ class KVFormat:
             are_texts = all(isinstance(values[name], str) for name in ("model", "dtype", "layout"))
             if not are_texts or not isinstance(values["protocol_version"], int):
                 raise TypeError("a field has the wrong type")
+            if "windows" in values:
+                values["windows"] = tuple(values["windows"])
             return KVFormat(**values)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(f"not a description of a KV cache: {error}", param="kv_format") from error

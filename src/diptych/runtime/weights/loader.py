@@ -70,12 +70,14 @@ class Weights:
 
         return self.memory.new(shape, dtype or self.dtype, fill)
 
-    def fused(self, names: Sequence[str], rows: Sequence[int], *shape: int) -> torch.Tensor:
+    def fused(
+        self, names: Sequence[str], rows: Sequence[int], *shape: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Tensors of shape [rows[i], *shape] stacked along the first dimension, to pack or to give to
         ``memory.keep``. names: whole ones, or of one matrix (see split_index). Without values (device "meta") where the
-        memory is filled."""
+        memory is filled. dtype: None for the model's."""
         device = torch.device("meta") if self.memory.is_filled else self._device
-        target = torch.empty((sum(rows), *shape), dtype=self.dtype, device=device)
+        target = torch.empty((sum(rows), *shape), dtype=dtype or self.dtype, device=device)
         for name, part in zip(names, torch.split(target, list(rows)), strict=True):
             self._take(name, tuple(part.shape))
             if not self.memory.is_filled:
@@ -132,6 +134,11 @@ class Weights:
     def ignore_all(self) -> None:
         """All tensors are read by other code."""
         self._left.clear()
+
+    def leave_out(self, prefix: str) -> None:
+        """Tensors with such names that the checkpoint may hold but the model does not need."""
+        for name in [name for name in self._left if name.startswith(prefix)]:
+            del self._left[name]
 
     def finish(self) -> None:
         """Raise ConfigError when tensors are left that the model did not ask for."""

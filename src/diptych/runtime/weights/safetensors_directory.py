@@ -86,7 +86,7 @@ class SafetensorsDirectory:
         if (packed := self.packed.get(name)) is None:
             return StoredTensor(self._file_of[name].path, entries[0].dtype, entries[0].shape, num_bytes)
         layout, weight_format = packed.quantization.layout, packed.quantization.format
-        return StoredTensor(packed.path, layout, (packed.rows, packed.columns), num_bytes, weight_format)
+        return StoredTensor(packed.path, layout, packed.shape, num_bytes, weight_format)
 
     def _paths(self) -> list[Path]:
         if (index := self.path / INDEX).exists():

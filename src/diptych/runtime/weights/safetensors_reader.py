@@ -28,7 +28,7 @@ class SafetensorsReader:
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         if name in self._directory.packed:
-            return self.read_quantized(name).dequantize()
+            return self.read_quantized(name, index).dequantize()
         if name not in self._directory.fp8:
             return self._stored(name, index)
         shape = self._directory.tensors[name].shape
@@ -45,13 +45,15 @@ class SafetensorsReader:
             target.copy_(self.read(name, index)[first_row : first_row + len(target)])
 
     def read_quantized(self, name: str, index: int | None = None) -> QuantizedWeight:
-        assert index is None, "packed weights are matrices"
         packed = self._directory.packed[name]
-        parts = {suffix: self._stored(part) for suffix, part in packed.parts.items() if suffix not in GROUP_INDICES}
+        assert (index is None) == (packed.count is None), "one weight is read at once"
+        parts = {
+            suffix: self._stored(part, index) for suffix, part in packed.parts.items() if suffix not in GROUP_INDICES
+        }
         return unpack_weight(packed, parts)
 
     def _stored(self, part: str, index: int | None = None) -> torch.Tensor:
-        """A tensor by its name in the files, or one matrix of it, as it is stored."""
+        """A tensor by its name in the files, or one entry of it, as it is stored."""
         tensor = read_tensor(self._directory.file_of(part), part)
         return tensor if index is None else tensor[index]
 

@@ -25,7 +25,7 @@ PROTOCOL_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 HEAD_TOO_LONG = http_error(
     431, f"the head of the request is longer than {edge_limits.HEAD_BYTES} bytes", "head_too_long"
 )
-SLICE_BYTES = 4096  # that the parser gets at once
+SLICE_BYTES = 4096  # of heads and chunks, that the parser gets at once
 END_OF_HEAD = b"\r\n\r\n"
 
 
@@ -85,6 +85,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow: _Flow = _Flow(transport)
         self._cycles: deque[RequestResponseCycle] = deque()  # of requests without a whole reply
+        self._body_parts: list[bytes] = []  # that the parser has found in a slice
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -115,6 +116,7 @@ class Connection(HttpToolsProtocol):
         try:
             while self._offset < len(self._unparsed) and not self._is_refused and not self._has_enough:
                 self._feed(self._next_slice())
+            self._hand_over_body()
         finally:
             self._is_parsing = False
         self.flow.is_held = self._offset < len(self._unparsed) and not self._is_refused
@@ -131,10 +133,8 @@ class Connection(HttpToolsProtocol):
 
     def _next_slice(self) -> bytes:
         """What ends with a request, where one ends in it: chunks and trailers end as a head does."""
-        start, end = self._offset, self._offset + SLICE_BYTES
-        if self._num_body_left:
-            end = min(end, start + self._num_body_left)
-        elif (end_of_head := self._unparsed.find(END_OF_HEAD, start, end)) >= 0:
+        start, end = self._offset, self._offset + (self._num_body_left or SLICE_BYTES)
+        if not self._num_body_left and (end_of_head := self._unparsed.find(END_OF_HEAD, start, end)) >= 0:
             end = end_of_head + len(END_OF_HEAD)
         data = self._unparsed[start:end]
         self._offset += len(data)
@@ -225,10 +225,17 @@ class Connection(HttpToolsProtocol):
         self._num_other_bytes = 0
         self._num_body_bytes += len(body)
         self._num_body_left = max(0, self._num_body_left - len(body))
-        super().on_body(body)
+        self._body_parts.append(body)
+
+    def _hand_over_body(self) -> None:
+        """Give the request what has come of its body in one piece: it copies all that it has for each piece."""
+        if self._body_parts:
+            body, self._body_parts = b"".join(self._body_parts), []
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The request is read."""
+        self._hand_over_body()
         self._is_reading = False
         self._num_body_left = 0
         if not self.parser.should_upgrade():

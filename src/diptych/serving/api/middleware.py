@@ -84,8 +84,8 @@ CLOSED_PREFIX = "/guide/api/"  # paths that compute something
 class BodyLimit:
     """Refuses bodies of more than ``max_bytes``, by their header or while they come, compressed ones, and the oldest
     of those that are half read while all together exceed the budget. larger: the limits of paths that take more: those
-    write what they read to disk, and have no part in the budget. on_end: called with the bytes of each body when its
-    request is over."""
+    write what they read to disk, and have no part in the budget. on_end: called when a request is over with the bytes
+    of its body, or of its reply where those are more."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class BodyLimit:
         if length.isdecimal() and int(length) > max_bytes:
             await error_response(error, flavour)(scope, receive, send)
             return
-        num_bytes = 0
+        num_bytes = num_reply_bytes = 0
         body = HalfReadBody(_wake_receive(scope))
         is_kept = scope["path"] not in self._larger
 
@@ -135,11 +135,16 @@ class BodyLimit:
                 self.budget.add(body, len(message["body"]))
             return message
 
+        async def counted_reply(message: Message) -> None:
+            nonlocal num_reply_bytes
+            num_reply_bytes += len(message.get("body", b""))
+            await send(message)
+
         try:
-            await self._app(scope, counted, send)
+            await self._app(scope, counted, counted_reply)
         finally:
             self.budget.release(body)
-            self._on_end(num_bytes)
+            self._on_end(max(num_bytes, num_reply_bytes))
 
 
 def _wake_receive(scope: Scope) -> Callable[[], None] | None:

@@ -27,6 +27,7 @@ from diptych.timeline.ring import Subscription, Timeline
 from diptych.timeline.trace import hold, trace
 
 BATCH_INTERVAL_S, HEARTBEAT_S = 0.1, 10.0
+CATCH_UP_REST = 2.0  # times that one event took to encode, before the next event of a reader that catches up
 DEFAULT_PAGE = 1000
 HEARTBEAT = b": nothing new\n\n"
 
@@ -54,7 +55,7 @@ class TraceReply(BaseModel):
 
 def add_timeline_routes(app: FastAPI, timeline: Timeline, errors: dict[int | str, dict[str, Any]]) -> None:
     """Add ``/timeline`` and what belongs to it. errors: the documented replies of 400 and more."""
-    drawing = asyncio.Lock()
+    drawing, catching_up = asyncio.Lock(), asyncio.Lock()
     readers: Counter[str] = Counter()  # by tenant
     refusals: dict[int | str, dict[str, Any]] = {status: errors[status] for status in (400, 401)}
     stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
@@ -75,7 +76,7 @@ def add_timeline_routes(app: FastAPI, timeline: Timeline, errors: dict[int | str
         subscription = timeline.subscribe(position)
         subscription.workers = chosen
         readers[tenant] += 1
-        return _Stream(timeline, subscription, partial(_leave, readers, tenant))
+        return _Stream(timeline, subscription, catching_up, partial(_leave, readers, tenant))
 
     @app.get("/timeline/records", responses={**refusals, 200: {"model": TimelinePage}})
     async def records(since: Since = None, workers: Workers = None, limit: Limit = None) -> Response:
@@ -112,9 +113,11 @@ async def iter_pieces(pieces: list[bytes]) -> AsyncIterator[bytes]:
 class _Stream(StreamingResponse):
     """Server-sent events until the client goes or the server stops; frees its subscription whatever happens."""
 
-    def __init__(self, timeline: Timeline, subscription: Subscription, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, timeline: Timeline, subscription: Subscription, catching_up: asyncio.Lock, on_end: Callable[[], None]
+    ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(events(timeline, subscription), headers=headers, media_type="text/event-stream")
+        super().__init__(events(timeline, subscription, catching_up), headers=headers, media_type="text/event-stream")
         self._subscription = subscription
         self._on_end = on_end
 
@@ -135,14 +138,24 @@ class _Stream(StreamingResponse):
             self._on_end()
 
 
-async def events(timeline: Timeline, subscription: Subscription) -> AsyncIterator[bytes]:
-    """The server-sent events of one reader: at most one every 100 ms while it keeps up, a comment every 10 s else."""
+async def events(timeline: Timeline, subscription: Subscription, catching_up: asyncio.Lock) -> AsyncIterator[bytes]:
+    """The server-sent events of one reader: at most one every 100 ms while it keeps up, a comment every 10 s else.
+
+    Readers that have more than one event to catch up hold ``catching_up`` in turns, and rest between two events: a
+    crowd of them, which all begin with the oldest record, takes a third of the loop, and what is served goes on."""
     header = timeline.header(subscription.sequence, time.monotonic_ns())
     yield _event(timeline, subscription.sequence, [header])
     quiet_s = 0.0
     while True:
-        if batch := subscription.take(edge_limits.TIMELINE_EVENT_RECORDS):
-            yield _event(timeline, subscription.sequence, batch)
+        if subscription.num_unread > edge_limits.TIMELINE_EVENT_RECORDS:
+            async with catching_up:
+                started = time.monotonic()
+                event = _next_event(timeline, subscription)
+                await asyncio.sleep(CATCH_UP_REST * (time.monotonic() - started))
+        else:
+            event = _next_event(timeline, subscription)
+        if event:
+            yield event
             quiet_s = 0.0
         elif timeline.is_closed:
             return
@@ -152,6 +165,12 @@ async def events(timeline: Timeline, subscription: Subscription) -> AsyncIterato
         if not subscription.is_behind:
             await asyncio.sleep(BATCH_INTERVAL_S)
             quiet_s += BATCH_INTERVAL_S
+
+
+def _next_event(timeline: Timeline, subscription: Subscription) -> bytes:
+    """What the reader has not seen, as far as one event holds it; b"" where that is nothing."""
+    batch = subscription.take(edge_limits.TIMELINE_EVENT_RECORDS)
+    return _event(timeline, subscription.sequence, batch) if batch else b""
 
 
 def _event(timeline: Timeline, sequence: int, records: Sequence[Record | GapRecord | HeaderRecord]) -> bytes:

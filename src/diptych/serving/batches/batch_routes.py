@@ -4,6 +4,7 @@ Owns paths, bodies and lists. Where the server has no folder for batches, every 
 again).
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -72,7 +73,7 @@ def add_batch_routes(app: FastAPI, service: BatchService | None, errors: dict[in
         known = _required(service)
         limit = _limit(request, USUAL_BATCHES, edge_limits.LISTED_BATCHES)
         found = await known.batches(tenant_in(request), request.query_params.get("after"), limit + 1)
-        return _page(found, limit)
+        return await asyncio.to_thread(_page, found, limit)
 
     @app.get("/v1/batches/{batch_id}", responses=errors)
     async def batch(request: Request, batch_id: str) -> Response:
@@ -120,7 +121,7 @@ def _add_file_routes(app: FastAPI, service: BatchService | None, errors: dict[in
         found = await known.files(
             tenant_in(request), query.get("purpose"), query.get("after"), limit + 1, newest=order == "desc"
         )
-        return _page(found, limit)
+        return await asyncio.to_thread(_page, found, limit)
 
     @app.get("/v1/files/{file_id}", responses=errors)
     async def file(request: Request, file_id: str) -> Response:
@@ -217,7 +218,7 @@ def _limit(request: Request, usual: int, most: int) -> int:
 
 
 def _page(found: Sequence[StoredFile] | Sequence[Batch], limit: int) -> Response:
-    """One page of a list. found: one entry more than fits, if there is one."""
+    """One page of a list, which may be long: for a thread. found: one entry more than fits, if there is one."""
     data = [entry.json() for entry in found[:limit]]
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return _json({"object": "list", "data": data, **ends, "has_more": len(found) > limit})

@@ -302,8 +302,10 @@ class BatchRunner:
     async def _start_lines(self, now: float) -> None:
         if (num_others := self._others()) is None:
             return
-        num_held = self.schedule.num_held
+        num_held, num_beside = self.schedule.num_held, self.schedule.num_beside
         for running in self.schedule.in_order():
+            if num_held >= self._limits.at_once:
+                break
             batch = running.batch
             num_left = max(0, batch.total - running.num_done)
             slack_s = max(0.0, self.pace.slack_s(num_left, batch.created_s, batch.expires_s, now))
@@ -317,12 +319,13 @@ class BatchRunner:
                 line = self.schedule.take(running, now)
                 if line is None:
                     break
-                line.best_effort_s = slack_s if self.schedule.num_beside >= self._limits.beside else 0.0
+                line.best_effort_s = slack_s if num_beside >= self._limits.beside else 0.0
                 key = (batch.number, line.place.number)
                 name = f"line {line.place.number} of {batch.id}"
                 task = self._tasks[key] = start_watched(self._try_line(batch, line), name, self._on_defect)
                 task.add_done_callback(partial(self._on_line_over, batch, line))
                 num_held += 1
+                num_beside += not line.best_effort_s
 
     def _give_up(self, running: RunningBatch, end: End | None) -> None:
         self.schedule.give_up(running, end or "cancelled")

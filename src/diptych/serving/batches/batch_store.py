@@ -137,7 +137,7 @@ class BatchStore:
         if file.purpose != "batch":
             text = f"input_file_id is a file of purpose {file.purpose}; it must be batch"
             raise InvalidRequestError(text, param="input_file_id")
-        if len(self.tables.open_batches()) >= self.limits.max_open:
+        if self.tables.count_open() >= self.limits.max_open:
             raise ConflictError(f"{self.limits.max_open} batches are open, the limit; wait or cancel some")
         added = self.tables.add_batch(batch)
         self.tables.forget_batches(self.limits.max_batches)
@@ -173,12 +173,11 @@ class BatchStore:
     def commit(self, results: Sequence[LineResult]) -> None:
         """Lines are done: their rows are on disk before that is marked. Those that are done already are left out, so
         the same results may come again. Raises OSError or sqlite3.Error, and then nothing of it has happened."""
-        open_batches = {batch.number: batch for batch in self.tables.open_batches()}
         new = [result for result in results if self.tables.is_to_do(result.batch, result.line)]
         ordered = sorted(new, key=lambda result: result.batch)
         groups = [(number, list(group)) for number, group in groupby(ordered, key=lambda result: result.batch)]
         for number, group in groups:
-            for (name, end), is_success in zip(_ends(open_batches[number]), (True, False), strict=True):
+            for (name, end), is_success in zip(_ends(self.tables.numbered(number)), (True, False), strict=True):
                 self._append(name, end, [result.row for result in group if result.is_success is is_success])
         with self.tables.begin():
             for number, group in groups:

@@ -112,12 +112,18 @@ class BatchTables:
 
     def expired_files(self, now: int) -> list[str]:
         """Ids of files whose time is over and that no open batch reads."""
-        rows = self._database.execute("SELECT id FROM files WHERE expires_s <= ?", (now,))
-        return [row[0] for row in rows.fetchall() if not self.is_read(row[0])]
+        rows = self._database.execute("SELECT id FROM files WHERE expires_s <= ?", (now,)).fetchall()
+        read = self._read_files() if rows else frozenset()
+        return [row[0] for row in rows if row[0] not in read]
 
     def is_read(self, file_id: str) -> bool:
         """Whether a batch that has not ended reads this file."""
-        return any(batch.terms.input_file == file_id for batch in self.open_batches())
+        return file_id in self._read_files()
+
+    def _read_files(self) -> frozenset[str]:
+        """Ids of the files that batches read that have not ended."""
+        rows = self._database.execute(f"SELECT terms FROM batches WHERE {_IS_OPEN}", OPEN)
+        return frozenset(msgspec.json.decode(row[0], type=BatchTerms).input_file for row in rows)
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -151,6 +157,18 @@ class BatchTables:
     def open_batches(self) -> list[Batch]:
         """Batches that have not ended, the oldest first."""
         return [_batch_of(row) for row in self._database.execute(f"{_BATCH} WHERE {_IS_OPEN} ORDER BY number", OPEN)]
+
+    def count_open(self) -> int:
+        """How many batches have not ended."""
+        (count,) = self._database.execute(f"SELECT count(*) FROM batches WHERE {_IS_OPEN}", OPEN).fetchone()
+        return int(count)
+
+    def numbered(self, number: int) -> Batch:
+        """A batch by its number. Raises KeyError."""
+        row = self._database.execute(f"{_BATCH} WHERE number = ?", (number,)).fetchone()
+        if row is None:
+            raise KeyError(number)
+        return _batch_of(row)
 
     def set_status(
         self, batch: Batch, status: Status, now: int, *, end: End | None = None, faults: Sequence[LineFault] = ()

@@ -42,20 +42,18 @@ class Pace:
     """The pace at which lines get done while they run, over all batches."""
 
     def __init__(self) -> None:
+        self.line_s: float | None = None  # seconds per line; None: not known yet
         self._gaps: deque[tuple[float, int]] = deque(maxlen=PACE_LINES)
         self._last: float | None = None
 
     def on_done(self, count: int, now: float) -> None:
-        """Count ``count`` lines as done."""
+        """Count ``count`` lines as done. (The pace is taken here and not where it is asked for, which is once for each
+        batch whenever lines may start.)"""
         if self._last is not None and now - self._last <= LONGEST_GAP_S:
             self._gaps.append((max(0.0, now - self._last), count))
+            num_lines = sum(entry[1] for entry in self._gaps)
+            self.line_s = sum(entry[0] for entry in self._gaps) / num_lines if num_lines else None
         self._last = now
-
-    @property
-    def line_s(self) -> float | None:
-        """Seconds per line; None: not known yet."""
-        count = sum(entry[1] for entry in self._gaps)
-        return sum(entry[0] for entry in self._gaps) / count if count else None
 
     def slack_s(self, num_left: int, created: float, expires: float, now: float) -> float:
         """Seconds for which a batch with ``num_left`` lines left can wait for a quiet time; negative: no longer."""

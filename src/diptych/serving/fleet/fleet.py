@@ -289,6 +289,10 @@ class Fleet:
             raise self.failures.final.exception()
         self.tell(*(Arrived(submission, num_tokens) for submission in submissions))
 
+    def room(self, service_class: str) -> int:
+        """How many requests of a class would be taken now."""
+        return self.core.room(service_class)
+
     def abort(self, generation: Generation) -> None:
         """Cancel a generation that its client no longer wants, wherever it is."""
         self._cancel(self.streams.abandon(generation), FinishReason.ABORT)

@@ -31,7 +31,7 @@ from diptych.serving.fleet.shared_memory import (
 )
 from diptych.serving.fleet.worker_groups import copies_of
 from diptych.serving.fleet.worker_handle import WorkerSite
-from diptych.serving.kv_memory import kv_geometry_of
+from diptych.serving.kv_memory import kv_geometry_of, longest_sequence_of
 from diptych.serving.link.engine_options import EngineOptions, PoolShare, WorkerPlace, parse_cores
 from diptych.serving.link.messages import Ready
 
@@ -73,6 +73,7 @@ class FleetPlan:
             max_model_len=longest_sequence(ready),
             model_copy=self.copies[worker],
             host_domain=self.host_domain,
+            groups=tuple(ready.groups),
         )
 
     @property
@@ -114,6 +115,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
         memory = memories[copies[number]] if memories else None
         place = WorkerPlace(
             number=number,
+            num_workers=len(roles) if join is None else 1,
             role=role,
             pool=_share(memory, copies[:number].count(copies[number])),
             weights_fd=memory.weights_fd if memory else None,
@@ -131,7 +133,9 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
         scheduler = prefill_scheduler(own.scheduler, own.slo) if role == "prefill" else own.scheduler
         told.append(msgspec.structs.replace(own, place=place, record=record, scheduler=scheduler))
     geometry = kv_geometry_of(wanted[0])
-    links = LinkCosts(bytes_per_token=geometry.block_bytes // geometry.block_size)
+    groups = geometry.layers.groups
+    windows = () if geometry.layers.is_dense else tuple([group.window_tokens for group in groups])
+    links = LinkCosts(bytes_per_token=geometry.token_bytes, windows=windows)
     cluster = replace(cluster, routing=replace(cluster.routing, links=links))
     return FleetPlan(tuple(told), cluster, copies, memories, host_fds)
 
@@ -139,8 +143,19 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
 def worker_options(options: EngineOptions, fleet: FleetOptions) -> list[EngineOptions]:
     """What each worker that there may be differs in from ``options``, the fleet's, by its group. Raises ConfigError."""
     groups = fleet.groups_of_workers
+    options = _with_windows(options, fleet)
     own = {group.name: group.applied_to(options) for group in fleet.groups}
     return [own[group.name] for group in groups] + [options] * (len(fleet.slots) - len(groups))
+
+
+def _with_windows(options: EngineOptions, fleet: FleetOptions) -> EngineOptions:
+    """Which windows count: workers that hand sequences to each other lay their KV out alike, whatever the longest is
+    that each of them takes."""
+    if len(fleet.slots) == 1 and fleet.join is None:
+        return options
+    longest = longest_sequence_of(options)
+    below = max([group.max_model_len or longest for group in fleet.groups], default=longest)
+    return msgspec.structs.replace(options, memory=msgspec.structs.replace(options.memory, windows_below=below))
 
 
 def _core_shares(options: EngineOptions, fleet: FleetOptions, processor: Processor) -> tuple[CoreShare | None, ...]:

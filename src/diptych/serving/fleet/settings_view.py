@@ -22,7 +22,8 @@ def settings_of(fleet: Fleet, version: str, model: str) -> FleetSettings:
 
 def _worker(fleet: Fleet, info: WorkerInfo) -> WorkerSettings:
     number, ready = info.number, fleet.joint_ready
-    cache = CacheConfig(info.num_blocks, info.block_size, enable_prefix_cache=fleet.options.memory.prefix_cache)
+    has_prefix_cache = fleet.options.memory.prefix_cache
+    cache = CacheConfig(info.num_blocks, info.block_size, enable_prefix_cache=has_prefix_cache, groups=info.groups)
     longest = min(info.max_model_len, ready.max_model_len) if ready else info.max_model_len
     engine = EngineConfig(cache, fleet.changes.settings(number, info.role), fleet.options.slo, longest)
     terms = fleet.metrics.fleet.stats_of(number).step_time_coefficients

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.base.cgroups import ROOT, available_memory_bytes
+from diptych.control.kv_layout import KVLayout
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
-from diptych.runtime.models.registry import read_model_config
-from diptych.runtime.weights.weight_bytes import loaded_weight_bytes, memory_beside_weights
+from diptych.runtime.weights.weight_bytes import loaded_weight_bytes, memory_beside_weights, scratch_bytes
+from diptych.serving.kv_memory import longest_sequence_of
 from diptych.serving.link.engine_options import EngineOptions
 
 DEFAULT_KV_BYTES, DEFAULT_FULL_SEQUENCES = 2 * 2**30, 32
@@ -85,13 +86,15 @@ def default_num_blocks(
     this machine and in its container, between all of them, at most 2 GiB each and at most what 32 sequences at full
     length use (touching memory for the first time takes long on some machines). root: see ``diptych.base.cgroups``.
     Raises ConfigError for weights that do not fit into memory."""
-    max_model_len = (
-        options.max_model_len or read_model_config(options.model, options.model_impl).max_position_embeddings
-    )
-    useful = DEFAULT_FULL_SEQUENCES * (max_model_len // geometry.block_size + 2)
+    layout = KVLayout(geometry.layers.groups)
+    num_groups = len(layout.groups)
+    longest = longest_sequence_of(options) // geometry.block_size * geometry.block_size
+    useful = DEFAULT_FULL_SEQUENCES * (layout.peak_pages(longest) + 2 * num_groups)
     free_bytes = available_memory_bytes(root)
     if device == "cpu":
         weights = loaded_weight_bytes(options.model, options.device.dtype, options.device.quantize, options.model_impl)
         free_bytes = memory_beside_weights(options.model, weights, free_bytes)
+        num_tokens = options.scheduler.budget.max_batched_tokens
+        free_bytes -= num_workers * scratch_bytes(options.model, options.device.dtype, num_tokens, options.model_impl)
     share = min(free_bytes // (4 * num_workers), DEFAULT_KV_BYTES) // geometry.block_bytes
-    return max(min(share, useful), MIN_BLOCKS)
+    return max(min(share, useful), MIN_BLOCKS * num_groups)

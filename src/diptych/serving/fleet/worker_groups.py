@@ -20,9 +20,10 @@ from diptych.serving.link.engine_options import EngineOptions, parse_cores
 class WorkerGroup:
     """``replicas`` equal workers. What is None is as the fleet has it.
 
-    max_model_len: context length in tokens. kv_cache_bytes, kv_cache_tokens: of each worker, at most one of the two.
-    cores: a list of CPUs such as "0-3", which the group's workers divide, or the number of cores of each worker. dtype,
-    quantize: of its copy of the model. scheduler: all of its settings.
+    max_model_len: context length in tokens. kv_cache_bytes, kv_cache_tokens: of each worker, at most one of the two;
+    tokens as all layers would keep them, also those that attend to a window. cores: a list of CPUs such as "0-3", which
+    the group's workers divide, or the number of cores of each worker. dtype, quantize: of its copy of the model.
+    scheduler: all of its settings.
     """
 
     name: str
@@ -59,7 +60,7 @@ class WorkerGroup:
         kv_cache_bytes = self.kv_cache_bytes
         if self.kv_cache_tokens is not None:
             geometry = kv_geometry_of(options)
-            kv_cache_bytes = -(-self.kv_cache_tokens // geometry.block_size) * geometry.block_bytes
+            kv_cache_bytes = geometry.blocks_for(self.kv_cache_tokens) * geometry.block_bytes
         if kv_cache_bytes is None:
             return options
         memory = msgspec.structs.replace(options.memory, kv_cache_bytes=kv_cache_bytes)

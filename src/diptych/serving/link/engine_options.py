@@ -44,7 +44,9 @@ class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache and the tiers below it. kv_cache_bytes None: a share of the free memory. host_bytes: host memory of
     each worker for evicted blocks and preempted requests. disk: a folder for KV (None: none), which all its files
     together fill up to disk_bytes at most, also those of other workers and other servers. disk_codec: how blocks lie
-    there. kv_dtype: of the cache; int8: whole numbers of 8 bits, with a scale for each token of a head, on a cpu."""
+    there. kv_dtype: of the cache; int8: whole numbers of 8 bits, with a scale for each token of a head, on a cpu.
+    frees_windows: where layers attend to a window, what lies before it is free for other sequences. windows_below: a
+    window of that many tokens or more is none (None: of the longest sequence)."""
 
     block_size: int = 32
     kv_dtype: KVDTypeName = "auto"
@@ -54,6 +56,8 @@ class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int = 0
     disk_codec: DiskCodecName = "none"
     prefix_cache: bool = True
+    frees_windows: bool = True
+    windows_below: int | None = None
 
 
 class PoolShare(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +73,8 @@ class PoolShare(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker stands among the workers of a front end, and how KV moves between them.
 
-    transfer: a name of CONNECTORS. pool: with a connector that shares one (None: its own memory, and KV is copied).
+    num_workers: on this host. transfer: a name of CONNECTORS. pool: with a connector that shares one (None: its own
+    memory, and KV is copied).
     weights_fd: of a memfd with prepared weights. secret: shared by all workers; it is never on a command line. listen:
     address of its KV connector ("": as the connector has it). encrypts: KV travels over TLS. publishes_blocks: report
     what enters and leaves the prefix cache, for a router. resume_timeout_s: a transfer is broken when its connection
@@ -79,6 +84,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     transfer: str
     number: int = 0
+    num_workers: int = 1
     role: Role = "both"
     pool: PoolShare | None = None
     weights_fd: int | None = None

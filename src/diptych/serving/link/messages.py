@@ -15,6 +15,7 @@ from diptych.control.compute_share import ComputeShare
 from diptych.control.engine.reports import EngineStats, LoadReport
 from diptych.control.errors import ErrorRecord
 from diptych.control.events import EVENT_CLASSES, Event
+from diptych.control.kv_layout import KVGroup
 from diptych.control.request import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from diptych.control.step import StepTokens, TokenLogprobs
 
@@ -86,6 +87,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     embedding_size: int = 0  # numbers of an embedding
     summary: str = ""  # of a fleet, for people: how many workers of which kind, and what each computes on
     measured: list[tuple[int, int, int, int, int]] = []  # by the warm-up, see WorkerSettings
+    groups: list[KVGroup] = []  # of layers, each with blocks of its own (empty: all keep all tokens)
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

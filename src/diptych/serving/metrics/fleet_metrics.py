@@ -74,7 +74,8 @@ _TRANSFER = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.
 _SUMMED = ("num_waiting", "num_prefilling", "num_decoding", "num_swapped", "num_resting")
 _SPECULATION = ("num_drafts", "num_draft_tokens", "num_forced_tokens")
 _GROWING = ("prefix_queried_tokens", "prefix_hit_tokens", "num_preemptions", *_SPECULATION)
-_TERMS = ("step", "prompt_token", "attention_pair", "sequence", "context_token")  # of the step-time model
+# of the step-time model; the last one of mixtures alone
+_TERMS = ("step", "prompt_token", "attention_pair", "sequence", "context_token", "expert")
 _NOTHING = EngineStats()
 
 

@@ -81,7 +81,8 @@ class MissRecorder:
                 if stream is not None:
                     self._on_arrived(stream, event.submission)
             case WorkerUp():
-                self.explainer.on_worker_up(event.info.number, event.info.num_blocks)
+                info = event.info
+                self.explainer.on_worker_up(info.number, info.num_blocks, has_windows=info.has_windows)
             case WorkerDown():
                 self.explainer.on_worker_down(event.worker, self._clock())
 

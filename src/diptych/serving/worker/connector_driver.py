@@ -22,7 +22,7 @@ from diptych.control.engine.worker_core import (
     WorkerCore,
 )
 from diptych.control.errors import ConfigError
-from diptych.control.request import only_table
+from diptych.control.request import BlockTables, only_table
 from diptych.control.step import StepTokens, TokenLogprobs
 from diptych.runtime.transfer import connector as kv
 from diptych.serving.link.host_clock import clock_identity
@@ -89,7 +89,7 @@ class ConnectorDriver:
             case OpenTransfer():
                 self._open(connector, action, now)
             case ExpectTransfer():
-                block_ids = only_table(action.block_tables) if action.block_tables else ()
+                block_ids = _block_ids(action.block_tables, action.first_blocks)
                 connector.expect(action.attempt_id, block_ids, action.start, action.num_tokens)
             case SendChunk():
                 self.send(action)
@@ -105,7 +105,7 @@ class ConnectorDriver:
     def send(self, chunk: SendChunk, num_layers: int | None = None) -> None:
         """Send a chunk; num_layers: only its first layers are computed so far."""
         if self._connector is not None and chunk.num_tokens:
-            block_ids = only_table(chunk.block_tables)
+            block_ids = _block_ids(chunk.block_tables, chunk.first_blocks)
             self._connector.send(chunk.attempt_id, chunk.start, chunk.num_tokens, block_ids, num_layers)
 
     def close(self) -> None:
@@ -131,6 +131,13 @@ class ConnectorDriver:
         committed = TransferCommitted(event.attempt_id, *times, event.num_bytes, transfer_ns, event.wire_ns)
         if self._intake.deliver(committed, commit.first_token, now):
             self.first_tokens[event.attempt_id] = (commit.first_token, commit.logprobs)
+
+
+def _block_ids(tables: BlockTables, first_blocks: tuple[int, ...]) -> kv.BlockIds:
+    """Block tables of a plan as a connector takes them."""
+    if not tables:
+        return ()
+    return kv.GroupTables(tables, first_blocks) if first_blocks else only_table(tables)
 
 
 def _payload(action: CommitTransfer, tokens: StepTokens, now: int) -> bytes:

@@ -18,7 +18,6 @@ from diptych.control.recent_rows import RecentRows
 from diptych.runtime.device.compute_device import ComputeDevice, UndividedDevice
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.models.model_config import ModelConfig
-from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.required_packages import require_packages
 from diptych.runtime.tiers.tier_io import TierDriver
 from diptych.runtime.transfer import CONNECTORS, make_connector
@@ -29,7 +28,7 @@ from diptych.serving.answers.grammar.grammar_checker import is_installed
 from diptych.serving.answers.tokenizer import Tokenizer
 from diptych.serving.failures.recorded_cores import recent_of_engine, written_to
 from diptych.serving.fleet.shared_memory import default_num_blocks
-from diptych.serving.kv_memory import kv_geometry_of
+from diptych.serving.kv_memory import kv_geometry_of, longest_sequence_of, windows_below
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 from diptych.serving.link.messages import Ready
 from diptych.serving.link.recorder import Recorder, record_engine
@@ -40,6 +39,7 @@ from diptych.serving.worker.request_intake import Runner
 if TYPE_CHECKING:
     from diptych.runtime.sampling.grammar import Grammars
     from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig
+    from diptych.runtime.step.step_pipeline import StepPipeline
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,8 @@ PREFILL_NICENESS = 5
 class LoadedEngine(Generic[RunnerType]):
     """What a worker process serves with. recorder: of the engine's recording; its owner closes it. device: what it
     computes on. grammars: None where none can be followed. tiers: what drives the disk and the reading of
-    other workers' host blocks, if there is either; its owner closes it. recent: the newest inputs of the engine."""
+    other workers' host blocks, if there is either; its owner closes it. recent: the newest inputs of the engine.
+    pipeline: where steps are launched ahead."""
 
     engine: EngineCore
     runner: RunnerType
@@ -65,6 +66,7 @@ class LoadedEngine(Generic[RunnerType]):
     grammars: "Grammars | None" = None
     tiers: TierDriver | None = None
     recent: RecentRows | None = None
+    pipeline: "StepPipeline | None" = None
 
 
 def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = True) -> "LoadedEngine[ModelRunner]":
@@ -106,10 +108,9 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
     compute: ComputeDevice = ThreadPool(threads)
     if device == "cuda":
         compute = multiprocessors_of(runner.attention.device, runner.forget_graphs)
-    model, loaded, capacity = runner.model_config, runner.loaded, engine.kv.capacity_tokens
+    model, loaded, capacity = runner.model_config, runner.loaded, _capacity_tokens(engine)
     where = f"{threads.words if device == 'cpu' else device}, {loaded.instruction_set}"
-    cache = f"KV cache of {capacity:,} tokens ({runner.num_blocks * geometry.block_bytes / 2**30:.2f} GiB)"
-    description = f"{model.architecture}, {loaded.weights}, {where}, {cache}"
+    description = f"{model.architecture}, {loaded.weights}, {where}, {_cache_words(engine, capacity, geometry)}"
     ready = Ready(
         model.vocab_size,
         runner.max_model_len,
@@ -124,13 +125,37 @@ def load_engine(options: EngineOptions, report: Report, *, owns_process: bool = 
         share=compute.share,
         embedding_size=model.hidden_size,
         measured=measured,
+        groups=list(runner.groups),
     )
-    driver = open_tiers(options, runner, kv_format(runner)) if memory.prefix_cache else None
-    return LoadedEngine(engine, runner, ready, recorder, compute, _load_grammars(options, model), driver, recent)
+    driver, grammars = _open_tiers(options, runner), _load_grammars(options, model)
+    return LoadedEngine(engine, runner, ready, recorder, compute, grammars, driver, recent, _pipeline_of(runner))
 
 
-def _max_model_len(options: EngineOptions) -> int:
-    return options.max_model_len or read_model_config(options.model, options.model_impl).max_position_embeddings
+def _open_tiers(options: EngineOptions, runner: "ModelRunner") -> TierDriver | None:
+    return open_tiers(options, runner, kv_format(runner)) if options.memory.prefix_cache else None
+
+
+def _pipeline_of(runner: "ModelRunner") -> "StepPipeline | None":
+    """None on a CPU, which does not compute by itself."""
+    from diptych.runtime.step.step_pipeline import StepPipeline
+
+    return StepPipeline(runner) if runner.attention.device.type != "cpu" else None
+
+
+def _cache_words(engine: EngineCore, capacity: int, geometry: KVGeometry) -> str:
+    num_gib, windows = engine.kv.pool.num_blocks * geometry.block_bytes / 2**30, ""
+    if not engine.kv.is_dense:
+        windows = ", windows freed"
+    return f"KV cache of {capacity:,} tokens ({num_gib:.2f} GiB{windows})"
+
+
+def _capacity_tokens(engine: EngineCore) -> int:
+    """Tokens that the KV cache holds: with windows, in sequences of the greatest length, or in the longest that
+    fits."""
+    kv, length = engine.kv, engine.config.max_model_len
+    if kv.capacity_tokens < length:
+        return kv.capacity_tokens
+    return max(length, kv.layout.tokens_within(kv.pool.num_blocks - kv.config.watermark_blocks, length))
 
 
 def _load_grammars(options: EngineOptions, model: ModelConfig) -> "Grammars | None":
@@ -165,7 +190,8 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
     from diptych.runtime.kv_cache.shared_pool import SharedPool
     from diptych.runtime.step.model_runner import RunnerConfig
 
-    memory, place = options.memory, options.place
+    memory, place, below = options.memory, options.place, windows_below(options)
+    num_blocks: int | None = None
     pool, share = None, place.pool if place else None
     if share is not None:
         num_blocks = share.num_blocks
@@ -174,8 +200,8 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         if device == "cpu":
             check_kv_memory(memory.kv_cache_bytes)
         num_blocks = geometry.blocks_within(memory.kv_cache_bytes)
-    else:
-        num_blocks = default_num_blocks(options, geometry, 1, device)
+    elif device == "cpu":
+        num_blocks = default_num_blocks(options, geometry, 1)
     return RunnerConfig(
         model=options.model,
         model_impl=options.model_impl,
@@ -183,7 +209,9 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         device=device,
         block_size=memory.block_size,
         num_blocks=num_blocks,
-        num_host_blocks=num_host_blocks(memory, geometry, _max_model_len(options)),
+        memory_share=None if device == "cpu" else _share_of_gpu(options),
+        max_step_tokens=_max_step_tokens(options),
+        num_host_blocks=num_host_blocks(memory, geometry, longest_sequence_of(options)),
         max_num_seqs=options.scheduler.max_num_seqs,
         max_model_len=options.max_model_len,
         instruction_set=options.device.instruction_set,
@@ -193,7 +221,25 @@ def _runner_config(options: EngineOptions, device: str, geometry: KVGeometry) ->
         shared_weights=place.weights_fd if place else None,
         shared_host=place.host_fds.get(place.number) if place and device == "cpu" else None,
         speculation=options.speculation,
+        frees_windows=below > 0,
+        windows_below=below,
     )
+
+
+def _share_of_gpu(options: EngineOptions) -> float:
+    """The share of its GPU that is this worker's: ``_choose_device`` deals the workers of a host out in turn."""
+    import torch
+
+    if options.place is None:
+        return 1.0
+    num_gpus = torch.cuda.device_count()
+    return 1.0 / len(range(options.place.number % num_gpus, max(1, options.place.num_workers), num_gpus) or (0,))
+
+
+def _max_step_tokens(options: EngineOptions) -> int | None:
+    """The most tokens of a step; None where prompts run whole."""
+    scheduler = options.scheduler
+    return None if scheduler.budget.kind == "whole" else scheduler.budget.max_batched_tokens + scheduler.max_num_seqs
 
 
 def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path) -> KVConnector | None:
@@ -203,6 +249,7 @@ def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path
     if place is None:
         return None
     kind = CONNECTORS[place.transfer]
+    runner.kv.may_move = place.transfer != "nixl"  # which has registered it
     assert kind.shares_pool == (place.pool is not None), f"{place.transfer} and pool {place.pool}"
     transfer = TransferOptions(
         place.secret,
@@ -211,7 +258,8 @@ def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path
         resume_timeout_s=place.resume_timeout_s,
         encrypts=place.encrypts,
     )
-    return make_connector(place.transfer, runner.kv.layers, kv_format(runner), transfer)
+    groups = runner.kv.groups if runner.groups else ()
+    return make_connector(place.transfer, runner.kv.layers, kv_format(runner), transfer, groups)
 
 
 def kv_format(runner: "ModelRunner") -> KVFormat:
@@ -226,4 +274,5 @@ def kv_format(runner: "ModelRunner") -> KVFormat:
         dtype=geometry.dtype,
         block_size=runner.block_size,
         layout=runner.kv.layers[0][0].device.type,
+        windows=tuple([runner.groups[group].window_tokens for group in runner.kv.groups]) if runner.groups else (),
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from diptych.base.private_files import make_private_folder, warn_of_visitors
 from diptych.control.config import TierConfig
 from diptych.control.errors import ConfigError
+from diptych.control.kv_layout import KVLayout
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.tiers.disk_store import DiskStore
 from diptych.runtime.tiers.extent_format import MAX_BLOCKS
@@ -36,7 +37,7 @@ def num_host_blocks(memory: MemoryOptions, geometry: KVGeometry, max_model_len: 
     blocks = memory.host_bytes // geometry.block_bytes
     if memory.disk is None:
         return blocks
-    longest = -(-max_model_len // geometry.block_size) + MAX_BLOCKS
+    longest = KVLayout(geometry.layers.groups).peak_pages(max_model_len) + MAX_BLOCKS
     return max(blocks, min(longest, MOST_STAGING_BYTES // geometry.block_bytes), 2)
 
 
@@ -44,7 +45,7 @@ def tier_config(memory: MemoryOptions, runner: "ModelRunner", geometry: KVGeomet
     """Measured for copies, guessed for the disk and for reading from other workers (as a copy to the device)."""
     if not runner.num_host_blocks:
         return TierConfig()
-    longest = -(-runner.max_model_len // runner.block_size)
+    longest = KVLayout(geometry.layers.groups).peak_pages(runner.max_model_len)
     copy_ns = measured_copy_ns(runner.kv, min(MEASURED_BLOCKS, runner.num_host_blocks, runner.num_blocks))
     return TierConfig(
         copy_block_ns=copy_ns,
@@ -93,8 +94,16 @@ def _memory_digest(runner: "ModelRunner", kv_format: "KVFormat") -> bytes:
     """Digest of what a block in host memory means: equal for processes that loaded the same files in the same way."""
     files = [path.stat() for path in open_checkpoint(runner.model_config).files]
     identities = [(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in files]
-    words = (sorted(dataclasses.asdict(kv_format).items()), runner.loaded.instruction_set, identities)
+    words = (sorted(block_contents(runner, kv_format).items()), runner.loaded.instruction_set, identities)
     return blake2b(repr(words).encode(), digest_size=16).digest()
+
+
+def block_contents(runner: "ModelRunner", kv_format: "KVFormat") -> dict[str, object]:
+    """What lies in a block. Of layers in several groups, which of them, and where."""
+    contents = kv_format.description
+    if runner.groups:
+        contents["places"] = [list(place) for place in runner.attention.geometry.layers.place_of]
+    return contents
 
 
 def _open_disk(memory: MemoryOptions, runner: "ModelRunner", kv_format: "KVFormat", events: TierEvents) -> TierMover:
@@ -111,11 +120,12 @@ def _open_disk(memory: MemoryOptions, runner: "ModelRunner", kv_format: "KVForma
     if memory.disk_codec != "none":
         from diptych.runtime.tiers.block_coding import BlockCoding
 
-        coder = partial(BlockCoding, memory.disk_codec, kv_format, runner.kv.layers)
+        of_block = dataclasses.replace(kv_format, num_layers=len(runner.kv.regions), windows=())
+        coder = partial(BlockCoding, memory.disk_codec, of_block, runner.kv.regions)
         coding = coder(), coder()
         block_bytes = coding[0].num_bytes
     description: dict[str, object] = {
-        **dataclasses.asdict(kv_format),
+        **block_contents(runner, kv_format),
         "name": runner.model_config.path.name,
         "weights": weights,
         "kernels": runner.loaded.instruction_set,

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,7 @@ from diptych.serving.worker.request_intake import RequestIntake, Runner
 
 if TYPE_CHECKING:
     from diptych.runtime.sampling.grammar import Grammars
+    from diptych.runtime.step.step_pipeline import StepPipeline
 
 TASKS = Path("/proc/self/task")
 
@@ -140,7 +142,8 @@ Connect = Callable[[EngineOptions, Any, Path], KVConnector | None]
 class Worker:
     """The loop of one worker. ``channel`` leads to the front end; ``connector``: to the other workers (None: it takes
     no part in handoffs). device: what steps are computed on. ready: what was said to the front end before ``run``.
-    tiers: the driver of what lies below the host blocks and beside them, if there is anything."""
+    tiers: the driver of what lies below the host blocks and beside them, if there is anything. pipeline: launches steps
+    before the result of the one before is known (None: one at a time)."""
 
     def __init__(
         self,
@@ -154,8 +157,10 @@ class Worker:
         grammars: "Grammars | None" = None,
         ready: Ready | None = None,
         tiers: TierDriver | None = None,
+        pipeline: "StepPipeline | None" = None,
     ) -> None:
         self._core = core
+        self._pipeline = pipeline
         self.doing = "the engine core"  # what runs now, for a message
         self._ready = ready
         self._runner = runner
@@ -203,11 +208,11 @@ class Worker:
             self._take_messages(now)
             core.end_turn(now)
             self._flush(now, self._held_back.release())
-            output, result = self._begin_step(now) if self._is_running else None, None
+            output, result = self._next_step(now) if self._is_running else None, None
             self._flush(now)  # before the step, which may take long
             if output is not None:
                 heartbeat.begin_step(output.predicted_ns)
-                result = self._execute(output)
+                result = self._execute(output, now)
             elif self._is_running:
                 self._wait(now)
 
@@ -226,7 +231,12 @@ class Worker:
             self._core.note([StepBegun(now, output.step_id, chunks, output.num_decodes, output.predicted_ns)])
         return output
 
-    def _execute(self, output: SchedulerOutput) -> StepResult | None:
+    def _next_step(self, now: int) -> SchedulerOutput | None:
+        """The step that was launched ahead, or a new one."""
+        under_way = self._pipeline.under_way if self._pipeline is not None else None
+        return under_way if under_way is not None else self._begin_step(now)
+
+    def _execute(self, output: SchedulerOutput, now: int) -> StepResult | None:
         """The result; None when the step was broken off."""
         self._step = output
         self._chunks = self._core.chunks_of(output)
@@ -234,7 +244,10 @@ class Worker:
         self.doing = "the step"
         result: StepResult | None = None
         with contextlib.suppress(StepBrokenOff):  # our own sign; the result is None
-            result = self._runner.execute(output)
+            if self._pipeline is None:
+                result = self._runner.execute(output)
+            else:
+                result = self._pipeline.execute(output, partial(self._core.begin_step, now))
         self.doing = "the engine core"
         return result
 
@@ -265,8 +278,13 @@ class Worker:
             self._take_messages(now)
             self._core.end_step(output, StepResult(output.step_id), now, num_steps=0)
             return
+        tokens = result.payload
+        if self._pipeline is not None and tokens is not None:
+            from diptych.runtime.step.step_pipeline import of_open_requests
+
+            tokens = of_open_requests(tokens, self._core.engine.requests)
         self._core.end_step(output, result, now)
-        self._flush(now, self._held_back.hold_back(result.payload))
+        self._flush(now, self._held_back.hold_back(tokens))
 
     def _flush(self, now: int, tokens: StepTokens | None = None) -> None:
         """Carry out the actions of the core and report the events, also those that the actions cause."""
@@ -436,6 +454,7 @@ def serve(directory: Path, load: Load, connect_to_peers: Connect) -> int:
         grammars=loaded.grammars,
         ready=ready,
         tiers=loaded.tiers,
+        pipeline=loaded.pipeline,
     )
     runner.on_layer = worker.on_layer
     status = 0

@@ -5,6 +5,7 @@ Tensor parallelism cuts heads and widths: a width that the devices do not divide
 
 from dataclasses import dataclass
 
+from diptych.control import expert_law
 from diptych.simulation.models import ModelSpec, MoESpec
 from diptych.simulation.parallelism import Parallelism
 
@@ -89,15 +90,4 @@ def expert_shape(model: ModelSpec, parallelism: Parallelism) -> ExpertShape | No
 def touched_share(moe: MoESpec, num_tokens: int) -> float:
     """Expected share of the experts that at least one of ``num_tokens`` tokens visits, each choosing at random: 1 - (1
     - k/E)^n."""
-    return 1.0 - _power(1.0 - moe.experts_per_token / moe.experts, num_tokens)
-
-
-def _power(base: float, exponent: int) -> float:
-    """base ** exponent by squaring: the same bits on every platform, unlike the mathematical library."""
-    result = 1.0
-    while exponent:
-        if exponent & 1:
-            result *= base
-        base *= base
-        exponent >>= 1
-    return result
+    return expert_law.touched_share(moe.experts, moe.experts_per_token, num_tokens)

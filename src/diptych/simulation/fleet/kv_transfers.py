@@ -81,6 +81,7 @@ class KVTransfers:
         self._environment = environment
         self._domains = [info.memory_domain for info in infos]
         self._bytes_per_token = pools.kv_bytes_per_token
+        self._block_sizes = [info.block_size for info in infos]
         self._resume_ns = resume_ns
         self._tell = tell
         self._wires = wires
@@ -112,7 +113,7 @@ class KVTransfers:
                 self._expected[key] = None
             case SendChunk():
                 if (sender := self._senders.get(key)) and not sender.is_stranded:
-                    self._send(sender, (action.start, action.num_tokens))
+                    self._send(sender, (action.start, action.num_tokens), self._num_bytes(worker, action))
             case CommitTransfer():
                 if (sender := self._senders.get(key)) and not sender.is_stranded:
                     self._commit(sender, action)
@@ -166,8 +167,16 @@ class KVTransfers:
         domain = self._domains[sender.source]
         return domain is not None and domain == self._domains[sender.target]
 
-    def _send(self, sender: _Sender, span: Span) -> None:
-        num_bytes = span[1] * self._bytes_per_token
+    def _num_bytes(self, worker: int, chunk: SendChunk) -> int:
+        """What of these tokens is still read when their prompt is computed: each group of layers has equally many
+        bytes of a token."""
+        if not chunk.first_blocks:
+            return chunk.num_tokens * self._bytes_per_token
+        size, end = self._block_sizes[worker], chunk.start + chunk.num_tokens
+        rows = sum([max(0, end - max(chunk.start, first * size)) for first in chunk.first_blocks])
+        return rows * self._bytes_per_token // len(chunk.first_blocks)
+
+    def _send(self, sender: _Sender, span: Span, num_bytes: int = 0) -> None:
         self.num_bytes += num_bytes
         sender.num_bytes += num_bytes
         sender.num_pending += 1

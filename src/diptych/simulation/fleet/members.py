@@ -64,8 +64,9 @@ def _members(engine: EngineConfig, num_workers: int, pools: Pools | None) -> lis
 def _info(worker: int, role: Role, config: EngineConfig, host: str, domain: int | None, host_domain: int) -> WorkerInfo:
     """The WorkerInfo with which a worker of these settings presents itself. host_domain: of its host, should its blocks
     be read there."""
-    cache = config.cache
-    capacity = (cache.num_blocks - cache.watermark_blocks) * cache.block_size
+    cache, layout = config.cache, config.cache.layout
+    room = cache.num_blocks - cache.watermark_blocks
+    capacity = layout.capacity_tokens(room, layout.longest_chunk(cache.window_chunk))
     longest = max(1, min(config.max_model_len, capacity))
     return WorkerInfo(
         worker,
@@ -76,6 +77,7 @@ def _info(worker: int, role: Role, config: EngineConfig, host: str, domain: int 
         memory_domain=domain,
         max_model_len=longest,
         host_domain=host_domain if cache.tiers.shares_host else None,
+        groups=cache.groups,
     )
 
 
@@ -127,6 +129,7 @@ def make_workers(
             stall_ns=scenario.pools.stall_ns if scenario.pools else 0,
             share=member.info.share,
             drafts=scenario.drafts,
+            depth=scenario.depth,
             disk=_disk(scenario, member),
             shared=shared if member.config.cache.tiers.shares_host else None,
         )

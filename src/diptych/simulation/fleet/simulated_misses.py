@@ -58,7 +58,8 @@ class SimulatedMisses:
             case Cancelled(reason=FinishReason.ABORT):
                 explainer.on_gone(event.request_id)
             case WorkerUp():
-                explainer.on_worker_up(event.info.number, event.info.num_blocks)
+                info = event.info
+                explainer.on_worker_up(info.number, info.num_blocks, has_windows=info.has_windows)
             case WorkerDown():
                 explainer.on_worker_down(event.worker, now)
         for command in commands:

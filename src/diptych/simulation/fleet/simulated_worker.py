@@ -58,7 +58,7 @@ class WorkerModel:
     """What equal workers share: settings, costs, and the step-time model as warm-up leaves it. reports_load,
     publishes_kv: whether there is a router that reads that. pipeline: of the replica that the worker is a lane of.
     stall_ns: see Pools. share: of the device, for which ``cost`` holds. shared: the host blocks of the fleet, where
-    workers read each other's."""
+    workers read each other's. depth: see Scenario."""
 
     engine: EngineConfig
     cost: CostModel
@@ -74,6 +74,7 @@ class WorkerModel:
     drafts: SimulatedDrafts | None = None
     disk: DiskModel | None = None
     shared: SharedContents | None = None
+    depth: int = 1
 
 
 class SimulatedWorker:
@@ -109,6 +110,7 @@ class SimulatedWorker:
             price_ns = self.config.cache.tiers.peer_block_ns
             self._peers = SimulatedPeerReader(number, worker.shared, price_ns, environment, self._on_tier)
         self._run: StepRun | None = None
+        self._ahead: SchedulerOutput | None = None  # planned behind the step under way
         self._in_turn = False  # what comes meanwhile only fills the inbox
         self._wake_ns: int | None = None  # when a turn is asked for
         self._num_taken = 0  # requests whose KV came since the last step began
@@ -126,6 +128,7 @@ class SimulatedWorker:
         if self._run is not None:
             self._environment.cancel(self._run.timer)
             self._run = None
+        self._ahead = None
         self._in_turn = False
         self._wake_ns = None
         self._num_taken = 0
@@ -317,11 +320,13 @@ class SimulatedWorker:
     def _begin(self, now: int) -> bool:
         """The next step; whether there is one. A plan that only names requests that left takes no time."""
         core = self.core
-        while (output := core.begin_step(now)) is not None:
+        while (output := self._next_plan(now)) is not None:
             if self._auditor is not None:
                 self._auditor(self.number, output)
             if output.is_compute or output.swap_out or output.swap_in:
                 self._push(self._price(output, now))
+                if self._worker.depth > 1:
+                    self._ahead = core.begin_step(now)
                 self._flush()
                 return True
             self._flush()
@@ -381,7 +386,7 @@ class SimulatedWorker:
             end_ns = pipeline.enter(now, pass_ns) + stall_ns
             return StepRun(output, now, end_ns, 1, used, waits_ns=end_ns - now - pass_ns)
         is_plain = self._slowness == 1000 and not (output.swap_out or output.swap_in or stall_ns)
-        if not self._worker.fast_forward or limit == 1 or not is_plain:
+        if not self._worker.fast_forward or limit == 1 or not is_plain or self._worker.depth > 1:
             return StepRun(output, now, now + self._step_ns(output) + stall_ns, 1, used)
         run = StepRun(output, now, 0, limit, used)
         run.price(self._worker.cost)
@@ -400,6 +405,11 @@ class SimulatedWorker:
         num_leaving = sum(chunk.is_last and requests[chunk.request_id].hands_off for chunk in output.prefills)
         num_taken, self._num_taken = self._num_taken, 0
         return (num_taken + num_leaving) * self._worker.stall_ns
+
+    def _next_plan(self, now: int) -> SchedulerOutput | None:
+        """The plan that was made behind the step that has ended, or a new one."""
+        ahead, self._ahead = self._ahead, None
+        return self.core.begin_step(now) if ahead is None else ahead
 
     def _cut(self, now: int) -> None:
         """The run under way ends with the step that ends now or next."""

@@ -18,12 +18,12 @@ def warmed_up_model(
 ) -> StepTimeModel:
     """A step-time model that has seen these steps, or else prefills and decodes of all sizes that the worker can
     run, at what they cost."""
-    model = StepTimeModel()
+    model = StepTimeModel(experts=config.experts)
     for features, duration_ns in measured:
         model.observe(features, duration_ns)
     if measured:
         return model
-    capacity = min(config.max_model_len, config.cache.num_blocks * config.cache.block_size)
+    capacity = min(config.max_model_len, config.cache.layout.capacity_tokens(config.cache.num_blocks))
     longest = config.scheduler.budget.max_batched_tokens
     for start in STARTS:
         for chunk in CHUNKS:

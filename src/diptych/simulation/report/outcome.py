@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from diptych.control.config import EngineConfig
 from diptych.control.misses.miss_summary import MissSummary
 from diptych.control.slo import NS_PER_S
 from diptych.report.statistics import distribution
@@ -103,7 +104,7 @@ def pool_rows(result: SimulationResult, pools: Sequence[PreparedPool]) -> list[d
                 "hardware": pool.hardware.name if pool.hardware else None,
                 "num_gpus": pool.num_devices,
                 "cost_model": pool.choice.words,
-                "kv_tokens": pool.num_workers * pool.engine.cache.num_blocks * pool.engine.cache.block_size,
+                "kv_tokens": pool.num_workers * kv_tokens(pool.engine),
                 "utilization": shares,
                 "busy": busy,
                 "usd": usd,
@@ -111,6 +112,11 @@ def pool_rows(result: SimulationResult, pools: Sequence[PreparedPool]) -> list[d
             }
         )
     return rows
+
+
+def kv_tokens(engine: EngineConfig) -> int:
+    """Tokens that the KV cache of a worker holds: with windows, in sequences of the greatest length."""
+    return engine.cache.layout.tokens_within(engine.cache.num_blocks, engine.max_model_len)
 
 
 def _spent(pool: PreparedPool, hours: float, busy: float) -> tuple[float | None, float | None]:

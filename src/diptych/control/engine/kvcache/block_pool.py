@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
 
+from diptych.control.engine.kvcache.boundaries import Boundaries
 from diptych.control.engine.kvcache.prefix_cache import PrefixCache
 from diptych.control.errors import BrokenInvariantError
 
@@ -20,8 +21,8 @@ def _block_ids(first: int, num_blocks: int) -> tuple[int, ...]:
 
 
 class BlockPool:
-    """Owner of block ids first_block .. first_block + num_blocks - 1. reports_changes: whether ``drain_changes`` says
-    what came and went."""
+    """Owner of block ids first_block .. first_block + num_blocks - 1. boundaries: of a model with windows, which end as
+    blocks are evicted; then ``drain_changes`` says what became of these, else of the blocks."""
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class BlockPool:
         enable_prefix_cache: bool = True,
         first_block: int = 0,
         names_evictors: bool = False,
-        reports_changes: bool = True,
+        boundaries: Boundaries | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.first_block = first_block
@@ -45,8 +46,9 @@ class BlockPool:
         self.version = 0  # changes when the oldest cached blocks may have
         self.taker = ""  # the request whose blocks are taken next
         self._names_evictors = names_evictors
-        self._reports_changes = reports_changes
+        self._boundaries = boundaries
         self._evicted_for: list[tuple[str, int]] = []  # (taker, how many of ``_evicted``), in their order
+        self._end = first_block + num_blocks  # blocks from here on are given up as soon as nobody holds them
 
     @property
     def num_available(self) -> int:
@@ -123,6 +125,7 @@ class BlockPool:
             # As the loop below leaves them, so that both ways give the same ids later.
             free.extend(reversed(blocks))
             self._num_held -= len(blocks)
+            self._give_up(blocks)
             return
         # Tails go first: what is evicted next is the end of a prefix, never a block that others still build on.
         for block_id in reversed(blocks):
@@ -136,6 +139,28 @@ class BlockPool:
                     self._cached[block_id] = None
                 else:
                     free.append(block_id)
+        self._give_up(blocks)
+
+    def shrink(self, num_blocks: int) -> None:
+        """Own the first ``num_blocks`` blocks only. Those of the others that requests hold are given up when they are
+        released; until then ``num_blocks`` counts them."""
+        self.version += 1
+        self._end = self.first_block + num_blocks
+        for block_id in [block_id for block_id in self._cached if block_id >= self._end]:
+            del self._cached[block_id]
+            self._forget(self.prefix_cache.remove(block_id))
+        self._free = [block_id for block_id in self._free if block_id < self._end]
+        self.num_blocks = len(self._free) + len(self._cached) + self._num_held
+
+    @property
+    def is_shrinking(self) -> bool:
+        """Whether a request still holds a block that is to be given up."""
+        return self.first_block + self.num_blocks > self._end
+
+    def _give_up(self, released: Sequence[int]) -> None:
+        """Let go of what was released and is not to be owned any more."""
+        if self.is_shrinking and max(released, default=0) >= self._end:
+            self.shrink(self._end - self.first_block)
 
     def evict_first(self, blocks: Iterable[int]) -> None:
         """Let those of these blocks that no request holds, and whose content can be found, be evicted before all
@@ -145,6 +170,14 @@ class BlockPool:
             if block_id in self._cached:
                 self._cached.move_to_end(block_id, last=False)
 
+    def evict_last(self, blocks: Iterable[int]) -> None:
+        """Let those of these blocks that no request holds, and whose content can be found, be evicted after all
+        others, the last of them last."""
+        self.version += 1
+        for block_id in blocks:
+            if block_id in self._cached:
+                self._cached.move_to_end(block_id)
+
     def oldest_cached(self, count: int) -> list[bytes]:
         """The content of the ``count`` cached blocks that are evicted next, first of all those."""
         hash_of = self.prefix_cache.hash_of
@@ -152,8 +185,22 @@ class BlockPool:
 
     def remember(self, block_hash: bytes, block_id: int) -> None:
         """Make a full, computed block that is in use findable by its content."""
-        if self._enable_prefix_cache and self.prefix_cache.insert(block_hash, block_id) and self._reports_changes:
+        if self._enable_prefix_cache and self.prefix_cache.insert(block_hash, block_id) and self._boundaries is None:
             self._stored[block_hash] = None
+
+    def report_boundary(self, block_hash: bytes) -> None:
+        """A boundary is new: say so with the changes."""
+        self._stored[block_hash] = None
+
+    def end_boundary(self, block_hash: bytes) -> None:
+        """A page that a boundary needs is gone. What only it had use for is evicted before all others."""
+        boundaries = self._boundaries
+        assert boundaries is not None, "a dense cache has none"
+        for key in boundaries.end(block_hash):
+            block_id = self.prefix_cache.get(key)
+            if block_id is not None and block_id in self._cached:
+                self._cached.move_to_end(block_id, last=False)
+        self._report_gone(block_hash)
 
     def forget(self, block_id: int) -> None:
         """Make a block that is in use not findable any more: its holder is about to overwrite it."""
@@ -183,9 +230,15 @@ class BlockPool:
         return evicted_for
 
     def _forget(self, block_hash: bytes) -> None:
-        """The content can no longer be found; a block that came and went between two drains is not reported."""
-        if not self._reports_changes:
+        """The content can no longer be found."""
+        if self._boundaries is None:
+            self._report_gone(block_hash)
             return
+        for boundary in self._boundaries.ended_by(block_hash):
+            self.end_boundary(boundary)
+
+    def _report_gone(self, block_hash: bytes) -> None:
+        """What came and went between two drains is not reported."""
         if block_hash in self._stored:
             del self._stored[block_hash]
             return

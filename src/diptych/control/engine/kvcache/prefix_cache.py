@@ -34,8 +34,9 @@ def hash_blocks(token_ids: Sequence[int], block_size: int, salt: str | None = No
 
 
 def page_key(block_hash: bytes, group: int) -> bytes:
-    """The name of the block with this content in one of several groups of layers."""
-    return block_hash + group.to_bytes(2, "big")
+    """The name of the block with this content in one of several groups of layers: a hash like others, for tiers, and
+    that of no block of a model with one group."""
+    return (int.from_bytes(block_hash, "big") ^ (group + 1)).to_bytes(HASH_BYTES, "big")
 
 
 class Hit:
@@ -43,15 +44,26 @@ class Hit:
     may go on. blocks: those that the request gets a share of, in the order of its tokens. tables: likewise by group of
     layers, of those whose layers are of several; of a group with a window, the blocks of the last one.
 
-    Where every layer attends to all tokens before it, each block ends at a boundary.
+    Where every layer attends to all tokens before it, each block ends at a boundary. Where layers are of several
+    groups, some of it may lie in a tier below: NO_BLOCK in the tables, and ``below`` has, for each of these in their
+    order, the name of the block and the host block. num_device_tokens: how far it would be without these.
     """
 
-    __slots__ = ("blocks", "num_tokens", "tables")
+    __slots__ = ("below", "blocks", "num_device_tokens", "num_tokens", "tables")
 
-    def __init__(self, blocks: list[int], num_tokens: int, tables: tuple[list[int], ...] = ()) -> None:
+    def __init__(
+        self,
+        blocks: list[int],
+        num_tokens: int,
+        tables: tuple[list[int], ...] = (),
+        below: list[tuple[bytes, int]] | None = None,
+        num_device_tokens: int | None = None,
+    ) -> None:
         self.blocks = blocks
         self.num_tokens = num_tokens
         self.tables = tables
+        self.below = below or []
+        self.num_device_tokens = num_tokens if num_device_tokens is None else num_device_tokens
 
 
 class PrefixCache:

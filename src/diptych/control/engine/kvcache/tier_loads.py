@@ -98,10 +98,10 @@ class TierLoads:
                 self._on_disk[block_hash] = None
                 self.journal.add(block_hash)
 
-    def pays(self, start: int, num_blocks: int, work_ns: WorkNs) -> bool:
+    def pays(self, start: int, num_blocks: int, work_ns: WorkNs, num_read: int) -> bool:
         """Whether reading ``num_blocks`` blocks of a prompt from disk, from block ``start`` on, pays if nothing else is
-        read."""
-        price_ns = num_blocks * (self.disk.load_block_ns + self._copy_block_ns)
+        read. num_read: how many these are in all groups of layers."""
+        price_ns = num_read * (self.disk.load_block_ns + self._copy_block_ns)
         return MARGIN * price_ns < work_ns(start * self._block_size, num_blocks * self._block_size)
 
     def requests(self) -> list[Request]:
@@ -140,6 +140,32 @@ class TierLoads:
             self._begin(request, self.peers, peer_run.peer, start, from_peer, work_ns, actions, now)
         return True
 
+    def begin_pages(
+        self,
+        request: Request,
+        span: tuple[int, int],
+        run: tuple[bytes, ...],
+        host: list[int],
+        work_ns: WorkNs,
+        actions: list[TierAction],
+        now: int,
+    ) -> bool:
+        """``begin``, where layers are of several groups: with the blocks of the ``run``, which are on disk, and those
+        of ``host``, the request need not compute the ``span``, (first token, how many)."""
+        for name in run:
+            if (load_id := self._load_of.get(name)) is not None:
+                if self._loads[load_id].is_over:
+                    return False
+                self._wait(request, load_id, host)
+                return True
+        room = self._host.num_available - self._host.num_idle(host)
+        price_ns = self.disk.wait_ns + len(run) * (self.disk.load_block_ns + self._copy_block_ns)
+        if not run or len(run) > room or work_ns(*span) <= MARGIN * price_ns:
+            return False
+        self._hold(request, host)
+        self._load(request, self.disk, NO_PEER, span, run, work_ns, actions, now)
+        return True
+
     def _begin(
         self,
         request: Request,
@@ -151,15 +177,29 @@ class TierLoads:
         actions: list[TierAction],
         now: int,
     ) -> None:
+        span = start * self._block_size, len(run) * self._block_size
+        self._load(request, source, peer, span, run, work_ns, actions, now)
+
+    def _load(
+        self,
+        request: Request,
+        source: LoadSource,
+        peer: int,
+        span: tuple[int, int],
+        run: tuple[bytes, ...],
+        work_ns: WorkNs,
+        actions: list[TierAction],
+        now: int,
+    ) -> None:
         self._num_loads += 1
         load_id = self._num_loads
         blocks = self._host.allocate(len(run))
-        gain_ns = work_ns(start * self._block_size, len(run) * self._block_size)
+        gain_ns = work_ns(*span)
         self._loads[load_id] = _HostLoad(source, run, blocks, now + gain_ns)
         self._load_of.update(dict.fromkeys(run, load_id))
         self._wait(request, load_id, [])
         source.begun(len(run))
-        request.cached_tokens_at_arrival = (start + len(run)) * self._block_size
+        request.cached_tokens_at_arrival = sum(span)
         actions.append(LoadBlocks(load_id, run, tuple(blocks), peer))
 
     def leave(self, request: Request, actions: list[TierAction]) -> bool:

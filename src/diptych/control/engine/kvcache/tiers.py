@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.block_pool import BlockPool
+from diptych.control.engine.kvcache.prefix_cache import page_key
 from diptych.control.engine.kvcache.tier_loads import TierLoads, WorkNs
 from diptych.control.engine.kvcache.tier_records import (
     DiskContents,
@@ -48,7 +49,9 @@ class Tiers:
         self.config = config.tiers
         self._block_size = config.block_size
         self._device = device
-        self._reads = config.enable_prefix_cache and config.layout.is_dense
+        self._layout = config.layout
+        self._reads = config.enable_prefix_cache
+        self._has_chains = config.layout.is_dense  # else a block is found by its name in its group of layers
         self.host = BlockPool(config.num_host_blocks, enable_prefix_cache=config.enable_prefix_cache)
         self.loads = TierLoads(config, self.host)
         self.actions: list[TierAction] = []  # for the driver, in order
@@ -98,11 +101,19 @@ class Tiers:
     def host_prefix(self, request: Request, first: int) -> list[int]:
         """The host blocks that continue a prompt whose first ``first`` blocks are on the device; at least one token is
         left to compute."""
-        if not len(self.host.prefix_cache) or not request.reads_prefix_cache or not self._reads:
+        if not self._has_chains or not self.has_host_content(request):
             return []
         # The last token is computed in any case: its logits give the first token of the answer.
         limit = (request.num_tokens - 1) // self._block_size
         return self.host.prefix_cache.longest_prefix(request.block_hashes[first:limit])
+
+    def has_host_content(self, request: Request) -> bool:
+        """Whether anything is on the host that a request may find."""
+        return len(self.host.prefix_cache) > 0 and request.reads_prefix_cache and self._reads
+
+    def reads_disk(self, request: Request, now: int) -> bool:
+        """Whether a request may wait for what is on disk."""
+        return self.loads.disk.is_used(now) and request.reads_prefix_cache and self._reads
 
     def worth_copying(self, request: Request, first: int, work_ns: WorkNs) -> list[int]:
         """``host_prefix``, where copying it up takes less time than computing it."""
@@ -124,10 +135,15 @@ class Tiers:
     def raise_blocks(self, request: Request, count: int) -> list[tuple[int, int]]:
         """The next ``count`` (host, device) copies of an admitted request."""
         first = request.num_scheduled_tokens // self._block_size
-        blocks, request.host_block_ids = request.host_block_ids[:count], request.host_block_ids[count:]
-        self._in_step += blocks
+        blocks = self.take_blocks(request, count)
         self.host_hit_tokens += count * self._block_size
         return list(zip(blocks, request.block_tables[0][first : first + count], strict=True))
+
+    def take_blocks(self, request: Request, count: int) -> list[int]:
+        """The next ``count`` host blocks of an admitted request, which are copied up in this step."""
+        blocks, request.host_block_ids = request.host_block_ids[:count], request.host_block_ids[count:]
+        self._in_step += blocks
+        return blocks
 
     def use_in_step(self, blocks: Sequence[int]) -> None:
         """Give these host blocks back when the copies of the step are done."""
@@ -139,8 +155,26 @@ class Tiers:
         """The full, computed blocks of this request that are new: write them to disk, if it would pay to read them."""
         first, end = request.num_wanted_blocks, min(request.num_hashed_blocks, len(request.block_hashes))
         request.num_wanted_blocks = end
-        if self.has_disk and self._reads and first < end and self.loads.pays(first, end - first, work_ns):
-            self._want(request.block_hashes[first:end])
+        if not self.has_disk or not self._reads or first >= end:
+            return
+        names = request.block_hashes[first:end]
+        if not self._has_chains:
+            names = self._page_keys(request, first, end)
+        if self.loads.pays(first, end - first, work_ns, len(names)):
+            self._want(names)
+
+    def _page_keys(self, request: Request, first: int, end: int) -> list[bytes]:
+        """Names of the blocks from ``first`` to ``end`` of a request, and of windows those that one needs which goes on
+        behind the last boundary: at the end of its prompt, before which a token is left, or of its answer."""
+        keys, boundary = list[bytes](), end
+        if not request.num_output_tokens:
+            boundary = min(end, self._layout.last_boundary(request.num_tokens) // self._block_size)
+        for number, group in enumerate(self._layout.groups):
+            wanted = request.block_hashes[first:end]
+            if group.window_tokens:
+                wanted = request.block_hashes[group.first_live(boundary * self._block_size) : boundary]
+            keys += [page_key(block_hash, number) for block_hash in wanted]
+        return keys
 
     def copy_down(self, predicted_ns: int, step_id: int) -> list[tuple[int, int]]:
         """(device, host) copies for the end of a plan: nothing is allocated in it any more. predicted_ns: what the step

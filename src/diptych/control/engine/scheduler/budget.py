@@ -111,9 +111,11 @@ class SloBudget:
         self._ns_left = 0.0
         self._stream_ns_left = 0.0
         self._is_empty = True
+        self._rows = 0  # that the step computes so far
 
     def open(self, decode: StepFeatures, batch: DecodeBatch) -> None:
         self._tokens_left = self._config.max_batched_tokens - decode.decode_seqs
+        self._rows = decode.decode_seqs
         base_ns = self._model.predict_ns(decode)
         scale = self._config.margin / self._model.spread
         objectives = [tpot_ns or self._default_ns for tpot_ns in batch.tpot_objectives()]
@@ -139,7 +141,7 @@ class SloBudget:
 
     def chunk(self, start: int, remaining: int, *, is_stream: bool = False) -> int:
         ns_left = self._stream_ns_left if is_stream else self._ns_left
-        fits = min(self._model.largest_chunk(start, ns_left), self._tokens_left)
+        fits = min(self._model.largest_chunk(start, ns_left, self._rows), self._tokens_left)
         if remaining <= fits:
             return remaining
         if fits < self._config.min_chunk_tokens:
@@ -151,7 +153,8 @@ class SloBudget:
     def take(self, start: int, num_tokens: int) -> None:
         self._is_empty = False
         self._tokens_left -= num_tokens
-        work_ns = self._model.prefill_work_ns(start, num_tokens)
+        work_ns = self._model.prefill_work_ns(start, num_tokens, self._rows)
+        self._rows += num_tokens
         self._ns_left -= work_ns
         self._stream_ns_left -= work_ns
 

@@ -62,7 +62,8 @@ class Incoming:
         if request.is_remote_prefill:
             below = kv.blocks_below(request, hit, work_ns)
             kv.tiers.attach(request, below)
-        request.num_cached_tokens = hit.num_tokens + len(below) * kv.block_size
+        request.num_cached_tokens = kv.num_found_tokens(request, hit, below)
+        request.num_tier_tokens = request.num_cached_tokens - hit.num_device_tokens
         del self.waiting[request.request_id]
         self.reserved[request.request_id] = request
         if below:
@@ -88,7 +89,7 @@ class Incoming:
         """Take in that a request's KV is here, and its first token is known."""
         del self.reserved[request.request_id]
         self.revoked.pop(request.request_id, None)
-        request.is_remote_prefill = False
+        request.awaits_kv = request.is_remote_prefill = False
         request.num_computed_tokens = request.num_scheduled_tokens = request.num_prompt_tokens
         request.num_output_tokens = 1
         self.delivered[request.request_id] = request
@@ -105,8 +106,7 @@ class Incoming:
             place.pop(request_id, None)
 
 
-def reservation(request: Request, block_size: int, now: int) -> HandoffReserved:
+def reservation(request: Request, kv: KVCacheManager, now: int) -> HandoffReserved:
     """The report that a reserved request has its blocks, and in these what is cached of it."""
-    num_cached = request.num_cached_tokens
-    num_below = num_cached - request.num_shared_blocks * block_size
-    return HandoffReserved(now, request.request_id, num_cached, request.tables, num_below)
+    tables = kv.reserved_tables(request)
+    return HandoffReserved(now, request.request_id, request.num_cached_tokens, tables, request.num_tier_tokens)

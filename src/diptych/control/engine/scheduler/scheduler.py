@@ -164,8 +164,11 @@ class Scheduler:
             self.block_owners.remove(request_id)
         return outputs
 
-    def schedule(self, step_id: int, finished: tuple[str, ...], now: int) -> tuple[SchedulerOutput | None, list[Event]]:
-        """The plan of the next step (None: nothing to do) and the events that planning caused."""
+    def schedule(
+        self, step_id: int, finished: tuple[str, ...], now: int, *, is_ahead: bool = False
+    ) -> tuple[SchedulerOutput | None, list[Event]]:
+        """The plan of the next step (None: nothing to do) and the events that planning caused. is_ahead: the step
+        before has not ended; ``may_run_ahead`` was asked."""
         plan = StepPlan(now)
         # First: prompts that the last step completed decode in this one.
         self._settle(plan)
@@ -180,13 +183,37 @@ class Scheduler:
         predicted_ns = self._model.predict_ns(features)
         # Last: only now is it known how long the step takes, of which copies get a share, and nothing is allocated any
         # more.
-        plan.swap_out += self._kv.tiers.copy_down(predicted_ns if plan.prefills or plan.num_decodes else 0, step_id)
+        if not is_ahead:  # the copies of the step before count as done when that ends
+            plan.swap_out += self._kv.tiers.copy_down(predicted_ns if plan.prefills or plan.num_decodes else 0, step_id)
         if plan.is_empty and not finished:
             return None, plan.events
         if plan.num_decodes:
             self.batch.advance_scheduled()
         predicted_ns += plan.num_copies * self._kv.config.tiers.copy_block_ns
         return plan.output(step_id, finished, features, predicted_ns, self._repeats(plan)), plan.events
+
+    def may_run_ahead(self) -> bool:
+        """Whether the next plan follows from the one under way, whatever comes of it (see EngineCore.begin_step)."""
+        if (
+            not len(self.batch)
+            or self.prefilling
+            or self.joining
+            or self.swapped
+            or self.incoming.raising
+            or self.incoming.delivered
+            or self.speculation.has_offers
+            or self._kv.tiers.has_moves
+            or self._kv.tiers.loads.num_waiting
+            or self.best_effort.requests
+            or len(self.early_prefills.parked)
+        ):
+            return False
+        queues = ((self.waiting, self._refused), (self.incoming.waiting, self._refused_incoming))
+        if any(queue and refusal.until_tick <= self.batch.ticks_scheduled for queue, refusal in queues):
+            return False
+        num_groups = len(self._kv.layout.groups)
+        room = self._kv.pool.num_free - self._kv.tiers.num_watched_blocks
+        return self.batch.steps_until_end() > 1 and len(self.batch) * num_groups <= room
 
     def repeat(self, num_steps: int) -> None:
         """The step just handed out was taken ``num_steps`` more times (see SchedulerOutput.max_repeats)."""
@@ -265,16 +292,18 @@ class Scheduler:
         off."""
         for request in self.incoming.take_delivered():
             request.handoff_end_ns = plan.now
+            if not self._kv.is_dense:
+                self._kv.end_prompt(request)
             self.batch.join(request, request.num_prompt_tokens, 1)
             tables, firsts = request.tables, request.first_blocks
             plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, tables, firsts))
         for request in self.joining.values():
+            if not self._kv.is_dense:
+                self._kv.end_prompt(request)
             if request.hands_off:
                 self.outgoing[request.request_id] = request
                 plan.paused.append(request.request_id)
             else:
-                if not self._kv.is_dense:
-                    self._kv.end_prompt(request)
                 self.batch.join(request, request.num_computed_tokens, request.num_output_tokens)
         self.joining.clear()
 
@@ -284,7 +313,7 @@ class Scheduler:
         incoming = self.incoming
         while incoming.waiting:
             request = next(iter(incoming.waiting.values()))
-            hit = self._kv.longest_hit(request)
+            hit = self._kv.admission_hit(request, self._model.prefill_work_ns)
             self._refused_incoming.clear()
             if any(stream.order_key <= request.order_key for stream in self.interrupted.values()):
                 self._refused_incoming.stand_until_departure()  # or until that stream is admitted: that is a prefill
@@ -292,9 +321,11 @@ class Scheduler:
             if not self._has_room(plan, request, hit, self._refused_incoming):
                 self._recall(plan, request)
                 return
+            if not self._kv.still_holds(hit):  # others went there
+                return
             incoming.seat(request, hit, self.block_owners.expected(request), self._kv, self._model.prefill_work_ns)
             if request.request_id not in incoming.raising:
-                plan.events.append(reservation(request, self._kv.block_size, plan.now))
+                plan.events.append(reservation(request, self._kv, plan.now))
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         """Every member of the decode batch takes a token or more; those at the end of a block get a new one first."""
@@ -415,9 +446,9 @@ class Scheduler:
             return _Verdict.PARK
         if self._order.defer(request, plan.now):
             return _Verdict.DEFER
-        hit = self._kv.longest_hit(request)
+        hit = self._kv.admission_hit(request, self._model.prefill_work_ns)
         below = self._kv.blocks_below(request, hit, self._model.prefill_work_ns)
-        start = self._kv.num_cached_tokens(request, hit) + len(below) * self._kv.block_size
+        start = self._kv.num_found_tokens(request, hit, below)
         remaining = request.num_tokens - start
         request.is_long = self._caps.is_long(request, remaining)
         is_stream = request.is_stream  # then it waits for no prompt: neither for its blocks nor for a cap
@@ -432,8 +463,10 @@ class Scheduler:
         if not self._seat(plan, request, hit):
             self._recall(plan, request)
             return _Verdict.STOP
+        if not self._kv.still_holds(hit):  # others went there
+            return _Verdict.STOP
         below = self._kv.blocks_below(request, hit, self._model.prefill_work_ns)  # less, if others went there
-        start = self._kv.num_cached_tokens(request, hit) + len(below) * self._kv.block_size
+        start = self._kv.num_found_tokens(request, hit, below)
         self.waiting.remove(request)
         self.interrupted.pop(request.request_id, None)
         is_first = request.first_step_ns is None
@@ -443,7 +476,7 @@ class Scheduler:
             request.first_step_ns = plan.now
             # Once: what a request finds after a preemption is mostly its own KV, which is no hit.
             request.num_cached_tokens = start
-        num_below = len(below) * self._kv.block_size
+        num_below = start - hit.num_device_tokens if hit.below else len(below) * self._kv.block_size
         plan.events.append(RequestAdmitted(plan.now, request.request_id, start, is_first, num_below))
         self.prefilling[request.request_id] = request
         self.early_prefills.admitted(request)

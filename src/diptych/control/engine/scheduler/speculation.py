@@ -103,6 +103,8 @@ class Speculation:
         if self.step_ns > ns_left:
             return [0] * len(members)
         row_ns, token_ns = self._model.coefficients[3], self._model.coefficients[4]
+        # the first row more visits the most experts that the step does not read yet: no row costs more than that
+        row_ns += self._model.experts_work_ns(1, plan.features.prefill_tokens + plan.features.decode_seqs)
         ns_left -= self.step_ns
         num_tokens, step_ns = float(plan.num_decodes), float(max(1, self._model.predict_ns(plan.features)))
         least = num_tokens / step_ns

@@ -2,16 +2,18 @@
 
     t = c0 + c1 * prefill tokens + c2 * prefill attention pairs + c3 * decode sequences + c4 * decode context tokens
 
-with c >= 0: a non-negative least squares fit of the *relative* error, on exponentially forgotten sufficient
-statistics. Steps with and without prefill are remembered apart, so that an hour of pure decoding does not erase what
-is known of prefill. Pure Python: one prediction is five multiplications, one fit about 0.1 ms.
+and of a mixture of experts + c5 * experts that the tokens visit (ExpertLaw), with c >= 0: a non-negative least squares
+fit of the *relative* error, on exponentially forgotten sufficient statistics. Steps with and without prefill are
+remembered apart, so that an hour of pure decoding does not erase what is known of prefill. Pure Python: one prediction
+is five multiplications, one fit about 0.1 ms.
 """
 
 from collections.abc import Sequence
 
+from diptych.control.expert_law import ExpertLaw
 from diptych.control.step import StepFeatures, chunk_attention
 
-NUM_TERMS = 5
+NUM_TERMS = 6
 FORGET = 0.995  # weight of a step after one more of its kind: a memory of about 200 steps
 REFIT_EVERY = 8  # while the model is young; four times as many later
 LEARN_EVERY = 32  # pure decode steps, all alike, from one that is looked at to the next once the model is trusted
@@ -35,11 +37,11 @@ class _Statistics:
     def __init__(self) -> None:
         self._sums: Vector = [0.0] * (NUM_TERMS * (NUM_TERMS + 1) // 2 + NUM_TERMS)
 
-    def add(self, a: float, b: float, c: float, d: float, e: float) -> None:
+    def add(self, a: float, b: float, c: float, d: float, e: float, f: float) -> None:
         """One step: its terms divided by its duration, so that the target is 1."""
         products = (
-            a * a, a * b, a * c, a * d, a * e, b * b, b * c, b * d, b * e, c * c, c * d, c * e, d * d, d * e, e * e,
-            a, b, c, d, e,
+            a * a, a * b, a * c, a * d, a * e, a * f, b * b, b * c, b * d, b * e, b * f, c * c, c * d, c * e, c * f,
+            d * d, d * e, d * f, e * e, e * f, f * f, a, b, c, d, e, f,
         )  # fmt: skip
         self._sums = [FORGET * old + new for old, new in zip(self._sums, products, strict=True)]
 
@@ -71,10 +73,15 @@ class _Statistics:
 
 
 class StepTimeModel:
-    """Predicts and learns step durations in nanoseconds."""
+    """Predicts and learns step durations in nanoseconds. experts: of a mixture; expert_ns: what each costs that a step
+    visits."""
 
-    def __init__(self, coefficients: Sequence[float] = PRIOR_NS) -> None:
+    def __init__(
+        self, coefficients: Sequence[float] = PRIOR_NS, experts: ExpertLaw | None = None, expert_ns: float = 0.0
+    ) -> None:
         self.coefficients: tuple[float, ...] = tuple(coefficients)
+        self.experts = experts
+        self.expert_ns = expert_ns
         self.num_observed = 0
         self.relative_error = 0.0  # recent mean of |predicted - measured| / measured
         self.spread = 1.0  # high recent quantile of measured / predicted, at least 1
@@ -83,7 +90,7 @@ class StepTimeModel:
 
     def copy(self) -> "StepTimeModel":
         """A model that knows what this one knows, and learns apart from it."""
-        other = StepTimeModel(self.coefficients)
+        other = StepTimeModel(self.coefficients, self.experts, self.expert_ns)
         other.num_observed, other._outliers = self.num_observed, self._outliers
         other.relative_error, other.spread = self.relative_error, self.spread
         other._kinds = (self._kinds[0].copy(), self._kinds[1].copy())
@@ -101,20 +108,48 @@ class StepTimeModel:
     def predict_ns(self, features: StepFeatures) -> int:
         """Expected duration of a step."""
         c0, c1, c2, c3, c4 = self.coefficients
-        return int(
+        total = (
             c0
             + c1 * features.prefill_tokens
             + c2 * features.prefill_attention
             + c3 * features.decode_seqs
             + c4 * features.decode_context
         )
+        if self.experts is not None:
+            total += self.expert_ns * self.experts.touched(features.prefill_tokens + features.decode_seqs)
+        return int(total)
 
-    def prefill_work_ns(self, start: int, num_tokens: int) -> int:
-        """What computing these prompt tokens adds to the steps that they are part of."""
-        return int(self.coefficients[1] * num_tokens + self.coefficients[2] * chunk_attention(start, num_tokens))
+    def prefill_work_ns(self, start: int, num_tokens: int, beside: int = 0) -> int:
+        """What computing these prompt tokens adds to the steps that they are part of. beside: tokens that the step
+        computes without them, whose experts it reads anyway."""
+        linear = self.coefficients[1] * num_tokens + self.coefficients[2] * chunk_attention(start, num_tokens)
+        return int(linear + self.experts_work_ns(num_tokens, beside))
 
-    def largest_chunk(self, start: int, available_ns: float) -> int:
-        """The most prompt tokens after ``start`` whose work fits in the time (0 when none does)."""
+    def experts_work_ns(self, num_tokens: int, beside: int) -> float:
+        """What the experts cost that these tokens visit, and the tokens beside them do not."""
+        if self.experts is None:
+            return 0.0
+        return self.expert_ns * (self.experts.touched(beside + num_tokens) - self.experts.touched(beside))
+
+    def largest_chunk(self, start: int, available_ns: float, beside: int = 0) -> int:
+        """The most prompt tokens after ``start`` whose work fits in the time (0 when none does). beside: see
+        prefill_work_ns."""
+        most = self._largest_chunk(start, available_ns)
+        if self.experts is None or not most:
+            return most
+        # Experts cost more than nothing, and no more than all that the step does not read yet: in between, the work
+        # grows with every token.
+        least = self._largest_chunk(start, available_ns - self.experts_work_ns(most, beside))
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self.prefill_work_ns(start, middle, beside) <= available_ns:
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
+    def _largest_chunk(self, start: int, available_ns: float) -> int:
+        """Without the experts."""
         if available_ns <= 0:
             return 0
         per_token, per_pair = self.coefficients[1], self.coefficients[2]
@@ -138,12 +173,14 @@ class StepTimeModel:
             self.relative_error += 0.05 * (abs(1 / ratio - 1) - self.relative_error)
             # a quantile tracker: rises by 9 when above for every 1 it falls, so that it settles at the 90th percentile
             self.spread = min(1.5, max(1.0, self.spread + (0.018 if ratio > self.spread else -0.002)))
+        touched = self.experts.touched(features.prefill_tokens + features.decode_seqs) if self.experts else 0.0
         self._kinds[1 if features.prefill_tokens else 0].add(
             1.0 / duration_ns,
             features.prefill_tokens / duration_ns,
             features.prefill_attention / duration_ns,
             features.decode_seqs / duration_ns,
             features.decode_context / duration_ns,
+            touched / duration_ns,
         )
         self.num_observed += 1
         every = REFIT_EVERY if self.num_observed < 32 * REFIT_EVERY else 4 * REFIT_EVERY
@@ -159,6 +196,7 @@ class StepTimeModel:
         """
         assert ratio > 0, f"ratio is {ratio}"
         self.coefficients = tuple([ratio * price for price in self.coefficients])
+        self.expert_ns *= ratio
         for kind in self._kinds:
             kind.rescale(ratio)
         self.num_observed = self._outliers = 0
@@ -170,13 +208,14 @@ class StepTimeModel:
         moment = [a + b for a, b in zip(decode.moment(), prefill.moment(), strict=True)]
         scale = [gram[i][i] ** 0.5 if gram[i][i] > 0 else 0.0 for i in range(NUM_TERMS)]
         terms = [i for i in range(NUM_TERMS) if scale[i] > 0]
-        belief = [self.coefficients[i] * scale[i] for i in terms]
+        coefficients = [*self.coefficients, self.expert_ns]
+        belief = [coefficients[i] * scale[i] for i in terms]
         matrix = [[gram[i][j] / (scale[i] * scale[j]) + (RIDGE if i == j else 0.0) for j in terms] for i in terms]
         target = [moment[i] / scale[i] + RIDGE * b for i, b in zip(terms, belief, strict=True)]
         solution = nonnegative_least_squares(matrix, target)
-        coefficients = list(self.coefficients)
         for i, value in zip(terms, solution, strict=True):
             coefficients[i] = value / scale[i]
+        self.expert_ns = coefficients.pop()
         self.coefficients = tuple(coefficients)
 
 

@@ -360,10 +360,17 @@ void add_segment(const Attention &a, typename S::Tiles &tiles, const Segment &se
         if (any[i]) combine(v.maximum[i], v.sum[i], v.out + i * a.dim, top[i], total[i], s.out + i * a.dim, a.dim);
 }
 
+// the weighted values of a query vector, divided by the sum of the weights: that of a sink is one of them
 template <typename T>
-INLINE void finish(const Attention &a, const float *out, float sum, int64_t token, int64_t head) {
+INLINE void finish(const Attention &a, const float *out, float top, float sum, int64_t token, int64_t head) {
     T *target = (T *)a.out + (token * a.heads + head) * a.dim;
-    const Vec inverse = all(1.0f / sum);
+    float keep = 1.0f;
+    if (a.sinks) {
+        const float sink = a.sinks[head] * 1.44269504088896341f, high = top > sink ? top : sink;
+        keep = top == high ? 1.0f : exp2_one(top - high);
+        sum = sum * keep + (sink == high ? 1.0f : exp2_one(sink - high));
+    }
+    const Vec inverse = all(keep / sum);
     for (int64_t d = 0; d < a.dim; d += 16) store(target + d, load(out + d) * inverse);
 }
 
@@ -391,7 +398,8 @@ void prefill_part(const Attention &a, typename S::Tiles &tiles, int64_t seq, int
     for (int64_t start = v.low[0] / SEGMENT * SEGMENT; start < end; start += SEGMENT)
         add_segment<S>(a, tiles, {table, kv_head, start, end}, {table, kv_head, start + SEGMENT, end}, v, s);
     for (int i = 0; i < v.count; i++)
-        finish<T>(a, v.out + i * a.dim, v.sum[i], begin + (first + i) / group, kv_head * group + (first + i) % group);
+        finish<T>(a, v.out + i * a.dim, v.maximum[i], v.sum[i], begin + (first + i) / group,
+                  kv_head * group + (first + i) % group);
 }
 
 // prompts: tasks are (sequence, part of its vectors, KV head), the longest first
@@ -499,7 +507,7 @@ void combine_segments(const Attention &a) {
             const float *partial = a.partials + (place * group + head % group) * width;
             combine(top, sum, out, partial[0], partial[1], partial + 2, a.dim);
         }
-        finish<typename S::T>(a, out, sum, a.query_start[seq], head);
+        finish<typename S::T>(a, out, top, sum, a.query_start[seq], head);
     }
 }
 

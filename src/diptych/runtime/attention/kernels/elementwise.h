@@ -65,7 +65,7 @@ void run_activate(const Activation &p) {
         for (int64_t i = 0; i < p.dim; i += 16) {
             const T *gate = (const T *)p.gate_up + r * 2 * p.dim + i;
             const Vec g = load(gate, p.dim - i), u = load(gate + p.dim, p.dim - i);
-            store((T *)p.out + r * p.dim + i, activate(g, p.gate) * u, p.dim - i);
+            store((T *)p.out + r * p.dim + i, gated(g, u, p.gate), p.dim - i);
         }
 }
 

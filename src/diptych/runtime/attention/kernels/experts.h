@@ -11,6 +11,8 @@
 //
 // Every pair has its result in T in a place of its own, and at the end each row's are scaled and added in fp32 in ascending
 // order of experts: one order, however the rows were spread, and in whatever order the router named the experts.
+//
+// Each thread of a team sorts the pairs for itself, which takes less than waiting for another to do it.
 #pragma once
 #include "gemm.h"
 
@@ -28,12 +30,15 @@ struct RoutedRows {
     float *weights;          // [rows][top_k], in the order of places
     ExpertTask *tasks;
     int64_t num_tasks;
-    char *inner, *results;   // [pairs][inner], [pairs][hidden]
+    char *inner, *results;   // [pairs][inner], [pairs][hidden]: of all threads
 };
 
-static char *routed_memory(int64_t bytes) {
-    static thread_local GrowingMemory memory;
-    return memory.of(bytes);
+INLINE int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// bytes of what the threads of a team compute together
+template <typename T>
+INLINE int64_t pairs_bytes(int64_t pairs, int64_t inner, int64_t hidden) {
+    return aligned(pairs * inner * sizeof(T)) + aligned(pairs * hidden * sizeof(T));
 }
 
 // the pairs of a row, in ascending order of experts, which is that of pairs
@@ -49,18 +54,19 @@ INLINE void place_row(const Experts &e, int64_t row, int32_t *starts, const Rout
     }
 }
 
+// shared: pairs_bytes, the same for all threads of a team
 template <typename T>
-INLINE RoutedRows route_rows(const Experts &e) {
+INLINE RoutedRows sort_rows(const Experts &e, char *shared) {
+    static thread_local GrowingMemory memory;
     const int64_t pairs = e.rows * e.top_k, most = e.count + pairs / EXPERT_ROWS + 1;
-    const int64_t sizes[] = {pairs * e.hidden * (int64_t)sizeof(T), pairs * e.inner * (int64_t)sizeof(T), pairs * 4,
-                             pairs * 4, pairs * 4, most * (int64_t)sizeof(ExpertTask), (e.count + 1) * 4};
+    const int64_t sizes[] = {pairs * 4, pairs * 4, pairs * 4, most * (int64_t)sizeof(ExpertTask), (e.count + 1) * 4};
     int64_t total = 0;
-    for (int64_t size : sizes) total += (size + 63) / 64 * 64;
-    char *at = routed_memory(total), *parts[7];
-    for (int i = 0; i < 7; at += (sizes[i] + 63) / 64 * 64, i++) parts[i] = at;
-    RoutedRows routed{(int32_t *)parts[2], (int32_t *)parts[3], (float *)parts[4], (ExpertTask *)parts[5], 0, parts[1],
-                      parts[0]};
-    int32_t *starts = (int32_t *)parts[6];
+    for (int64_t size : sizes) total += aligned(size);
+    char *at = memory.of(total), *parts[5];
+    for (int i = 0; i < 5; at += aligned(sizes[i]), i++) parts[i] = at;
+    RoutedRows routed{(int32_t *)parts[0], (int32_t *)parts[1], (float *)parts[2], (ExpertTask *)parts[3], 0, shared,
+                      shared + aligned(pairs * e.inner * sizeof(T))};
+    int32_t *starts = (int32_t *)parts[4];
     memset(starts, 0, (e.count + 1) * 4);
     for (int64_t i = 0; i < pairs; i++) starts[e.chosen[i] + 1]++;
     for (int64_t expert = 0; expert < e.count; expert++) {
@@ -90,10 +96,10 @@ INLINE void compute_alone(const Kernels &kernels, const Linear &p) {
 // panels [first, last) of a layer, as a layer
 template <typename T>
 INLINE Linear panels_of(const Linear &p, int64_t first, int64_t last) {
-    const int64_t column = first * (p.gate ? 16 : 32);
+    const int64_t column = first * (p.gate ? 16 : 32);  // of y
     Linear part = p;
     part.weight.w += first * (p.weight.bits ? panel_bytes(p.weight, p.k) : p.k * 32 * (int64_t)sizeof(T));
-    if (p.weight.bias) part.weight.bias += column * sizeof(T);
+    if (p.weight.bias) part.weight.bias += first * 32 * sizeof(T);
     part.y += column * sizeof(T);
     part.n = minimum(p.n, last * 32) - first * 32;
     return part;
@@ -167,27 +173,35 @@ INLINE void share_sums(const Experts &e, const RoutedRows &routed) {
     for (int64_t row = 0; row < e.rows; row++) add_experts<T>(e, routed, row, first, last);
 }
 
+// for a team of threads: see decode_step.h. shared: as sort_rows takes it. y may be x
+template <class S>
+void experts(const Kernels &kernels, const Experts &e, char *shared, Meeting &meeting) {
+    typedef typename S::T T;
+    const RoutedRows routed = sort_rows<T>(e, shared);
+    if (routed.num_tasks < TASKS_OF_A_THREAD * meeting.threads) {
+        share_panels_of_experts<S>(kernels, e, routed, false);
+        wait_at_meeting(&meeting);
+        share_panels_of_experts<S>(kernels, e, routed, true);
+    } else {
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t i = 0; i < routed.num_tasks; i++) {
+            compute_alone<S>(kernels, gate_up_of<T>(e, routed, routed.tasks[i]));
+            compute_alone<S>(kernels, down_of<T>(e, routed, routed.tasks[i]));
+        }
+    }
+    wait_at_meeting(&meeting);
+    share_sums<T>(e, routed);
+}
+
 template <class S>
 void run_experts(const Kernels &kernels, const Experts &e) {
-    typedef typename S::T T;
-    const RoutedRows routed = route_rows<T>(e);
+    static thread_local GrowingMemory memory;
+    char *shared = memory.of(pairs_bytes<typename S::T>(e.rows * e.top_k, e.inner, e.hidden));
     Barrier barrier;
 #pragma omp parallel
     {
-        const int32_t threads = omp_get_num_threads();
-        if (routed.num_tasks < TASKS_OF_A_THREAD * threads) {
-            share_panels_of_experts<S>(kernels, e, routed, false);
-            barrier.wait(threads);
-            share_panels_of_experts<S>(kernels, e, routed, true);
-        } else {
-#pragma omp for schedule(dynamic, 1) nowait
-            for (int64_t i = 0; i < routed.num_tasks; i++) {
-                compute_alone<S>(kernels, gate_up_of<T>(e, routed, routed.tasks[i]));
-                compute_alone<S>(kernels, down_of<T>(e, routed, routed.tasks[i]));
-            }
-        }
-        barrier.wait(threads);
-        share_sums<T>(e, routed);
+        Meeting meeting{&barrier, omp_get_num_threads()};
+        experts<S>(kernels, e, shared, meeting);
     }
 }
 

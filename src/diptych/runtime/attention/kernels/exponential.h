@@ -33,7 +33,17 @@ INLINE Vec gelu_tanh(Vec x) {
     return x / one_and_exp(u * all(1.5957691216057308f));
 }
 
-INLINE Vec activate(Vec x, int64_t gate) { return gate == GELU_TANH ? gelu_tanh(x) : silu(x); }
+// what a gate makes of its own results and of those that it is multiplied with. The larger of two is the second one
+// where any of them is not a number
+INLINE Vec gated(Vec x, Vec up, const Gate &gate) {
+    if (gate.kind == CLAMPED_SWISH) {
+        const Vec limit = all(gate.limit), least = zeros() - limit;
+        x = zeros() - larger(least, zeros() - x);
+        up = larger(least, zeros() - larger(least, zeros() - up));
+        return (up + all(1.0f)) * (x * sigmoid(x * all(gate.alpha)));
+    }
+    return (gate.kind == GELU_TANH ? gelu_tanh(x) : silu(x)) * up;
+}
 
 // tanh(x), to 2e-7 of 1
 INLINE Vec tanh_ps(Vec x) { return all(2.0f) / one_and_exp(x + x) - all(1.0f); }

@@ -4,7 +4,7 @@
 // every number of rows.
 //
 // Packed: [ceil(N / 32)][K / LANES][2][16] units. For the gated form (activation(gate) * up) a panel holds 16 gate columns and
-// the 16 up columns that belong to them.
+// the 16 up columns that belong to them, and the bias lies in that order, too, with room for all columns of the last panel.
 #pragma once
 #include <omp.h>
 
@@ -48,20 +48,22 @@ template <typename T, bool GATED> class Columns {
         stride_ = p.y_stride;
         gate_ = p.gate;
         left_bias_ = right_bias_ = zeros();
-        if (GATED || !p.weight.bias) return;
-        left_bias_ = load((const T *)p.weight.bias + column, count_);
-        if (count_ > 16) right_bias_ = load((const T *)p.weight.bias + column + 16, count_ - 16);
+        if (!p.weight.bias) return;
+        const T *bias = (const T *)p.weight.bias + panel * 32;
+        left_bias_ = load(bias, count_);
+        if (GATED || count_ > 16) right_bias_ = load(bias + 16, GATED ? count_ : count_ - 16);
     }
     ALWAYS_INLINE void put(int64_t row, Vec left, Vec right) const {
         T *y = y_ + row * stride_;
-        if (GATED) return store(y, activate(left, gate_) * right, count_);
+        if (GATED) return store(y, gated(left + left_bias_, right + right_bias_, gate_), count_);
         store(y, left + left_bias_, count_);
         if (count_ > 16) store(y + 16, right + right_bias_, count_ - 16);
     }
 
   private:
     T *y_;
-    int64_t stride_, count_, gate_;
+    int64_t stride_, count_;
+    Gate gate_;
     Vec left_bias_, right_bias_;
 };
 

@@ -2,7 +2,7 @@
 // dtype (T: fp32 or bf16). Pointers of void and char are to T.
 //
 // Each set is a translation unit of its own (avx2.cpp, amx.cpp ...) that instantiates the templates of gemm.h,
-// elementwise.h, attention.h, decode_step.h and experts.h for its instructions. All of them lie in anonymous namespaces, and nothing
+// elementwise.h, attention.h, decode_step.h, routing.h and experts.h for its instructions. All of them lie in anonymous namespaces, and nothing
 // from the C++ library is instantiated: a function compiled for AVX-512 must not be picked by the linker for code that
 // runs elsewhere.
 //
@@ -31,7 +31,7 @@ INLINE int64_t int8_head_bytes(int64_t block_size, int64_t dim) {
 // packed; bits 0: in T, as diptych_pack leaves it; 8 or 4: in whole numbers, see quantized_gemm.h
 struct Weight {
     const char *w;
-    const char *bias;  // [n] or null
+    const char *bias;  // [n] or null, in the order of the packed columns: see gemm.h
     int64_t bits, group, has_mins;  // group: elements of K that share a scale
 };
 
@@ -44,16 +44,22 @@ INLINE int64_t group_bytes(const Weight &w, int64_t k) {
 }
 INLINE int64_t panel_bytes(const Weight &w, int64_t k) { return group_bytes(w, k) * (k / w.group); }
 
-// what becomes of the results of a gate, which the others are multiplied with
-enum Gate : int64_t { NOT_GATED = 0, SILU = 1, GELU_TANH = 2 };
+// what becomes of the results of a gate and of those that it is multiplied with: see gated in exponential.h
+enum GateKind : int64_t { NO_GATE = 0, SILU = 1, GELU_TANH = 2, CLAMPED_SWISH = 3 };
+struct Gate {
+    int64_t kind;
+    float limit, alpha;  // of CLAMPED_SWISH
+    explicit operator bool() const { return kind != NO_GATE; }
+};
+constexpr Gate NOT_GATED{NO_GATE, 0.0f, 0.0f};
 
-// y = x W^T (+ bias), or activation(gate) * up when gated
+// y = x W^T (+ bias), or what a Gate makes of it
 struct Linear {
     const char *x;     // [m, k]
     Weight weight;     // [n, k]
     char *y;           // [m, n], or [m, n / 2] when gated
     int64_t m, n, k, x_stride, y_stride;  // strides in elements
-    int64_t gate;      // a Gate
+    Gate gate;
 };
 
 // the gated MLP of an expert
@@ -68,7 +74,35 @@ struct Experts {
     const int64_t *chosen;  // [rows, top_k], each expert of a row once
     const float *weights;   // [rows, top_k]
     char *y;                // [rows, hidden]
-    int64_t rows, count, top_k, hidden, inner, x_stride, gate;
+    int64_t rows, count, top_k, hidden, inner, x_stride;
+    Gate gate;
+};
+
+// how the logits of a router become the experts of a row and their weights: see routing.h
+enum Scoring : int64_t { SOFTMAX = 0, SOFTMAX_OF_TOP = 1, SIGMOID = 2, SPARSEMIXER = 3 };
+struct Routing {
+    const float *correction;  // [count] or null: what is added to scores to choose by
+    int64_t scoring, count, top_k, is_normalized;
+    float scale, jitter;
+};
+
+// the experts of rows, in ascending order, and their weights
+struct Choice {
+    const char *logits;  // [rows, count] of T, or of fp32 where is_wide
+    int64_t is_wide, rows;
+    Routing routing;
+    int64_t *chosen;     // [rows, top_k]
+    float *weights;      // [rows, top_k]
+};
+
+// a layer's mixture of experts. shared: an expert of all rows, whose gate_up.w is null where there is none
+struct Mixture {
+    Weight router;          // [count, hidden] of T, or of fp32 where router_is_wide
+    Routing routing;
+    const Expert *experts;  // [count]
+    Expert shared;
+    int64_t router_is_wide, inner, shared_inner;
+    Gate gate;              // of all experts
 };
 
 // of an RMS norm. is_wide: in fp32, and the product is rounded to T once; else in T, and the normed value is rounded
@@ -93,7 +127,8 @@ struct Norm {
 struct Activation {
     const char *gate_up;  // [rows, 2 dim]
     char *out;            // [rows, dim]
-    int64_t rows, dim, gate;
+    int64_t rows, dim;
+    Gate gate;
 };
 
 // x *= sigmoid(gate)
@@ -134,6 +169,7 @@ struct Attention {
     int64_t q_stride, table_stride, seqs, decodes, heads, kv_heads, dim, block_size, window;
     int64_t is_int8;      // see Rope
     float scale, softcap;  // softcap 0: none
+    const float *sinks;    // [heads] or null: a score of each head that has a share of the weights and no value
 };
 
 // norms: before and after attention and MLP, [hidden]
@@ -141,9 +177,11 @@ struct Layer {
     NormWeight input_norm, attention_norm, mlp_norm, output_norm;
     Weight qkv, attention_gate, output, gate_up, down;  // attention_gate: of what attention gives, w null where it has none
     NormWeight q_norm, k_norm;                          // see Rope
-    const float *cos_sin, *query_scale;                 // see Rope
+    const Mixture *mixture;                             // in place of gate_up and down, where it is not null
+    const float *cos_sin, *query_scale, *sinks;         // see Rope, Attention
     char *k_cache, *v_cache;
-    int64_t window, rotary, norms_rows, gate, group;    // group: of layers, whose slots and block tables it has
+    int64_t window, rotary, norms_rows, inner_size, group;  // group: of layers, whose slots and block tables it has
+    Gate gate;
     float scale, softcap;  // see Attention
 };
 
@@ -154,13 +192,13 @@ struct Step {
     char *residual;                  // [rows, hidden]: the tokens' embeddings; overwritten
     char *x;                         // [rows, hidden]: the result
     char *qkv, *attended, *gates;    // scratch: [rows, (heads + 2 kv_heads) * dim], two of [rows, heads * dim]
-    char *inner;                     // scratch: [rows, inner_size]
+    char *inner;                     // scratch: [rows, the widest inner_size or shared_inner]
     float *partials;                 // scratch, see Attention
     const int64_t *positions;          // [rows]
     const int64_t *const *slots;       // by group of layers: [rows]
     const int32_t *const *block_tables;  // by group of layers, see Attention
     const int32_t *query_start, *context_lens;  // see Attention
-    int64_t num_layers, rows, hidden, inner_size, heads, kv_heads, dim, block_size, table_stride;
+    int64_t num_layers, rows, hidden, heads, kv_heads, dim, block_size, table_stride;
     int64_t is_int8;                 // see Rope
     float multiplier;                // of what is added to residual
 };
@@ -176,6 +214,7 @@ typedef void TeamLinear(const Linear &, const Team &);
 
 struct Kernels {
     void (*linear)(const Kernels &, const Linear &);
+    void (*wide_linear)(const Kernels &, const Linear &);  // in fp32, whatever T is
     void (*norm)(const Norm &);
     void (*activate)(const Activation &);
     void (*gate)(const Gating &);
@@ -183,6 +222,7 @@ struct Kernels {
     void (*rope_and_cache)(const Rope &);
     void (*attention)(const Attention &);
     void (*decode_step)(const Kernels &, const Step &);
+    void (*choose)(const Choice &);
     void (*experts)(const Kernels &, const Experts &);
     TeamLinear *quantized;  // of weights in whole numbers
 };

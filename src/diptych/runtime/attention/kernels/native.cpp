@@ -33,10 +33,15 @@ const Kernels *diptych_kernels(const char *set, int64_t is_bf16) {
     return nullptr;
 }
 
-// gate: a Gate
 void diptych_linear(const Kernels *kernels, const void *x, const Weight *weight, void *y, int64_t m, int64_t n,
-                    int64_t k, int64_t x_stride, int64_t gate) {
-    kernels->linear(*kernels, {(const char *)x, *weight, (char *)y, m, n, k, x_stride, gate ? n / 2 : n, gate});
+                    int64_t k, int64_t x_stride, const Gate *gate) {
+    kernels->linear(*kernels, {(const char *)x, *weight, (char *)y, m, n, k, x_stride, *gate ? n / 2 : n, *gate});
+}
+
+// in fp32, whatever the kernels compute in
+void diptych_wide_linear(const Kernels *kernels, const float *x, const Weight *weight, float *y, int64_t m, int64_t n,
+                         int64_t k) {
+    kernels->wide_linear(*kernels, {(const char *)x, *weight, (char *)y, m, n, k, k, n, NOT_GATED});
 }
 
 // residual: null for out = rms_norm(x)
@@ -51,8 +56,9 @@ void diptych_add(const Kernels *kernels, const void *more, void *x, int64_t rows
     kernels->norm({(const char *)more, (char *)x, {}, nullptr, rows, dim, multiplier});
 }
 
-void diptych_activate(const Kernels *kernels, const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t gate) {
-    kernels->activate({(const char *)gate_up, (char *)out, rows, dim, gate});
+void diptych_activate(const Kernels *kernels, const void *gate_up, void *out, int64_t rows, int64_t dim,
+                      const Gate *gate) {
+    kernels->activate({(const char *)gate_up, (char *)out, rows, dim, *gate});
 }
 
 void diptych_gate(const Kernels *kernels, void *x, const void *gate, int64_t rows, int64_t dim) {
@@ -81,15 +87,17 @@ int64_t diptych_attention_workspace(int64_t decodes, int64_t max_context, int64_
 
 void diptych_attention(const Kernels *kernels, const void *q, const void *k_cache, const void *v_cache,
                        const int32_t *block_tables, const int32_t *query_start, const int32_t *context_lens, void *out,
-                       float *partials, const int64_t *sizes, float scale, float softcap) {
+                       float *partials, const int64_t *sizes, float scale, float softcap, const float *sinks) {
     kernels->attention({(const char *)q, (const char *)k_cache, (const char *)v_cache, block_tables, query_start,
                         context_lens, (char *)out, partials, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-                        sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], scale, softcap});
+                        sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], scale, softcap, sinks});
 }
 
 void diptych_decode_step(const Kernels *kernels, const Step *step) { kernels->decode_step(*kernels, *step); }
 
+void diptych_choose(const Kernels *kernels, const Choice *choice) { kernels->choose(*choice); }
+
 void diptych_experts(const Kernels *kernels, const Experts *experts) { kernels->experts(*kernels, *experts); }
 
-int64_t diptych_abi() { return 10; }
+int64_t diptych_abi() { return 11; }
 }

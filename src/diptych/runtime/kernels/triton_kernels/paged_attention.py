@@ -35,6 +35,7 @@ def paged_attention(
     softcap: float | None,
     max_query_len: int,
     max_context_len: int,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with q [num_tokens, num_heads, head_dim] over each sequence's blocks. Returns [num_tokens, num_heads *
     head_dim], contiguous.
@@ -42,6 +43,7 @@ def paged_attention(
     query_start [num_seqs + 1], context_lens [num_seqs] and block_tables [num_seqs, max_blocks]: int32, as in
     InputBatch. A sequence's queries are its last tokens; a query sees itself and what is before it, of that ``window``
     tokens (None: all). max_query_len, max_context_len: bounds of all sequences; they choose the grid, not the result.
+    sinks: [num_heads] fp32, see LayerAttention (None: there are none).
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -58,22 +60,23 @@ def paged_attention(
     dim = triton.next_power_of_2(head_dim)
     shapes = {
         "HEAD_DIM": head_dim, "DIM": dim, "GROUP": group, "QUERIES": queries, "ROWS_": ROWS, "IS_DECODE": is_decode,
-        "WINDOW": window or 0, "SPLIT_": SPLIT,
+        "WINDOW": window or 0, "SPLIT_": SPLIT, "HAS_SINKS": sinks is not None,
     }  # fmt: skip
     sums = stats = out  # never touched where a program does all splits
+    shares = out if sinks is None else sinks  # never touched without sinks
     if is_split:
         place = (num_tiles, num_kv_heads, num_splits, ROWS)
         sums = torch.empty(*place, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(*place, 2, dtype=torch.float32, device=q.device)
     arrays = (query_start, context_lens, block_tables)
     _attend[(num_tiles, num_kv_heads, num_splits if is_split else 1)](
-        q, k_cache, v_cache, out, sums, stats, *arrays, num_seqs, num_splits, scale, softcap or 0.0, q.stride(0),
-        block_tables.stride(0), BLOCK_SIZE=k_cache.shape[1], TILE_=TILE, HAS_SOFTCAP=softcap is not None,
+        q, k_cache, v_cache, out, sums, stats, shares, *arrays, num_seqs, num_splits, scale, softcap or 0.0,
+        q.stride(0), block_tables.stride(0), BLOCK_SIZE=k_cache.shape[1], TILE_=TILE, HAS_SOFTCAP=softcap is not None,
         IS_SPLIT=is_split, IEEE=q.dtype == torch.float32, **shapes, num_warps=4, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
     if is_split:
         _merge_splits[(num_tiles, num_kv_heads)](
-            out, sums, stats, query_start, context_lens, num_seqs, num_splits, **shapes, num_warps=4,
+            out, sums, stats, shares, query_start, context_lens, num_seqs, num_splits, **shapes, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -152,11 +155,11 @@ def _scores(
 
 @triton.jit
 def _attend(
-    q, k_cache, v_cache, out, split_sums, split_stats, query_start, context_lens, block_tables, num_seqs, num_splits,
-    scale, softcap, q_stride, table_stride, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
+    q, k_cache, v_cache, out, split_sums, split_stats, sinks, query_start, context_lens, block_tables, num_seqs,
+    num_splits, scale, softcap, q_stride, table_stride, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     QUERIES: tl.constexpr, ROWS_: tl.constexpr, IS_DECODE: tl.constexpr, WINDOW: tl.constexpr, SPLIT_: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_SPLIT: tl.constexpr,
-    IEEE: tl.constexpr,
+    IEEE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     sequence, q_row, head, position, is_row, first, end = _rows_of(
@@ -209,22 +212,31 @@ def _attend(
         tl.store(split_stats + at * 2 + 1, total)
         tl.store(split_sums + at[:, None] * DIM + dim[None, :], sums)
     else:
-        _store_rows(out, sums, total, q_row, head, mask, dim, GROUP, HEAD_DIM)
+        _store_rows(out, sums, peak, total, sinks, q_row, head, mask, dim, GROUP, HEAD_DIM, HAS_SINKS)
 
 
 @triton.jit
-def _store_rows(out, sums, total, q_row, head, mask, dim, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _store_rows(
+    out, sums, peak, total, sinks, q_row, head, mask, dim, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
     out_stride = tl.num_programs(1) * GROUP * HEAD_DIM
     places = q_row[:, None].to(tl.int64) * out_stride + head[:, None] * HEAD_DIM + dim[None, :]
+    if HAS_SINKS:
+        sink = tl.load(sinks + head) * LOG2_E
+        high = tl.maximum(peak, sink)
+        keep = tl.exp2(peak - high)
+        total = total * keep + tl.exp2(sink - high)
+        sums = sums * keep[:, None]
     safe = tl.where(total == 0.0, 1.0, total)  # rows that are not there
     tl.store(out + places, (sums / safe[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _merge_splits(
-    out, split_sums, split_stats, query_start, context_lens, num_seqs, num_splits, HEAD_DIM: tl.constexpr,
+    out, split_sums, split_stats, sinks, query_start, context_lens, num_seqs, num_splits, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS_: tl.constexpr, IS_DECODE: tl.constexpr,
-    WINDOW: tl.constexpr, SPLIT_: tl.constexpr,
+    WINDOW: tl.constexpr, SPLIT_: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     _, q_row, head, _, is_row, first, end = _rows_of(
@@ -241,4 +253,4 @@ def _merge_splits(
         part_sums = tl.load(split_sums + at[:, None] * DIM + dim[None, :])
         peak, total, sums = _merge(peak, total, sums, part_peak, part_total, part_sums)
     mask = is_row[:, None] & (dim < HEAD_DIM)[None, :]
-    _store_rows(out, sums, total, q_row, head, mask, dim, GROUP, HEAD_DIM)
+    _store_rows(out, sums, peak, total, sinks, q_row, head, mask, dim, GROUP, HEAD_DIM, HAS_SINKS)

@@ -39,6 +39,7 @@ from diptych.control.errors import ConfigError
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu, read_cuda, write_cpu, write_cuda
 from diptych.runtime.dtypes import COMPUTE_DTYPES, INT8, SCALE_BYTES
 from diptych.runtime.kernels.native import load_native
+from diptych.runtime.kernels.triton_kernels import has_triton
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.transfer.codec.torch_codec import decode_rows, encode_rows
 from diptych.runtime.transfer.codec.wire_format import TILE_TOKENS, WireEncoding, check_tiles, tile_bytes, wire_bytes
@@ -77,6 +78,8 @@ class KVCodec:
         is_floating = kv_format.dtype in COMPUTE_DTYPES and kv_format.layout == "cpu"
         is_covered = can_run and self._on_cpu and is_floating and dim % 16 == 0 and dim <= MAX_NATIVE_DIM
         self._native = library if is_covered else None
+        is_on_gpu = kv_format.layout == "cuda" and not self._on_cpu
+        self.uses_triton = encoding is WireEncoding.INT8 and is_on_gpu and has_triton()
         self._block_bytes = kv_format.bytes_per_layer_block
         # on the wire, tokens take whole pieces: blocks (RAW) or tiles, of this many bytes in one layer
         self.piece_tokens = kv_format.block_size if encoding is WireEncoding.RAW else TILE_TOKENS
@@ -118,6 +121,8 @@ class KVCodec:
                 part[:] = segment
         elif self._native is not None:
             self._call("diptych_kv_encode", _table(block_ids), start, num_tokens, buffer, span)
+        elif self.uses_triton:
+            self._encode_triton(self._slots(block_ids, start, num_tokens), torch.from_numpy(buffer), span)
         else:
             self._encode_torch(self._slots(block_ids, start, num_tokens), torch.from_numpy(buffer), span)
 
@@ -134,6 +139,8 @@ class KVCodec:
                 segment[:] = part
         elif self._native is not None:
             self._call("diptych_kv_decode", _table(block_ids), start, num_tokens, buffer, span)
+        elif self.uses_triton:
+            self._decode_triton(self._slots(block_ids, start, num_tokens), torch.tensor(buffer), span)
         else:
             self._decode_torch(self._slots(block_ids, start, num_tokens), torch.tensor(buffer), span)
 
@@ -226,6 +233,18 @@ class KVCodec:
             parts.append(wire[begin:end].view(tiles, heads, size))
             begin = end
         return parts
+
+    def _encode_triton(self, slots: torch.Tensor, wire: torch.Tensor, span: range) -> None:
+        from diptych.runtime.kernels.triton_kernels import int8_codec as kernels
+
+        on_device = torch.empty(len(wire), dtype=torch.uint8, device=slots.device)
+        kernels.encode(self._caches[span.start : span.stop], slots, on_device)
+        wire.copy_(on_device)
+
+    def _decode_triton(self, slots: torch.Tensor, wire: torch.Tensor, span: range) -> None:
+        from diptych.runtime.kernels.triton_kernels import int8_codec as kernels
+
+        kernels.decode(self._caches[span.start : span.stop], slots, wire.to(slots.device))
 
     def _encode_torch(self, slots: torch.Tensor, wire: torch.Tensor, span: range) -> None:
         read = read_cpu if self.format.layout == "cpu" else read_cuda

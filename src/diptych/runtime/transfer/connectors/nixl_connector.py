@@ -22,7 +22,7 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
-from diptych.runtime.transfer.connector import TransferOptions
+from diptych.runtime.transfer.connector import BlockIds, TransferOptions
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.body_format import BodyFormat, Part
 from diptych.runtime.transfer.stream.frames import ProtocolError
@@ -42,12 +42,14 @@ _BODY = struct.Struct("<IIi")  # bytes of metadata, blocks of K or V, device (-1
 class NixlConnector(StreamConnector):
     """A KVConnector whose receiver reads the sender's blocks through NIXL."""
 
-    def __init__(self, layers: Sequence[LayerCache], kv_format: KVFormat, options: TransferOptions) -> None:
+    def __init__(
+        self, layers: Sequence[LayerCache], kv_format: KVFormat, options: TransferOptions, groups: Sequence[int] = ()
+    ) -> None:
         self._reads = NixlReads(layers, kv_format, options.resume_timeout_s)
-        super().__init__(self._reads, kv_format, options)
+        super().__init__(self._reads, kv_format, options, groups)
 
     def send(
-        self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
+        self, attempt_id: str, start: int, num_tokens: int, block_ids: BlockIds, num_layers: int | None = None
     ) -> None:
         """Queue KV once the GPU has done what is queued: the blocks are read from outside of its queue."""
         if self._reads.device >= 0:
@@ -68,14 +70,15 @@ class NixlReads:
         caches = [cache for pair in layers for cache in pair]
         if not all(cache.is_contiguous() for cache in caches):
             raise ConfigError("the tensors of the KV cache must be contiguous to be transferred", param="layers")
-        self._caches = caches  # registered memory must not go away
+        # Layers of several groups lie in the same regions, in other blocks. Registered memory must not go away.
+        self._caches = [*{cache.data_ptr(): cache for cache in caches}.values()]
         self._format = kv_format
         self._timeout_s = timeout_s
         self._bases = np.array([cache.data_ptr() for cache in caches], dtype=np.int64)
         self._num_blocks = caches[0].shape[0]
         self.device: int = caches[0].device.index if caches[0].device.type == "cuda" else -1  # -1: host memory
         self._agent: Any = _nixl.nixl_agent(secrets.token_hex(8), _nixl.nixl_agent_config(backends=["UCX"]))
-        self._registered: Any = self._agent.register_memory(caches)
+        self._registered: Any = self._agent.register_memory(self._caches)
         self._metadata: bytes = self._agent.get_agent_metadata()
         self._errors = tuple(getattr(_nixl.nixlBind, f"nixl{name}Error") for name in _ERRORS)
         self._peers: dict[bytes, str] = {}  # names of agents, by their metadata
@@ -91,13 +94,14 @@ class NixlReads:
             raise ProtocolError(f"encoding {encoding}, where only blocks of one format can be read")
         return self
 
-    def parts(self, start: int, num_tokens: int) -> Iterator[Part]:
+    def parts(self, start: int, num_tokens: int, layers: range | None = None) -> Iterator[Part]:
         form = self._format
+        span = layers or range(form.num_layers)
         per_layer = 2 * form.bytes_per_layer_block * -(-num_tokens // form.block_size)
-        height = min(form.num_layers, max(1, PART_BYTES // per_layer))
-        for layer in range(0, form.num_layers, height):
-            rows = min(height, form.num_layers - layer)
-            yield Part(start, num_tokens, layer, rows, layer + rows == form.num_layers)
+        height = min(len(span), max(1, PART_BYTES // per_layer))
+        for layer in span[::height]:
+            rows = min(height, span.stop - layer)
+            yield Part(start, num_tokens, layer, rows, layer + rows == span.stop)
 
     def pack(self, block_ids: Sequence[int], part: Part) -> list[memoryview]:
         """A body that says where the part lies."""

@@ -22,10 +22,12 @@ class SharedMemoryConnector(StreamConnector):
     """A KVConnector for workers with one pool of memory. ``send`` only reports to the receiver how far the sender is;
     the caches are never touched."""
 
-    def __init__(self, layers: Sequence[LayerCache], kv_format: KVFormat, options: TransferOptions) -> None:
+    def __init__(
+        self, layers: Sequence[LayerCache], kv_format: KVFormat, options: TransferOptions, groups: Sequence[int] = ()
+    ) -> None:
         if not options.listen.startswith("unix:"):
             raise ConfigError(f"listen is {options.listen!r}; one shared pool needs unix:///path", param="listen")
-        super().__init__(EmptyBody(kv_format.num_layers), kv_format, options)
+        super().__init__(EmptyBody(kv_format.num_layers), kv_format, options, groups)
 
 
 class EmptyBody:
@@ -44,8 +46,9 @@ class EmptyBody:
             raise ProtocolError(f"encoding {encoding}, where no KV is sent")
         return self
 
-    def parts(self, start: int, num_tokens: int) -> Iterator[Part]:
-        yield Part(start, num_tokens, 0, self._num_layers, True)
+    def parts(self, start: int, num_tokens: int, layers: range | None = None) -> Iterator[Part]:
+        span = layers or range(self._num_layers)
+        yield Part(start, num_tokens, span.start, len(span), True)
 
     def pack(self, block_ids: Sequence[int], part: Part) -> list[memoryview]:
         return []

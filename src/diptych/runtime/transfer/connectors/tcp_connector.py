@@ -21,8 +21,11 @@ AUTOMATIC = ("none", "int8")  # what "auto" chooses from: int4 changes too many 
 class TcpConnector(StreamConnector):
     """A KVConnector over TCP, or over unix sockets between pools of one host. Authenticated, checksummed, resumable."""
 
-    def __init__(self, layers: Sequence[LayerCache], kv_format: KVFormat, options: TransferOptions) -> None:
-        super().__init__(CodecBodies(layers, kv_format, options.codec, options.frame_bytes), kv_format, options)
+    def __init__(
+        self, layers: Sequence[LayerCache], kv_format: KVFormat, options: TransferOptions, groups: Sequence[int] = ()
+    ) -> None:
+        bodies = CodecBodies(layers, kv_format, options.codec, options.frame_bytes)
+        super().__init__(bodies, kv_format, options, groups)
 
 
 class CodecBodies:
@@ -82,18 +85,18 @@ class CodecBody:
         self._frame_bytes = frame_bytes
         self._step, self._step_bytes = codec.piece_tokens, codec.piece_bytes
 
-    def parts(self, start: int, num_tokens: int) -> Iterator[Part]:
+    def parts(self, start: int, num_tokens: int, layers: range | None = None) -> Iterator[Part]:
         """Parts with as many layers as fit, for all tokens; of a long send, one layer for as many tokens as fit."""
-        layers, end = self._codec.format.num_layers, start + num_tokens
-        height = min(layers, max(1, self._frame_bytes // (-(-num_tokens // self._step) * self._step_bytes)))
+        span, end = layers or range(self._codec.format.num_layers), start + num_tokens
+        height = min(len(span), max(1, self._frame_bytes // (-(-num_tokens // self._step) * self._step_bytes)))
         width = num_tokens
         if height == 1:
             width = max(1, self._frame_bytes // self._step_bytes) * self._step
-        for layer in range(0, layers, height):
-            rows = min(height, layers - layer)
+        for layer in span[::height]:
+            rows = min(height, span.stop - layer)
             for begin in range(start, end, width):
                 stop = min(end, begin + width)
-                yield Part(begin, stop - begin, layer, rows, stop == end and layer + rows == layers)
+                yield Part(begin, stop - begin, layer, rows, stop == end and layer + rows == span.stop)
 
     def pack(self, block_ids: Sequence[int], part: Part) -> list[memoryview]:
         if self._is_raw:

@@ -11,7 +11,7 @@ Frame.encoding names a body format on the wire:
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from diptych.runtime.transfer.kv_format import KVFormat
@@ -34,8 +34,8 @@ class BodyFormat(Protocol):
 
     encoding: int
 
-    def parts(self, start: int, num_tokens: int) -> Iterator[Part]:
-        """These tokens in all layers, cut into bodies of about the frame size; the last one says so."""
+    def parts(self, start: int, num_tokens: int, layers: range | None = None) -> Iterator[Part]:
+        """These tokens in these layers (None: all), cut into bodies of about the frame size; the last one says so."""
         ...
 
     def pack(self, block_ids: Sequence[int], part: Part) -> list[memoryview]:
@@ -57,6 +57,67 @@ class BodyFormat(Protocol):
     def unpack(self, block_ids: Sequence[int], part: Part, body: memoryview) -> None:
         """Write a body that has no targets into its blocks. Raises ProtocolError when it cannot be read."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Neighbouring layers that have one block table, the number ``group``."""
+
+    layers: range
+    group: int
+
+
+def layer_runs(num_layers: int, groups: Sequence[int] = ()) -> tuple[LayerRun, ...]:
+    """The layers of a model, in runs of one group. groups: of each layer, its number ((): all are in one)."""
+    groups = groups or (0,) * num_layers
+    begins = [layer for layer in range(num_layers) if not layer or groups[layer] != groups[layer - 1]]
+    ends = [*begins[1:], num_layers]
+    return tuple([LayerRun(range(begin, end), groups[begin]) for begin, end in zip(begins, ends, strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTables:
+    """Where the KV of a sequence lies, layer by layer. tables: by group, a block id for each block of the sequence (of
+    blocks that do not travel, any). starts: by group, the first token that travels. groups: of each layer, its group
+    ((): all are in the first)."""
+
+    tables: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    groups: tuple[int, ...] = ()
+
+    def from_token(self, start: int) -> "SequenceTables":
+        """The same, but that what lies before ``start`` does not travel."""
+        return replace(self, starts=tuple([max(start, begin) for begin in self.starts]))
+
+    def group_of(self, layer: int) -> int:
+        """The group of a layer."""
+        return self.groups[layer] if self.groups else 0
+
+    def table_of(self, part: Part) -> tuple[int, ...]:
+        """The block table of a part."""
+        return self.tables[self.group_of(part.first_layer)]
+
+    def covers(self, part: Part, end: int) -> bool:
+        """Whether the part has one block table, and its tokens, which end at ``end``, travel."""
+        group = self.group_of(part.first_layer)
+        rest = self.groups[part.first_layer : part.first_layer + part.num_layers]
+        is_one = not self.groups or set(rest) == {group}
+        return is_one and self.starts[group] <= part.start and part.start + part.num_tokens <= end
+
+    def num_cells(self, end: int, num_layers: int) -> int:
+        """Tokens before ``end`` that travel, counted in each layer."""
+        return sum([max(0, end - self.starts[self.group_of(layer)]) for layer in range(num_layers)])
+
+
+def parts_of_runs(body_format: BodyFormat, runs: Sequence[LayerRun], starts: Sequence[int], end: int) -> Iterator[Part]:
+    """The tokens before ``end``, from the start of each layer's group on, cut into parts that have one block table
+    each."""
+    sent = [run for run in runs if starts[run.group] < end]
+    for number, run in enumerate(sent):
+        start = starts[run.group]
+        for part in body_format.parts(start, end - start, run.layers):
+            is_last = part.is_last and number + 1 == len(sent)
+            yield part if is_last == part.is_last else replace(part, is_last=is_last)
 
 
 class BodyFormats(Protocol):

@@ -38,14 +38,24 @@ from diptych.control.errors import ConfigError, WorkerError
 from diptych.runtime.transfer.connector import (
     MAX_ATTEMPT_ID_BYTES,
     MAX_PAYLOAD_BYTES,
+    BlockIds,
     Committed,
     ConnectorEvent,
+    GroupTables,
     Sent,
     TransferOptions,
 )
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.addresses import SocketAddress, listen, parse_address
-from diptych.runtime.transfer.stream.body_format import BodyFormat, BodyFormats, Part
+from diptych.runtime.transfer.stream.body_format import (
+    BodyFormat,
+    BodyFormats,
+    LayerRun,
+    Part,
+    SequenceTables,
+    layer_runs,
+    parts_of_runs,
+)
 from diptych.runtime.transfer.stream.encrypted_socket import EncryptedSocket, kv_encryption
 from diptych.runtime.transfer.stream.frames import (
     HEADER_BYTES,
@@ -380,11 +390,20 @@ class KVTransfer:
 
 
 class RecvTransfer(KVTransfer):
-    """Receiver: what is expected, and how much of it is here."""
+    """Receiver: what is expected, and how much of it is here. tables: of a model whose layers are of several groups,
+    instead of ``block_ids``."""
 
-    def __init__(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
+    def __init__(
+        self,
+        attempt_id: str,
+        block_ids: Sequence[int],
+        start: int,
+        num_tokens: int,
+        tables: SequenceTables | None = None,
+    ) -> None:
         super().__init__(attempt_id, start)
-        self.block_ids = tuple(block_ids)
+        self.tables = tables or SequenceTables((tuple(block_ids),), (start,))
+        self.has_blocks = any(self.tables.tables)  # else they are borrowed: no KV comes
         self.end = start + num_tokens
         self.next_sequence = 0
         self.sender: bytes | None = None  # the instance that has opened it
@@ -398,10 +417,10 @@ class RecvTransfer(KVTransfer):
 
     def check(self, part: Part, num_layers: int) -> None:
         """Raises ProtocolError when a part lies outside of what is expected."""
-        if self.end == self.start and not self.block_ids:
-            return  # borrowed: no KV comes
-        inside = self.start <= part.start and part.start + part.num_tokens <= self.end
-        if not inside or not part.num_tokens or not 1 <= part.num_layers <= num_layers - part.first_layer:
+        if self.end == self.start and not self.has_blocks:
+            return
+        are_layers = 1 <= part.num_layers <= num_layers - part.first_layer
+        if not are_layers or not part.num_tokens or not self.tables.covers(part, self.end):
             raise ProtocolError(
                 f"tokens {part.start} to {part.start + part.num_tokens} in layers {part.first_layer} to "
                 f"{part.first_layer + part.num_layers} are not what transfer {self.attempt_id} expects"
@@ -423,7 +442,9 @@ class RecvTransfer(KVTransfer):
 
     def missing(self, num_layers: int) -> int:
         """Tokens (in whole or in part) that are expected and not here."""
-        return -(-((self.end - self.start) * num_layers - self._cells) // num_layers) if self.block_ids else 0
+        if not self.has_blocks:
+            return 0
+        return -(-(self.tables.num_cells(self.end, num_layers) - self._cells) // num_layers)
 
 
 @dataclass(eq=False, slots=True)
@@ -436,7 +457,7 @@ class _Send:
 
     start: int
     num_tokens: int
-    block_ids: tuple[int, ...]
+    tables: SequenceTables
     num_layers: int  # that are computed
     awaited: int  # layers after which the connector's thread wants to be notified
 
@@ -452,8 +473,17 @@ class SendTransfer(KVTransfer):
     hands over to the second.
     """
 
-    def __init__(self, attempt_id: str, number: int, address: SocketAddress, start: int, num_layers: int) -> None:
+    def __init__(
+        self,
+        attempt_id: str,
+        number: int,
+        address: SocketAddress,
+        start: int,
+        num_layers: int,
+        runs: Sequence[LayerRun] = (),
+    ) -> None:
         super().__init__(attempt_id, start)
+        self._runs = runs or layer_runs(num_layers)
         self.number = number
         self.address = address
         self.opened_ns = time.monotonic_ns()
@@ -475,9 +505,16 @@ class SendTransfer(KVTransfer):
         self._cursor = 0  # next to be sent on this connection
         self._sent_until = 0  # on any connection
 
-    def queue_send(self, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int) -> bool:
+    def queue_send(
+        self,
+        start: int,
+        num_tokens: int,
+        block_ids: Sequence[int],
+        num_layers: int,
+        tables: SequenceTables | None = None,
+    ) -> bool:
         """Worker's thread. Whether the connector's thread has to be notified. Raises ValueError for a gap, for other
-        tokens while some lack layers, and after the commit."""
+        tokens while some lack layers, and after the commit. tables: as of RecvTransfer."""
         if self._unfinished is not None:
             return self._queue_layers(self._unfinished, start + num_tokens, num_layers)
         skipped = max(0, self.queued_until - start)
@@ -488,7 +525,12 @@ class SendTransfer(KVTransfer):
         if self._payload is not None:
             raise ValueError(f"transfer {self.attempt_id}: KV after its commit")
         self.queued_until = start + num_tokens
-        send = _Send(start + skipped, num_tokens - skipped, tuple(block_ids), num_layers, self._num_layers)
+        tables = tables or SequenceTables((tuple(block_ids),), (start,))
+        if skipped:
+            tables = tables.from_token(start + skipped)
+        if min(tables.starts) >= self.queued_until:  # windows will have left all of it
+            return False
+        send = _Send(start + skipped, num_tokens - skipped, tables, num_layers, self._num_layers)
         self._unfinished = send if num_layers < self._num_layers else None
         self._sends.append(send)
         return True
@@ -596,7 +638,8 @@ class SendTransfer(KVTransfer):
                 return None
             send = self._sends.popleft()
             body_format = choose(send.num_tokens)
-            self._cutting = body_format.parts(send.start, send.num_tokens), body_format, send
+            end = send.start + send.num_tokens
+            self._cutting = parts_of_runs(body_format, self._runs, send.tables.starts, end), body_format, send
         parts, body_format, send = self._cutting
         part = self._next = self._next or next(parts)
         send.awaited = part.first_layer + part.num_layers
@@ -606,7 +649,7 @@ class SendTransfer(KVTransfer):
         self._next = None
         if part.is_last:
             self._cutting = None
-        return part, body_format, send.block_ids
+        return part, body_format, send.tables.table_of(part)
 
 
 class EventQueue:
@@ -1097,7 +1140,7 @@ class ReceiverConnection(StreamConnection):
             body_format = self._receiver.bodies.for_receiving(frame.encoding, self.peer.kv_format)
             if not body_format.accepts(part, frame.body_bytes):
                 raise ProtocolError(f"a part of {frame.num_tokens} tokens cannot have {frame.body_bytes} bytes")
-            views = body_format.targets(transfer.block_ids, part)
+            views = body_format.targets(transfer.tables.table_of(part), part)
         except (ProtocolError, ConfigError) as error:
             self._give_up(transfer, frame.number, str(error))
             return nowhere
@@ -1121,7 +1164,7 @@ class ReceiverConnection(StreamConnection):
                 if checksum(views) != frame.checksum:
                     raise ProtocolError("the checksum of a part is wrong")
                 if staged:
-                    body_format.unpack(transfer.block_ids, part, views[0])
+                    body_format.unpack(transfer.tables.table_of(part), part, views[0])
                 is_whole = transfer.count(frame, body_format.num_bytes(part), self._begun_ns)
         if is_closed:
             self.refuse_closed(frame.number, transfer)
@@ -1159,7 +1202,7 @@ class ReceiverConnection(StreamConnection):
             self.refuse(frame.number, f"the receiver does not expect transfer {attempt_id}")
         elif (transfer.sender or sender, transfer.number or frame.number) != (sender, frame.number):
             self.refuse(frame.number, f"transfer {attempt_id} has another sender")
-        elif transfer.block_ids and transfer.start != frame.start:
+        elif transfer.has_blocks and transfer.start != frame.start:
             message = f"the sender begins at token {frame.start}, the receiver at {transfer.start}"
             self._give_up(transfer, frame.number, message)
         else:
@@ -1211,10 +1254,15 @@ def _trim(memory: "OrderedDict[bytes, int] | OrderedDict[tuple[bytes, str], int]
 
 
 class StreamConnector:
-    """A KVConnector with one protocol over TCP and unix sockets; ``bodies`` say how KV becomes bodies of frames."""
+    """A KVConnector with one protocol over TCP and unix sockets; ``bodies`` say how KV becomes bodies of frames.
+    groups: of each layer, the number of its block table ((): all have one)."""
 
-    def __init__(self, bodies: BodyFormats, kv_format: KVFormat, options: TransferOptions) -> None:
+    def __init__(
+        self, bodies: BodyFormats, kv_format: KVFormat, options: TransferOptions, groups: Sequence[int] = ()
+    ) -> None:
         self._format = kv_format
+        self._groups = tuple(groups)
+        self._runs = layer_runs(kv_format.num_layers, groups)
         encryption = kv_encryption(options.secret) if options.encrypts else None
         self._identity = Identity(options.secret, secrets.token_bytes(INSTANCE_BYTES), kv_format, encryption)
         self._bodies = bodies
@@ -1240,14 +1288,13 @@ class StreamConnector:
 
     # The worker's thread
 
-    def expect(self, attempt_id: str, block_ids: Sequence[int], start: int, num_tokens: int) -> None:
+    def expect(self, attempt_id: str, block_ids: BlockIds, start: int, num_tokens: int) -> None:
         if attempt_id in self._receiver.transfers:
             raise ValueError(f"transfer {attempt_id} is expected already")
-        if block_ids:
-            self._check_blocks(attempt_id, block_ids, start + num_tokens)
-        elif num_tokens:
+        if not block_ids and num_tokens:
             raise ValueError(f"transfer {attempt_id} has no blocks for its {num_tokens} tokens")
-        self._receiver.transfers[attempt_id] = RecvTransfer(attempt_id, block_ids, start, num_tokens)
+        tables = self._tables_of(attempt_id, block_ids, start, start + num_tokens)
+        self._receiver.transfers[attempt_id] = RecvTransfer(attempt_id, (), start, num_tokens, tables)
 
     def forget(self, attempt_id: str) -> None:
         transfer = self._receiver.transfers.pop(attempt_id, None)
@@ -1261,22 +1308,22 @@ class StreamConnector:
             raise ValueError(f"transfer {attempt_id} is open already")
         if not 0 < len(attempt_id.encode()) <= MAX_ATTEMPT_ID_BYTES:
             raise ValueError(f"a transfer id of {len(attempt_id.encode())} bytes; 1 to {MAX_ATTEMPT_ID_BYTES}")
-        transfer = SendTransfer(attempt_id, self._next_number, parse_address(address), start, self._format.num_layers)
+        layers, runs = self._format.num_layers, self._runs
+        transfer = SendTransfer(attempt_id, self._next_number, parse_address(address), start, layers, runs)
         self._next_number += 1
         self._sending[attempt_id] = transfer
         self._notify(transfer)
 
     def send(
-        self, attempt_id: str, start: int, num_tokens: int, block_ids: Sequence[int], num_layers: int | None = None
+        self, attempt_id: str, start: int, num_tokens: int, block_ids: BlockIds, num_layers: int | None = None
     ) -> None:
         transfer = self._sending.get(attempt_id)
         if transfer is None or transfer.is_closed or not num_tokens:
             return
         if num_layers is not None and not 1 <= num_layers <= self._format.num_layers:
             raise ValueError(f"transfer {attempt_id}: {num_layers} layers are computed, of {self._format.num_layers}")
-        if block_ids:
-            self._check_blocks(attempt_id, block_ids, start + num_tokens)
-        if transfer.queue_send(start, num_tokens, block_ids, num_layers or self._format.num_layers):
+        tables = self._tables_of(attempt_id, block_ids, start, start + num_tokens)
+        if transfer.queue_send(start, num_tokens, (), num_layers or self._format.num_layers, tables):
             self._notify(transfer)
 
     def commit(self, attempt_id: str, payload: bytes) -> None:
@@ -1328,9 +1375,24 @@ class StreamConnector:
         self._news.append(transfer)
         os.eventfd_write(self._wake, 1)
 
-    def _check_blocks(self, attempt_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
-        if len(block_ids) * self._format.block_size < num_tokens:
-            raise ValueError(f"transfer {attempt_id}: {len(block_ids)} blocks do not hold {num_tokens} tokens")
+    def _tables_of(self, attempt_id: str, block_ids: BlockIds, start: int, end: int) -> SequenceTables:
+        """Where the KV of the tokens [start, end) lies. Raises ValueError where blocks do not hold them."""
+        size = self._format.block_size
+        if not isinstance(block_ids, GroupTables):
+            if block_ids and len(block_ids) * size < end:
+                raise ValueError(f"transfer {attempt_id}: {len(block_ids)} blocks do not hold {end} tokens")
+            return SequenceTables((tuple(block_ids),), (start,))
+        needed = 1 + max(self._groups, default=0)
+        if not needed == len(block_ids.block_tables) == len(block_ids.first_blocks):
+            given = f"{len(block_ids.block_tables)} block tables, {len(block_ids.first_blocks)} first blocks"
+            raise ValueError(f"transfer {attempt_id}: {given}; the layers are of {needed} groups")
+        starts, tables = [], []
+        for first, ids in zip(block_ids.first_blocks, block_ids.block_tables, strict=True):
+            starts.append(max(start, first * size))
+            tables.append((0,) * first + tuple(ids))
+            if starts[-1] < end and len(tables[-1]) * size < end:
+                raise ValueError(f"transfer {attempt_id}: {len(tables[-1])} blocks do not hold {end} tokens")
+        return SequenceTables(tuple(tables), tuple(starts), self._groups or (0,) * self._format.num_layers)
 
     # The connector's thread
 

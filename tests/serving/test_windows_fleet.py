@@ -1,0 +1,74 @@
+"""A model with windows on several workers: prompts computed on one and answered on another, and streams that move, give
+the tokens of one worker that keeps everything."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import pytest
+from servers import CLI, RunningServer, running, wait_until
+from test_windows_server import (  # fixtures among them
+    LENGTH,
+    NUM_BLOCKS,
+    complete,
+    expected_of,
+    keeps_all,
+    model,
+    options_of,
+    prompt_of,
+)
+
+from diptych import LLM
+from diptych.serving.kv_memory import kv_geometry_of
+
+__all__ = ["keeps_all", "model"]
+pytestmark = pytest.mark.system
+LENGTHS = [1000, 340, 700, 20, 500, 64]
+COUNTS = [60, 90, 120, 80, 150, 200]
+
+
+def fleet(model: Path, *arguments: str) -> AbstractContextManager[RunningServer]:
+    memory = f"{NUM_BLOCKS * kv_geometry_of(options_of(model)).block_bytes}B"
+    sizes = ("--kv-cache-memory", memory, "--max-model-len", str(LENGTH), "--threads", "1")
+    ways = ("--disaggregate", "always", "--routing", "round_robin")
+    return running([*CLI, "serve", "--model", str(model), "--port", "0", *sizes, *ways, *arguments])
+
+
+@pytest.fixture(scope="module", params=["shared_memory", "tcp"])
+def pair(model: Path, request: pytest.FixtureRequest) -> Iterator[RunningServer]:
+    with fleet(model, "--prefill", "1", "--decode", "1", "--transfer", request.param) as found:
+        yield found
+
+
+def asked_at_once(found: RunningServer, prompts: list[list[int]], counts: list[int]) -> list[tuple[list[int], int]]:
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda asked: complete(found, *asked), zip(prompts, counts, strict=True)))
+
+
+def test_two_workers_answer_as_one_that_keeps_everything(pair: RunningServer, keeps_all: LLM) -> None:
+    prompts = [prompt_of(length, length) for length in LENGTHS]
+    expected = expected_of(keeps_all, prompts, COUNTS)
+    assert [tokens for tokens, _ in asked_at_once(pair, prompts, COUNTS)] == expected
+    turns = [[*prompt, *answer, *prompt_of(40, 7, [])] for prompt, answer in zip(prompts, expected, strict=True)]
+    expected = expected_of(keeps_all, turns, [30] * len(turns))
+    assert [tokens for tokens, _ in asked_at_once(pair, turns, [30] * len(turns))] == expected
+    wait_until(lambda: pair.metrics()["vllm:kv_cache_usage_perc"] == 0)
+
+
+def test_streams_move_away_from_a_worker_that_drains(model: Path, keeps_all: LLM) -> None:
+    prompts = [prompt_of(length, length) for length in (300, 450, 150)]
+    counts = [400, 350, 500]
+    expected = expected_of(keeps_all, prompts, counts)
+    with fleet(model, "--workers", "2") as found:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = [pool.submit(complete, found, *asked) for asked in zip(prompts, counts, strict=True)]
+            wait_until(lambda: found.metrics()["vllm:num_requests_running"] >= len(prompts))
+            for worker, change in ((1, {"drain": True}), (1, {"drain": False}), (0, {"role": "prefill"})):
+                body = json.dumps(change).encode()
+                headers = {"content-type": "application/json"}
+                urlopen(Request(f"{found.url}/admin/workers/{worker}", body, headers)).close()
+            assert [answer.result()[0] for answer in answers] == expected
+        wait_until(lambda: found.metrics()["vllm:kv_cache_usage_perc"] == 0)
