@@ -28,10 +28,11 @@ from tests.runtime.driving import chunks_of, generate, greedy, hand_off
 from tests.runtime.gathering_engine import GatheringEngine
 from tests.runtime.kernel_sets import EVERY, FASTEST_NATIVE, NATIVE, every_pair
 from tests.runtime.test_attention import HEADS, Sequences, Shape, make_batch
+from tests.runtime.test_freed_windows import PROMPTS, chunked, freeing, logprobs_of, spoil
 from tests.runtime.test_handoff_by_layer import connected
 from tests.runtime.test_model_runner import crowded_engine, fixed_budget
 
-FAMILIES = ["llama", "gemma3", "qwen2-window", "olmo3", "mixtral"]
+FAMILIES = ["llama", "gemma3", "qwen2-window", "olmo3", "mixtral", "gpt-oss"]
 
 
 def exact(cache_of: torch.Tensor) -> torch.Tensor:
@@ -79,33 +80,37 @@ def test_kernels_write_the_numbers_of_the_reference_and_nothing_else(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("window", "heads"), [(window, heads) for heads in HEADS for window in (None, 40)])
+@pytest.mark.parametrize(
+    ("window", "has_sinks", "heads"),
+    [(window, has_sinks, heads) for heads in HEADS for window, has_sinks in ((None, False), (40, True))],
+)
 def test_attention_is_that_over_the_values_of_the_cache(
-    dtype: str, window: int | None, heads: tuple[int, int, int, int]
+    dtype: str, window: int | None, has_sinks: bool, heads: tuple[int, int, int, int]
 ) -> None:
     shape = Shape(*heads, dtype, "int8")
     wide = Shape(*heads, "float32")
+    how = shape.how(window, has_sinks=has_sinks)
     sequences = Sequences(shape, [1, 17, 300, 257, 700, 130])
     of_cache = Sequences(wide, sequences.lengths)  # the same blocks
     of_cache.q = [q.float() for q in sequences.q]
     of_cache.k, of_cache.v = [exact(k) for k in sequences.k], [exact(v) for v in sequences.v]
     chunks = [(0, 0, 1), (1, 16, 1), (2, 299, 1), (3, 200, 57), (4, 0, 700), (5, 3, 127)]
-    expected = of_cache.attend(wide.backend(), chunks, wide.how(window))
+    expected = of_cache.attend(wide.backend(), chunks, how)
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     for instruction_set in [TORCH, *(name for kind, name in NATIVE if kind == dtype)]:
         backend = shape.backend(instruction_set)
         assert backend.name == ("torch-cpu" if instruction_set == TORCH else "native-cpu")
-        for ours, theirs in zip(sequences.attend(backend, chunks, shape.how(window)), expected, strict=True):
+        for ours, theirs in zip(sequences.attend(backend, chunks, how), expected, strict=True):
             torch.testing.assert_close(ours.float(), theirs, rtol=tolerance, atol=tolerance, msg=instruction_set)
 
 
 @pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, 2.0)])
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, True), (100, 2.0, False)])
 def test_a_token_is_bitwise_the_same_whole_chunked_decoded_and_in_any_batch(
-    dtype: str, instruction_set: str, window: int | None, softcap: float | None
+    dtype: str, instruction_set: str, window: int | None, softcap: float | None, has_sinks: bool
 ) -> None:
     shape = Shape(6, 2, 64, 32, dtype, "int8")
-    native, how = shape.backend(instruction_set), shape.how(window, softcap)
+    native, how = shape.backend(instruction_set), shape.how(window, softcap, has_sinks=has_sinks)
     sequences = Sequences(shape, [600, 90, 1000])
     (whole,) = sequences.attend(native, [(0, 0, 600)], how)
     for size in (1, 7, 64, 255, 256, 257):
@@ -199,6 +204,17 @@ def test_a_model_gives_the_same_bits_in_chunks_batches_parts_and_after_hits(
     if shared.model.layers.native_step is not None:
         monkeypatch.setattr(shared.model.layers, "native_step", None)
         assert results(GatheringEngine(shared, engine_config(shared))) == alone
+
+
+@pytest.mark.parametrize(("family", "dtype", "instruction_set"), every_pair(["gemma3", "gpt-oss"], NATIVE))
+def test_a_cache_that_frees_windows_gives_the_bits_of_one_that_keeps_everything(
+    family: str, dtype: str, instruction_set: str
+) -> None:
+    expected = logprobs_of(runner(family, instruction_set, dtype, kv_dtype="int8"), PROMPTS, chunked(2000))
+    found = freeing(family, instruction_set, dtype, "int8")
+    for tokens in (2000, 33):
+        spoil(found)
+        assert logprobs_of(found, PROMPTS, chunked(tokens)) == expected
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

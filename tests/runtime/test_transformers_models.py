@@ -19,6 +19,8 @@ from diptych.runtime.local_engine import engine_config
 from diptych.runtime.models import transformers_config
 from diptych.runtime.models.registry import MODELS, read_model_config
 from diptych.runtime.step.model_runner import ModelRunner, RunnerConfig, load_runner
+from diptych.runtime.weights.weight_bytes import loaded_weight_bytes, scratch_bytes
+from diptych.serving.kv_memory import kv_geometry_of, longest_sequence_of
 from diptych.serving.link.engine_options import EngineOptions
 from diptych.serving.start_checks import check_start
 from tests.runtime import checkpoints
@@ -105,6 +107,16 @@ def test_bfloat16_and_a_prefix_that_is_found() -> None:
         engine.add(request_id, prompt, greedy(5))
         assert len(engine.run()[request_id].token_ids) == 5
     assert engine.core.stats().prefix_hit_tokens == 96
+
+
+def test_what_it_takes_is_known_before_it_is_loaded() -> None:
+    found = reference("other-Cohere2")
+    options = EngineOptions(model=str(found.directory), model_impl="transformers")
+    num_bytes = sum(4 * parameter.numel() for parameter in found.model.parameters())
+    assert loaded_weight_bytes(found.directory, "float32", "none", "transformers") == num_bytes
+    assert scratch_bytes(found.directory, "float32", 100, "transformers") == 0
+    assert longest_sequence_of(options) == checkpoints.MAX_POSITIONS
+    assert kv_geometry_of(options).layers.is_dense  # also those with windows, which are known when they attend
 
 
 # ---------------------------------------------------------------- refusals
