@@ -93,8 +93,8 @@ class RunnerConfig:
     memory that holds the weights for all workers, or will when the first of them has loaded. shared_host: of one for
     the host blocks, which other workers read. These five on the cpu only.
     speculation: see SPECULATIONS. frees_windows: layers are dealt into groups, and blocks that lie before the window of
-    a group are free for other sequences; then prefixes of prompts are found at boundaries alone (see Hit), and none is
-    handed off. windows_below: a window of that many tokens or more is none (None: of max_model_len).
+    a group are free for other sequences; then prefixes of prompts are found at boundaries alone (see Hit).
+    windows_below: a window of that many tokens or more is none (None: of max_model_len).
     """
 
     model: str | Path
