@@ -18,8 +18,8 @@ FOLDERS = ("src", "tests", "benchmarks", "scripts", "docs", "deploy", "findings"
 FOREIGN_FILES = {"llama.cpp", "tcp.h", "sysexits.h", "_connector.py", "NAME_connector.py"}
 FOREIGN_CLASSES = {
     "AlgorithmIdentifier", "CommonMark", "ContextTokens", "DeepSeek", "DeltaNet", "DistServe", "GeneratedTokens",
-    "InfiniBand", "McKenzie", "MessagePack", "MetaPathFinder", "PanicException", "PyTorch", "SchedulerInterface",
-    "SentencePiece", "WebSocket", "WireGuard",
+    "InfiniBand", "McKenzie", "MessagePack", "MetaPathFinder", "ModelOpt", "NumPy", "PanicException", "PyTorch",
+    "SchedulerInterface", "SentencePiece", "WebSocket", "WireGuard",
 }  # fmt: skip
 OLD_NAMES = "\n## Names that changed\n"  # the last section of docs/architecture.md
 FILE = re.compile(r"(?<![\w.])([A-Za-z_]\w*\.(?:py|cpp|h|js))\b")

@@ -35,7 +35,7 @@ from diptych.serving.long_work import LONG, LongWork, UnwantedWorkError, check_w
 pytestmark = pytest.mark.anyio
 MORE_CALLS = 3000  # in one turn than for a short request: a millisecond or less
 COUNT = 2000  # messages, parts, items, biases: each costs more than two calls somewhere
-NUM_PROMPT = 1000  # tokens with twenty log-probabilities each
+NUM_PROMPT = 500  # tokens with twenty log-probabilities each
 TURN = {"role": "user", "content": "a"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
