@@ -279,6 +279,12 @@ def test_what_travels_in_eight_bits_takes_about_half(tmp_path: Path) -> None:
     assert 0.4 < num_bytes[1] / num_bytes[0] < 0.7
 
 
+def test_a_codec_may_be_chosen_by_what_it_saves(tmp_path: Path) -> None:
+    with pair_of("gemma3", "tcp", tmp_path, codec="auto") as pair:
+        pair.start("r", PROMPTS["r601"], 8)
+        assert len(pair.run()["r"]) == 8
+
+
 def test_a_peer_that_keeps_other_windows_is_refused_by_name(tmp_path: Path) -> None:
     with pair_of("gemma3", "tcp", tmp_path) as pair:
         form = kv_format(pair.decode.runner)

@@ -282,7 +282,7 @@ def measure_rates(
     More than the processor's caches hold, so that the rates are those of memory; with torch, which is slower than
     memory, less. A thread that shares its core with others gets less than this.
     """
-    one_layer = replace(kv_format, num_layers=1, layout="cpu")
+    one_layer = replace(kv_format, num_layers=1, layout="cpu", windows=())
     codec = KVCodec([_scratch(one_layer, 1)], one_layer, encoding, native)
     size = NATIVE_BENCHMARK_BYTES if codec.is_native else TORCH_BENCHMARK_BYTES
     num_blocks = max(1, size // one_layer.bytes_per_block)
