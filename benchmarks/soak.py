@@ -34,7 +34,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import numpy as np
-from chaos import Case, ServerProcess, ask, change_worker, make_cases, undisturbed
+from chaos import Case, ServerProcess, ask, change_worker, make_cases, running_workers, undisturbed
 from common import RESULTS, report, write_record
 from loopback import http_request, memory_of
 
@@ -313,8 +313,7 @@ async def replace_worker(server: ServerProcess, rng: random.Random) -> int:
                 raise
             return None
 
-    known = (await asyncio.to_thread(server.call, "/admin/workers"))["workers"]
-    workers = [worker for worker in known if worker["state"] != "stopped"]  # those are only remembered
+    workers = await running_workers(server)
     old = rng.choice(workers)
     if len(workers) < MOST_WORKERS and await asyncio.to_thread(call, "POST", "/admin/workers") is None:
         return 0
