@@ -269,6 +269,19 @@ def test_a_boundary_goes_with_the_first_of_its_blocks() -> None:
     assert {event.reason for event in driver.finished().values()} == {FinishReason.LENGTH}
 
 
+def test_tiers_look_again_at_what_is_evicted_next_when_a_boundary_has_ended() -> None:
+    driver = long_runner(600)
+    for number in range(2):
+        driver.add(f"r{number}", tokens_of(300, number), 8)
+        driver.run()
+    pool = driver.core.kv.pool
+    newest = list(driver.core.kv.boundaries)[-1]
+    before, version = pool.oldest_cached(600), pool.version
+    pool.end_boundary(newest)
+    after = pool.oldest_cached(600)
+    assert after != before and sorted(after) == sorted(before) and pool.version != version
+
+
 def test_a_prompt_that_only_fits_without_what_is_cached_is_computed_anew() -> None:
     driver = long_runner(44 + 5 * 9)
     prompt = tokens_of(400, 1)
