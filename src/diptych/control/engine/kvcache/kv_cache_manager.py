@@ -33,9 +33,8 @@ class KVCacheManager:
         full = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
         self._full_group = full[0] if full else None  # one that keeps all blocks of a sequence
         self.longest_chunk = self.layout.longest_chunk(config.window_chunk)  # of one prompt, in a step
-        # A prompt keeps its last boundary until it ends, also where a step begins behind it.
-        self._charged_chunk = max(self.longest_chunk, config.block_size)
-        self.capacity_tokens = self._capacity_tokens(config.num_blocks)  # of a sequence that is alone
+        self._charged_chunk = config.charged_chunk
+        self.capacity_tokens = config.capacity_tokens
         self.boundaries = Boundaries()  # of models with windows
         self.pool = BlockPool(
             config.num_blocks,
@@ -52,13 +51,10 @@ class KVCacheManager:
         self._in_progress: dict[bytes, int] = {}  # hashes that admitted prefills are about to compute
         self._computing: dict[bytes, Request] = {}  # with windows: hashes that an admitted prompt is about to compute
 
-    def _capacity_tokens(self, num_blocks: int) -> int:
-        return self.layout.capacity_tokens(num_blocks - self.config.watermark_blocks, self._charged_chunk)
-
     def shrink(self, num_blocks: int) -> None:
         """Have ``num_blocks`` blocks from now on, fewer than before, once those that hold the others release them."""
         self.config = replace(self.config, num_blocks=num_blocks)
-        self.capacity_tokens = self._capacity_tokens(num_blocks)
+        self.capacity_tokens = self.config.capacity_tokens
         self.pool.shrink(num_blocks)
 
     @property
