@@ -859,11 +859,11 @@ class KVCacheManager:
 
     def swap_out(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
         """Move the KV of ``num_tokens`` tokens to the host: (device, host) copies, or None without room."""
-        firsts = request.first_blocks or (0,)
+        firsts = request.first_blocks
         last = -(-num_tokens // self.block_size)
         blocks = [
             block_id
-            for first, block_ids in zip(firsts, request.block_tables, strict=True)
+            for first, block_ids in zip(firsts or (0,), request.block_tables, strict=True)
             for block_id in block_ids[: last - first]
         ]
         if not blocks or len(blocks) > self.host.num_available:
@@ -871,34 +871,27 @@ class KVCacheManager:
         # Paired before ``release``: this plan may give the device blocks to others, since executors copy out first.
         copies = list(zip(blocks, host_blocks := self.host.allocate(len(blocks)), strict=True))
         self.release(request)
-        request.host_block_ids = host_blocks
-        if not self.is_dense:
-            request.first_blocks = firsts
+        request.host_block_ids, request.first_blocks = host_blocks, firsts
         return copies
 
     def can_swap_in(self, request: Request, *, alone: bool) -> bool:
         """Whether the request fits again, with the token that it computes next."""
         spare = 0 if alone else self.config.watermark_blocks
-        needed = self.num_blocks_for(request.num_scheduled_tokens + 1)
-        if not self.is_dense:
-            needed = len(request.host_block_ids) + self._num_missing(request, request.num_scheduled_tokens)
+        needed = len(request.host_block_ids) + self._num_missing(request, request.num_scheduled_tokens)
         return needed + spare <= self.pool.num_available
 
     def _num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that a request of ``num_tokens`` tokens needs of the pool for its next one."""
         if num_tokens % self.block_size:
             return 0
-        firsts = zip(self.layout.groups, request.first_blocks, strict=True)
+        firsts = zip(self.layout.groups, request.first_blocks or (0,), strict=True)
         return sum([group.first_live(num_tokens) == first for group, first in firsts])
 
     def swap_in(self, request: Request, expected_tokens: int) -> list[tuple[int, int]]:
         """Bring a swapped request back: (host, device) copies; the caller has asked ``can_swap_in``."""
         self.pool.taker = request.request_id
-        counts = [len(request.host_block_ids)]
-        if not self.is_dense:
-            last = -(-request.num_scheduled_tokens // self.block_size)
-            counts = [last - first for first in request.first_blocks]
-        self._hold(request, [self.pool.allocate(count) for count in counts])
+        last = -(-request.num_scheduled_tokens // self.block_size)
+        self._hold(request, [self.pool.allocate(last - first) for first in request.first_blocks or (0,)])
         request.num_shared_blocks = 0
         self._reserve(request, request.num_slots + expected_tokens)
         blocks = [block_id for block_ids in request.block_tables for block_id in block_ids]
@@ -912,11 +905,8 @@ class KVCacheManager:
         """From now on these are the blocks of the request."""
         request.block_tables, request.frozen_tables = tables, None
         request.num_blocks = sum(map(len, tables))
-        if not self.is_dense:
-            ends = [first + len(block_ids) for first, block_ids in zip(request.first_blocks, tables, strict=False)]
-            request.num_slots = min(ends, default=0) * self.block_size
-        else:
-            request.num_slots = request.num_blocks * self.block_size
+        ends = [first + len(block_ids) for first, block_ids in zip(request.first_blocks or (0,), tables, strict=False)]
+        request.num_slots = min(ends, default=0) * self.block_size
 
     def _reserve(self, request: Request, num_tokens: int) -> None:
         request.num_reserved_blocks = self.num_blocks_for(num_tokens)
