@@ -4,7 +4,7 @@ Decides and accounts; never touches tensors. Admission takes the blocks of the w
 expected peak of all that is admitted, so that a half-prefilled prompt can always finish.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from diptych.control.config import CacheConfig
@@ -30,8 +30,8 @@ class KVCacheManager:
         self.is_dense = self.layout.is_dense
         self._finds_hits = config.enable_prefix_cache
         self._own_range = range(config.first_block, config.first_block + config.num_blocks)  # from the start on
-        full = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
-        self._full_group = full[0] if full else None  # one that keeps all blocks of a sequence
+        # Groups that keep all blocks of a sequence.
+        self._full_groups = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
         self.longest_chunk = self.layout.longest_chunk(config.window_chunk)  # of one prompt, in a step
         self._charged_chunk = config.charged_chunk
         self.capacity_tokens = config.capacity_tokens
@@ -142,10 +142,9 @@ class KVCacheManager:
         if self._tokens(count) <= hit.num_tokens:
             return hit
         tables, below = list[list[int]](), list[tuple[bytes, int]]()
-        for number, group in enumerate(self.layout.groups):
+        for keys in self._live_keys(request.block_hashes[:count]):
             tables.append([])
-            for block_hash in request.block_hashes[group.first_live(self._tokens(count)) : count]:
-                key = page_key(block_hash, number)
+            for key in keys:
                 block_id, host_block = device.get(key), host.get(key)
                 if block_id is None and host_block is not None:
                     below.append((key, host_block))
@@ -162,12 +161,10 @@ class KVCacheManager:
         """How many leading blocks of a prompt can be reached, more than ``least``, or that. lacks: whether a block, by
         its name in its group, can be found nowhere."""
         limit = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
-        hashes, groups = request.block_hashes, self.layout.groups
-        full = [number for number, group in enumerate(groups) if not group.window_tokens]
-        reached = 0
-        while reached < limit and not any(lacks(page_key(hashes[reached], number)) for number in full):
+        hashes, reached = request.block_hashes, 0
+        while reached < limit and not any(lacks(page_key(hashes[reached], number)) for number in self._full_groups):
             reached += 1
-        windows = [(number, group) for number, group in enumerate(groups) if group.window_tokens]
+        windows = [(number, group) for number, group in enumerate(self.layout.groups) if group.window_tokens]
         while reached > least:
             # No boundary has a block in its window that is missing: the next one to be tried ends before it.
             missing = next(
@@ -217,25 +214,30 @@ class KVCacheManager:
     def _parting(self, hashes: list[bytes]) -> int:
         """How many of these blocks, from the first on, were computed before, and are still there in a group that keeps
         all tokens."""
-        number, get, count = self._full_group, self.pool.prefix_cache.get, 0
-        if number is None:  # windows alone: up to the deepest that can be found
+        get, count = self.pool.prefix_cache.get, 0
+        if not self._full_groups:  # windows alone: up to the deepest that can be found
             known = (count for count in range(len(hashes), 0, -1) if get(page_key(hashes[count - 1], 0)) is not None)
             return next(known, 0)
-        while count < len(hashes) and get(page_key(hashes[count], number)) is not None:
+        while count < len(hashes) and get(page_key(hashes[count], self._full_groups[0])) is not None:
             count += 1
         return count
 
     def _boundary_tables(self, hashes: list[bytes]) -> tuple[list[int], ...] | None:
         """By group, the blocks that a sequence needs which goes on behind these hashes; None where one is missing."""
         get, tables = self.pool.prefix_cache.get, []
-        for number, group in enumerate(self.layout.groups):
-            live = hashes[group.first_live(self._tokens(len(hashes))) :]
-            found = [get(page_key(block_hash, number)) for block_hash in live]
+        for keys in self._live_keys(hashes):
+            found = [get(key) for key in keys]
             block_ids = [block_id for block_id in found if block_id is not None]
-            if len(block_ids) < len(live):
+            if len(block_ids) < len(keys):
                 return None
             tables.append(block_ids)
         return tuple(tables)
+
+    def _live_keys(self, hashes: Sequence[bytes]) -> Iterator[list[bytes]]:
+        """By group, the names of the blocks that a sequence needs which goes on behind these hashes."""
+        for number, group in enumerate(self.layout.groups):
+            first = group.first_live(self._tokens(len(hashes)))
+            yield [page_key(block_hash, number) for block_hash in hashes[first:]]
 
     def _tokens(self, num_blocks: int) -> int:
         return num_blocks * self.block_size
@@ -289,9 +291,8 @@ class KVCacheManager:
         if count == first:
             return False
         needed, held = list[bytes](), list[int]()
-        for number, group in enumerate(self.layout.groups):
-            for block_hash in request.block_hashes[group.first_live(self._tokens(count)) : count]:
-                key = page_key(block_hash, number)
+        for keys in self._live_keys(request.block_hashes[:count]):
+            for key in keys:
                 host_block = host(key)
                 if device(key) is None and host_block is not None:
                     held.append(host_block)
@@ -332,8 +333,8 @@ class KVCacheManager:
         """Whether a block is about to be computed, or was, by a prompt that goes on behind it."""
         if block_hash in self._computing:
             return True
-        number = self._full_group
-        return number is not None and self.pool.prefix_cache.get(page_key(block_hash, number)) is not None
+        full, get = self._full_groups, self.pool.prefix_cache.get
+        return bool(full) and get(page_key(block_hash, full[0])) is not None
 
     def _expect(self, request: Request) -> None:
         """A prompt is about to compute the blocks that it has not computed."""
@@ -738,11 +739,10 @@ class KVCacheManager:
         """``remember_computed``: blocks of groups that attend to everything, and boundaries that were passed."""
         full = min(num_computed_tokens // self.block_size, len(request.block_hashes))
         self._expect_no_more(request, full)
-        for number, group in enumerate(self.layout.groups):
-            if not group.window_tokens:
-                for index in range(request.num_hashed_blocks, full):
-                    key = page_key(request.block_hashes[index], number)
-                    self.pool.remember(key, request.block_tables[number][index])
+        for number in self._full_groups:
+            for index in range(request.num_hashed_blocks, full):
+                key = page_key(request.block_hashes[index], number)
+                self.pool.remember(key, request.block_tables[number][index])
         request.num_hashed_blocks = max(request.num_hashed_blocks, full)
         passed = [count for count in request.boundary_blocks if count <= full]
         if passed:
@@ -847,11 +847,12 @@ class KVCacheManager:
         end = request.num_hashed_blocks
         own = request.num_shared_blocks // max(1, self.layout.num_growing)  # where it began
         counts = [count for count in range(1, end + 1) if hashes[count - 1] in boundaries]
-        full = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
         while counts:
             count = counts.pop()
             first = counts[-1] if counts else 0
-            keys = [page_key(hashes[at], number) for number in full for at in range(count - 1, first - 1, -1)]
+            keys = [
+                page_key(hashes[at], number) for number in self._full_groups for at in range(count - 1, first - 1, -1)
+            ]
             if count >= own or boundaries.is_shared(hashes[count - 1]):
                 keys += boundaries.window_pages(hashes[count - 1])
             found = [get(key) for key in keys]
