@@ -519,8 +519,7 @@ class KVCacheManager:
         they read lies in blocks that the other worker lends, or that were found here, and then in blocks of its own
         here."""
         size, pool, num_remote = self.block_size, self.pool, request.num_remote_tokens
-        request.num_reserved_blocks = self._charged_blocks(request, request.num_tokens)
-        self._num_reserved += request.num_reserved_blocks
+        self._reserve(request, request.num_tokens)
         pool.taker = request.request_id
         start = self.num_cached_tokens(request, hit)
         counts, is_found_here = self._new_counts(request, start), start > num_remote
@@ -811,8 +810,6 @@ class KVCacheManager:
                 for block_ids in request.block_tables:
                     self.pool.release(self._own(block_ids))
                 request.first_blocks = ()
-                self._num_reserved -= request.num_reserved_blocks
-                request.num_reserved_blocks = 0
             self._hold(request, [])
         elif request.block_tables:
             # It computes these no more: prompts that begin alike need not wait for them.
@@ -832,8 +829,8 @@ class KVCacheManager:
             request.first_blocks = ()
             request.raise_targets = []
             self._hold(request, [])
-            self._num_reserved -= request.num_reserved_blocks
-            request.num_reserved_blocks = 0
+        self._num_reserved -= request.num_reserved_blocks
+        request.num_reserved_blocks = 0
         if request.host_block_ids:
             self.host.release(request.host_block_ids)
             request.host_block_ids = []
@@ -910,7 +907,7 @@ class KVCacheManager:
         request.num_slots = min(ends, default=0) * self.block_size
 
     def _reserve(self, request: Request, num_tokens: int) -> None:
-        request.num_reserved_blocks = self.num_blocks_for(num_tokens)
+        request.num_reserved_blocks = self._charged_blocks(request, num_tokens)
         self._num_reserved += request.num_reserved_blocks
 
     def _forget_in_progress(self, block_hash: bytes) -> None:
