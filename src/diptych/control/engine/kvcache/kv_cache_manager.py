@@ -577,12 +577,16 @@ class KVCacheManager:
     def begin_chunk(self, request: Request) -> None:
         """The next chunk of an admitted prompt is planned: blocks of windows that have expired hold what is computed
         next."""
+        if self.is_dense:
+            return
         num_committed = min(request.num_computed_tokens, self.layout.last_boundary(request.num_tokens))
         self._expire(request, num_committed, request.num_tokens)
 
     def end_prompt(self, request: Request) -> None:
         """The prompt is computed: blocks of its windows that have expired are free for others. What another worker is
         to get of it stays."""
+        if self.is_dense:
+            return
         num_tokens = num_committed = request.num_computed_tokens
         if request.hands_off:
             num_committed = self.layout.last_boundary(request.num_prompt_tokens)
