@@ -1392,7 +1392,7 @@ class StreamConnector:
             tables.append((0,) * first + tuple(ids))
             if starts[-1] < end and len(tables[-1]) * size < end:
                 raise ValueError(f"transfer {attempt_id}: {len(tables[-1])} blocks do not hold {end} tokens")
-        return SequenceTables(tuple(tables), tuple(starts), self._groups or (0,) * self._format.num_layers)
+        return SequenceTables(tuple(tables), tuple(starts), self._groups)
 
     # The connector's thread
 
