@@ -390,20 +390,12 @@ class KVTransfer:
 
 
 class RecvTransfer(KVTransfer):
-    """Receiver: what is expected, and how much of it is here. tables: of a model whose layers are of several groups,
-    instead of ``block_ids``."""
+    """Receiver: what is expected, and how much of it is here."""
 
-    def __init__(
-        self,
-        attempt_id: str,
-        block_ids: Sequence[int],
-        start: int,
-        num_tokens: int,
-        tables: SequenceTables | None = None,
-    ) -> None:
+    def __init__(self, attempt_id: str, tables: SequenceTables, start: int, num_tokens: int) -> None:
         super().__init__(attempt_id, start)
-        self.tables = tables or SequenceTables((tuple(block_ids),), (start,))
-        self.has_blocks = any(self.tables.tables)  # else they are borrowed: no KV comes
+        self.tables = tables
+        self.has_blocks = any(tables.tables)  # else they are borrowed: no KV comes
         self.end = start + num_tokens
         self.next_sequence = 0
         self.sender: bytes | None = None  # the instance that has opened it
@@ -505,16 +497,9 @@ class SendTransfer(KVTransfer):
         self._cursor = 0  # next to be sent on this connection
         self._sent_until = 0  # on any connection
 
-    def queue_send(
-        self,
-        start: int,
-        num_tokens: int,
-        block_ids: Sequence[int],
-        num_layers: int,
-        tables: SequenceTables | None = None,
-    ) -> bool:
+    def queue_send(self, start: int, num_tokens: int, tables: SequenceTables, num_layers: int) -> bool:
         """Worker's thread. Whether the connector's thread has to be notified. Raises ValueError for a gap, for other
-        tokens while some lack layers, and after the commit. tables: as of RecvTransfer."""
+        tokens while some lack layers, and after the commit."""
         if self._unfinished is not None:
             return self._queue_layers(self._unfinished, start + num_tokens, num_layers)
         skipped = max(0, self.queued_until - start)
@@ -525,7 +510,6 @@ class SendTransfer(KVTransfer):
         if self._payload is not None:
             raise ValueError(f"transfer {self.attempt_id}: KV after its commit")
         self.queued_until = start + num_tokens
-        tables = tables or SequenceTables((tuple(block_ids),), (start,))
         if skipped:
             tables = tables.from_token(start + skipped)
         if min(tables.starts) >= self.queued_until:  # windows will have left all of it
@@ -1294,7 +1278,7 @@ class StreamConnector:
         if not block_ids and num_tokens:
             raise ValueError(f"transfer {attempt_id} has no blocks for its {num_tokens} tokens")
         tables = self._tables_of(attempt_id, block_ids, start, start + num_tokens)
-        self._receiver.transfers[attempt_id] = RecvTransfer(attempt_id, (), start, num_tokens, tables)
+        self._receiver.transfers[attempt_id] = RecvTransfer(attempt_id, tables, start, num_tokens)
 
     def forget(self, attempt_id: str) -> None:
         transfer = self._receiver.transfers.pop(attempt_id, None)
@@ -1323,7 +1307,7 @@ class StreamConnector:
         if num_layers is not None and not 1 <= num_layers <= self._format.num_layers:
             raise ValueError(f"transfer {attempt_id}: {num_layers} layers are computed, of {self._format.num_layers}")
         tables = self._tables_of(attempt_id, block_ids, start, start + num_tokens)
-        if transfer.queue_send(start, num_tokens, (), num_layers or self._format.num_layers, tables):
+        if transfer.queue_send(start, num_tokens, tables, num_layers or self._format.num_layers):
             self._notify(transfer)
 
     def commit(self, attempt_id: str, payload: bytes) -> None:
@@ -1381,7 +1365,7 @@ class StreamConnector:
         if not isinstance(block_ids, GroupTables):
             if block_ids and len(block_ids) * size < end:
                 raise ValueError(f"transfer {attempt_id}: {len(block_ids)} blocks do not hold {end} tokens")
-            return SequenceTables((tuple(block_ids),), (start,))
+            return SequenceTables.of(block_ids, start)
         needed = 1 + max(self._groups, default=0)
         if not needed == len(block_ids.block_tables) == len(block_ids.first_blocks):
             given = f"{len(block_ids.block_tables)} block tables, {len(block_ids.first_blocks)} first blocks"
