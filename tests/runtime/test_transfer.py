@@ -499,7 +499,10 @@ def test_a_frame_leaves_when_its_layers_are_there_and_is_the_one_of_a_whole_send
     whole, left, known = list(body_format.parts(0, tokens)), [], 0
     for count in [*(min(number, num_layers) for number in said), num_layers]:
         was_waiting = attempt.has_data
-        is_told = attempt.queue_send(0, tokens, SequenceTables.of((), 0), count)
+        if attempt.lacks_layers:
+            is_told = attempt.queue_layers(tokens, count)
+        else:
+            is_told = attempt.queue_send(0, tokens, SequenceTables.of((), 0), count)
         known = max(known, count)
         assert is_told or not attempt.has_data or was_waiting
         while attempt.has_data and (following := attempt.next_part(lambda _: body_format)) is not None:

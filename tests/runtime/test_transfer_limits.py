@@ -469,14 +469,14 @@ def test_layers_come_for_the_same_tokens_until_all_are_there() -> None:
     assert transfer.queue_send(0, 16, SequenceTables.of((), 0), 1)
     assert take(transfer) == [] and not transfer.has_data and not transfer.is_cut
     with pytest.raises(ValueError, match=r"tokens up to 32, while those up to 16 have 1 of 3 layers"):
-        transfer.queue_send(16, 16, SequenceTables.of((), 16), 3)
+        transfer.queue_layers(32, 3)
     with pytest.raises(ValueError, match="committed with 1 layers"):
         transfer.queue_commit(b"")
-    assert not transfer.queue_send(0, 16, SequenceTables.of((), 0), 2)  # the part waits for the third: no notice
-    assert not transfer.queue_send(0, 16, SequenceTables.of((), 0), 1)  # never fewer than before
+    assert transfer.lacks_layers and not transfer.queue_layers(16, 2)  # the part waits for the third: no notice
+    assert not transfer.queue_layers(16, 1)  # never fewer than before
     with pytest.raises(ValueError, match="committed with 2 layers"):
         transfer.queue_commit(b"")
-    assert transfer.queue_send(0, 16, SequenceTables.of((), 0), 3) and transfer.has_data
+    assert transfer.queue_layers(16, 3) and transfer.has_data and not transfer.lacks_layers
     assert take(transfer) == [0]
     assert transfer.queue_send(16, 16, SequenceTables.of((), 16), 3)
     other = sender_of()

@@ -498,10 +498,8 @@ class SendTransfer(KVTransfer):
         self._sent_until = 0  # on any connection
 
     def queue_send(self, start: int, num_tokens: int, tables: SequenceTables, num_layers: int) -> bool:
-        """Worker's thread. Whether the connector's thread has to be notified. Raises ValueError for a gap, for other
-        tokens while some lack layers, and after the commit."""
-        if self._unfinished is not None:
-            return self._queue_layers(self._unfinished, start + num_tokens, num_layers)
+        """Worker's thread, when no tokens lack layers. Whether the connector's thread has to be notified. Raises
+        ValueError for a gap, and after the commit."""
         skipped = max(0, self.queued_until - start)
         if start > self.queued_until:
             raise ValueError(f"transfer {self.attempt_id}: tokens {self.queued_until} to {start} were never sent")
@@ -519,7 +517,16 @@ class SendTransfer(KVTransfer):
         self._sends.append(send)
         return True
 
-    def _queue_layers(self, send: _Send, end: int, num_layers: int) -> bool:
+    @property
+    def lacks_layers(self) -> bool:
+        """Worker's thread. Whether more layers are to come of the tokens that were queued last."""
+        return self._unfinished is not None
+
+    def queue_layers(self, end: int, num_layers: int) -> bool:
+        """Worker's thread: of tokens that lack layers, ``num_layers`` are computed. Whether the connector's thread has
+        to be notified. Raises ValueError for other tokens."""
+        send = self._unfinished
+        assert send is not None, "no tokens lack layers"
         if end != self.queued_until:
             raise ValueError(
                 f"transfer {self.attempt_id}: tokens up to {end}, while those up to {self.queued_until} have "
@@ -1306,8 +1313,14 @@ class StreamConnector:
             return
         if num_layers is not None and not 1 <= num_layers <= self._format.num_layers:
             raise ValueError(f"transfer {attempt_id}: {num_layers} layers are computed, of {self._format.num_layers}")
-        tables = self._tables_of(attempt_id, block_ids, start, start + num_tokens)
-        if transfer.queue_send(start, num_tokens, tables, num_layers or self._format.num_layers):
+        end, layers = start + num_tokens, num_layers or self._format.num_layers
+        if transfer.lacks_layers:  # this is called layer by layer: where the tokens lie is known from the first
+            has_more = transfer.queue_layers(end, layers)
+        else:
+            has_more = transfer.queue_send(
+                start, num_tokens, self._tables_of(attempt_id, block_ids, start, end), layers
+            )
+        if has_more:
             self._notify(transfer)
 
     def commit(self, attempt_id: str, payload: bytes) -> None:
