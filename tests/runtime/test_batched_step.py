@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from diptych.control.config import BudgetConfig, CacheConfig, PreemptionConfig, SchedulerConfig
+from diptych.control.config import BudgetConfig, CacheConfig, PreemptionConfig, PreemptionName, SchedulerConfig
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.runtime.device.host_copies import ToDevice
 from diptych.runtime.sampling.batch_sampler import BatchSampler
@@ -55,13 +55,13 @@ def test_requests_of_every_kind_get_the_same_tokens(shared: ModelRunner, constra
 
 
 @pytest.mark.parametrize("kind", ["recompute", "swap"])
-def test_streams_that_lose_their_blocks_go_on_with_the_same_tokens(shared: ModelRunner, kind: str) -> None:
+def test_streams_that_lose_their_blocks_go_on_with_the_same_tokens(shared: ModelRunner, kind: PreemptionName) -> None:
     plain = run(Eager(shared, DraftTokens(drafts=False)), max_tokens=40)
     cache = CacheConfig(14, 32, num_host_blocks=64 * (kind == "swap"), watermark_blocks=0, admission="greedy")
     scheduler = SchedulerConfig(
         order="fcfs",
         budget=BudgetConfig("fixed", 40, min_chunk_tokens=1),
-        preemption=PreemptionConfig(kind),  # type: ignore[arg-type]
+        preemption=PreemptionConfig(kind),
         max_num_seqs=20,
     )
     engine = batched(shared, DraftTokens(drafts=False), scheduler=scheduler, cache=cache)
