@@ -143,9 +143,9 @@ class MemoryTrial:
     def _tables(self) -> BlockTables:
         return (self._blocks,) * max(1, len(self.runner.groups))
 
-    def _decode(self, count: int, num_steps: int, **sampling: float) -> None:
+    def _decode(self, count: int, num_steps: int, temperature: float, top_p: float = 1.0) -> None:
         context = min(16, self.prompts[1] - 1)
-        ids = self._add(count, context + 1, **sampling)
+        ids = self._add(count, context + 1, temperature, top_p)
         resumed = tuple([ResumedDecode(request_id, context, self._tables) for request_id in ids])
         self._run(SchedulerOutput(0, num_decodes=count, resumed=resumed))
         for _ in range(num_steps - 1):
@@ -157,9 +157,9 @@ class MemoryTrial:
         if result.is_out_of_memory:
             raise torch.OutOfMemoryError(result.failed[0][1])
 
-    def _add(self, count: int, num_tokens: int, **sampling: float) -> list[str]:
+    def _add(self, count: int, num_tokens: int, temperature: float = 0.0, top_p: float = 1.0) -> list[str]:
         """Make known requests of made-up tokens."""
-        params = SamplingParams(ignore_eos=True, seed=0, **({"temperature": 0.0} | sampling))  # type: ignore[arg-type]
+        params = SamplingParams(temperature=temperature, top_p=top_p, ignore_eos=True, seed=0)
         vocab_size = self.runner.model_config.vocab_size
         ids = [f"memory-{index}" for index in range(count)]
         for request_id in ids:
