@@ -122,8 +122,11 @@ class LocalEngine:
                 result = self.runner.execute(output)
             else:
                 result = pipeline.execute(output, lambda: self.core.begin_step(self._clock()))
-        except KeyboardInterrupt:  # the step is over all the same: what it computed is not known, and not used
-            self.core.end_step(StepResult(output.step_id), self._clock(), num_steps=0)
+        except KeyboardInterrupt:  # what was begun is over all the same: what it computed is not known, and not used
+            if pipeline is not None:
+                pipeline.give_up()
+            while (begun := self.core.begun) is not None:
+                self.core.end_step(StepResult(begun.step_id), self._clock(), num_steps=0)
             raise
         tokens = result.payload or StepTokens([], [])
         if pipeline is not None:

@@ -40,6 +40,10 @@ class StepPipeline:
         """The plan that was launched ahead: the next to ``execute``, before any other is asked for."""
         return self._ahead.output if self._ahead is not None else None
 
+    def give_up(self) -> None:
+        """Forget the step that was launched ahead: nobody asks for its result."""
+        self._ahead = None
+
     def execute(self, output: SchedulerOutput, plan_ahead: Callable[[], SchedulerOutput | None]) -> StepResult:
         """The result of a step: of the one under way, or of a new one. plan_ahead: asks for the plan that follows."""
         flight, self._ahead = self._ahead, None
