@@ -13,6 +13,7 @@ The records of plans and results are replaced, never changed. (They are not froz
 step, and a frozen one takes four times as long to make.)
 """
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -159,6 +160,19 @@ class StepTokens:
     def is_last(self, index: int) -> bool:
         """Whether this token is the last that its request got in the step."""
         return index + 1 == len(self.request_ids) or self.request_ids[index + 1] != self.request_ids[index]
+
+    def of_open(self, requests: Container[str]) -> "StepTokens":
+        """Those of ``requests``: without those of requests that ended while the step was under way."""
+        if all(request_id in requests for request_id in self.request_ids):
+            return self
+        kept = StepTokens([], [], prompt_logprobs=self.prompt_logprobs, embeddings=self.embeddings)
+        for index, (request_id, token_id) in enumerate(zip(self.request_ids, self.token_ids, strict=True)):
+            if request_id in requests:
+                if index in self.logprobs:
+                    kept.logprobs[len(kept.token_ids)] = self.logprobs[index]
+                kept.request_ids.append(request_id)
+                kept.token_ids.append(token_id)
+        return kept
 
 
 @dataclass(frozen=True, slots=True)

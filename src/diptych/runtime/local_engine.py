@@ -22,7 +22,7 @@ from diptych.control.step import SchedulerOutput, StepResult, StepTokens
 from diptych.runtime.models.decoder import DecoderConfig
 from diptych.runtime.sampling.answer_constraint import constraint_of
 from diptych.runtime.step.model_runner import ModelRunner
-from diptych.runtime.step.step_pipeline import StepPipeline, of_open_requests
+from diptych.runtime.step.step_pipeline import StepPipeline
 from diptych.runtime.tiers.tier_io import TierDriver
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class LocalEngine:
             raise
         tokens = result.payload or StepTokens([], [])
         if pipeline is not None:
-            tokens = of_open_requests(tokens, self.core.requests)
+            tokens = tokens.of_open(self.core.requests)
         return StepOutcome(tokens, self.core.end_step(result, self._clock()))
 
     def close(self) -> None:

@@ -8,24 +8,10 @@ planned at depth 1, behind an empty pipeline, so that whatever joins, leaves, is
 up does so behind all steps before it. A stop that shows with this step costs a row in the next, and never a token.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
-from diptych.control.step import SchedulerOutput, StepResult, StepTokens
+from diptych.control.step import SchedulerOutput, StepResult
 from diptych.runtime.step.model_runner import ModelRunner, StepInFlight
-
-
-def of_open_requests(tokens: StepTokens, requests: Container[str]) -> StepTokens:
-    """The tokens of a step without those of requests that ended while it was under way."""
-    if all(request_id in requests for request_id in tokens.request_ids):
-        return tokens
-    kept = StepTokens([], [], prompt_logprobs=tokens.prompt_logprobs, embeddings=tokens.embeddings)
-    for index, (request_id, token_id) in enumerate(zip(tokens.request_ids, tokens.token_ids, strict=True)):
-        if request_id in requests:
-            if index in tokens.logprobs:
-                kept.logprobs[len(kept.token_ids)] = tokens.logprobs[index]
-            kept.request_ids.append(request_id)
-            kept.token_ids.append(token_id)
-    return kept
 
 
 class StepPipeline:
