@@ -5,8 +5,8 @@ step whose ``num_decodes`` is not 0; a plan says which requests joined, which le
 steady decode step is therefore described by a plan of constant size, however large the batch is.
 
 A member may compute more than one token in a step. The executor may know what comes next in its answer: tokens that a
-constraint forces, or a draft that it found in the prompt (an DraftProposal). The plan of the next step takes as many of
-them as it wants (an VerifyRows), and the step computes them as if they had been sampled. The model's own choices at
+constraint forces, or a draft that it found in the prompt (a DraftProposal). The plan of the next step takes as many of
+them as it wants (a VerifyRows), and the step computes them as if they had been sampled. The model's own choices at
 these positions say how many were right; only these, and the choice that follows them, are tokens of the answer.
 
 The records of plans and results are replaced, never changed. (They are not frozen only because some are made in every
