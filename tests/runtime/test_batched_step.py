@@ -78,14 +78,17 @@ def test_log_probabilities_of_prompts_are_the_same_bits(shared: ModelRunner) -> 
     assert results[0].logprobs == results[1].logprobs
 
 
-def test_a_constraint_that_cannot_go_on_fails_its_request_alone(shared: ModelRunner) -> None:
+@pytest.mark.parametrize("make", [Eager, batched])
+def test_a_constraint_that_cannot_go_on_fails_its_request_alone(
+    shared: ModelRunner, make: Callable[..., Eager]
+) -> None:
     class Broken(Rhyme):
         def allowed(self) -> bytes | None:
             if len(self.tokens) == 8:
                 raise ValueError("the grammar is lost")
             return super().allowed()
 
-    engine = batched(shared, DraftTokens(drafts=True))
+    engine = make(shared, DraftTokens(drafts=True))
     sampling = SamplingParams(temperature=0.0, max_tokens=30)
     engine.add("whole", prompt_of(9), sampling)
     engine.add_constrained("broken", prompt_of(12), sampling)
