@@ -315,11 +315,16 @@ def _say(number: int, plan: Plan, outcome: Outcome) -> None:
     print(f"\r{number + 1}/{plan.num_faults} faults, {outcome.num_complete} answers", end="", file=sys.stderr)
 
 
+async def running_workers(server: ServerProcess) -> list[dict[str, Any]]:
+    """The workers of a server, without those that were stopped for good, which it remembers."""
+    workers = (await asyncio.to_thread(server.call, "/admin/workers"))["workers"]
+    return [worker for worker in workers if worker["state"] != "stopped"]
+
+
 async def change_worker(server: ServerProcess, kind: str, rng: random.Random) -> int:
     """Give a worker another role, or drain it for a while. Returns how many changes the server made: it refuses one
     that would leave no worker for a phase."""
-    workers = (await asyncio.to_thread(server.call, "/admin/workers"))["workers"]
-    chosen = rng.choice([worker for worker in workers if worker["state"] != "stopped"])  # those are only remembered
+    chosen = rng.choice(await running_workers(server))
     path = f"/admin/workers/{chosen['worker']}"
     if kind == "role":
         role = rng.choice([role for role in ("prefill", "decode", "both") if role != chosen["role"]])

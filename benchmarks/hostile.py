@@ -312,15 +312,15 @@ class Attacked:
         self._kept: tuple[int, Target] | None = None
         self._has_workers = False
 
-    def server(self, attack: Attack) -> tuple[int, Target]:
-        """The process id of its front end, and where to attack it."""
-        if self._kept is None or self._has_workers != attack.has_workers:
+    def server(self, attack: Attack) -> tuple[bool, int, Target]:
+        """Whether it is a fresh one, the process id of its front end, and where to attack it."""
+        is_fresh = self._kept is None or self._has_workers != attack.has_workers
+        if is_fresh:
             self.stop()
-            self._kept, self._has_workers = (
-                self._stack.enter_context(served(self._options, attack.has_workers)),
-                attack.has_workers,
-            )
-        return self._kept
+            self._has_workers = attack.has_workers
+            self._kept = self._stack.enter_context(served(self._options, attack.has_workers))
+        assert self._kept is not None
+        return is_fresh, *self._kept
 
     def stop(self) -> None:
         """End it, if there is one: the next attack meets a fresh one."""
@@ -330,8 +330,7 @@ class Attacked:
     def measure(self, attack: Attack) -> dict[str, Any]:
         """One attack: a row, with what is not for the table under "detail"."""
         options, context, pipes = self._options, get_context("spawn"), []
-        is_fresh = self._kept is None or self._has_workers != attack.has_workers
-        pid, target = self.server(attack)
+        is_fresh, pid, target = self.server(attack)
         for function, given in (
             (streams_process, (target.address, "m", options.server)),
             (attacker_process, (attack.name, target, options.share, options.seconds)),

@@ -10,7 +10,8 @@ line of a batch, must be the one that the same server gave before, when nothing 
 must have begun so. A refusal is a 429 or 503; any other error, a connection that breaks, and a request without its
 reply in COMPLETE_S are wrong. At the end nothing may run or wait, or hold a block.
 
-The memory of the front end is read each second. Its slope after the warm-up is that of the least squares through it;
+The memory of the front end is read each second. Stored responses take at most 1 MiB, which they fill during the
+warm-up: what the store may hold is no leak. Its slope after the warm-up is that of the least squares through it;
 the 95 % interval is from a block bootstrap of the residuals, since neighbouring seconds are alike. With --json all of
 it is written once a minute, and at the end.
 """
@@ -34,7 +35,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import numpy as np
-from chaos import Case, ServerProcess, ask, change_worker, make_cases, undisturbed
+from chaos import Case, ServerProcess, ask, change_worker, make_cases, running_workers, undisturbed
 from common import RESULTS, report, write_record
 from loopback import http_request, memory_of
 
@@ -55,7 +56,7 @@ LONGEST_STOP_S = 3.0
 REFUSALS = ("429", "503")
 WRITE_S = 60.0
 MOST_WORKERS = 4
-SERVER = ("--prefill", "1", "--decode", "1", "--both", "1", "--disaggregate", "always")
+SERVER = ("--prefill", "1", "--decode", "1", "--both", "1", "--disaggregate", "always", "--max-responses", "1MiB")
 BLOCK_S = 120  # of the bootstrap: longer than a batch, or a restart, is felt
 NUM_DRAWS = 2000
 COMPLETE_S = 180.0
@@ -313,8 +314,7 @@ async def replace_worker(server: ServerProcess, rng: random.Random) -> int:
                 raise
             return None
 
-    known = (await asyncio.to_thread(server.call, "/admin/workers"))["workers"]
-    workers = [worker for worker in known if worker["state"] != "stopped"]  # those are only remembered
+    workers = await running_workers(server)
     old = rng.choice(workers)
     if len(workers) < MOST_WORKERS and await asyncio.to_thread(call, "POST", "/admin/workers") is None:
         return 0

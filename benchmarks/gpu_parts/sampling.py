@@ -84,14 +84,14 @@ def codec() -> None:
     """KV of a prompt of a model with 8 B parameters to wire bytes in host memory, and back."""
     form = KVFormat("model", 32 if ON_GPU else 2, 8, 128, "bfloat16" if ON_GPU else "float32", 32, "cuda")
     blocks = list(range(CODEC_TOKENS // form.block_size))[::-1]
-    dtype = getattr(torch, form.dtype)
-    caches = [
-        tuple(torch.randn(len(blocks), form.block_size, 8, 128, device=DEVICE).to(dtype) for _ in range(2))
-        for _ in range(form.num_layers)
-    ]
+
+    def values() -> torch.Tensor:
+        return torch.randn(len(blocks), form.block_size, 8, 128, device=DEVICE).to(getattr(torch, form.dtype))
+
+    caches = [(values(), values()) for _ in range(form.num_layers)]
     wires = []
     for kernel in ("torch", "triton") if has_triton() and ON_GPU else ("torch",):
-        encoder = KVCodec(caches, form, WireEncoding.INT8)  # type: ignore[arg-type]
+        encoder = KVCodec(caches, form, WireEncoding.INT8)
         encoder.uses_triton = kernel == "triton"
         wire = bytearray(encoder.num_bytes(CODEC_TOKENS))
         encode_s = median(seconds_of(lambda e=encoder, w=wire: e.encode(blocks, 0, CODEC_TOKENS, w), 3, warm_up=1))

@@ -1,12 +1,13 @@
 """A driver under virtual time for tests: an EngineCore, the checking executor, and the laws that hold at every step."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from diptych.control.config import EngineConfig, SchedulerConfig
+from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event, FirstToken, RequestFinished, StepFinished
+from diptych.control.kv_layout import KVGroup
 from diptych.control.request import PeerRun, Request, RequestOptions, WaitClass
 from diptych.control.slo import Slo
 from diptych.control.step import SchedulerOutput
@@ -20,6 +21,18 @@ def expect_answers(core: EngineCore, num_tokens: int, count: int = 100) -> None:
     lengths = core.scheduler.lengths
     for _ in range(count):
         lengths.observe(lengths.group("standard", 100), num_tokens)
+
+
+def in_groups(cache: CacheConfig, groups: tuple[KVGroup, ...], window_chunk: int) -> CacheConfig:
+    """The same memory for as many tokens in full, in pages of several groups."""
+    room = cache.num_blocks - cache.watermark_blocks
+    return replace(
+        cache,
+        num_blocks=room * len(groups) + cache.watermark_blocks,
+        num_host_blocks=cache.num_host_blocks * len(groups),
+        groups=groups,
+        window_chunk=window_chunk,
+    )
 
 
 @dataclass

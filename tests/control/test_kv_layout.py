@@ -9,6 +9,7 @@ from diptych.control.config import CacheConfig
 from diptych.control.engine.kvcache.kv_cache_manager import KVCacheManager
 from diptych.control.errors import ConfigError
 from diptych.control.kv_layout import UNLIMITED_TOKENS, GroupKind, KVGroup, KVLayout
+from diptych.control.router.topology import ANY_LENGTH, WorkerInfo
 from tests.laws import law
 
 FULL, WINDOW = GroupKind.FULL, GroupKind.WINDOW
@@ -65,6 +66,9 @@ def test_the_longest_sequence_that_fits_is_the_last_one_whose_peak_does(seed: in
         assert max(peaks) <= num_pages and all(group.kind is WINDOW for group in layout.groups)
     else:
         assert longest == max((length for length, peak in enumerate(peaks) if peak <= num_pages), default=-1)
+    num_blocks, context = max(1, num_pages), rng.choice((1, rng.randrange(1, 1200), ANY_LENGTH))
+    worker = WorkerInfo(0, "both", num_blocks, 16, max_model_len=context, groups=layout.groups)
+    assert worker.max_sequence_tokens == min(context, layout.capacity_tokens(num_blocks))
 
 
 def test_a_dense_model_has_blocks_and_nothing_else() -> None:

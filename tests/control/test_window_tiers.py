@@ -11,6 +11,7 @@ from diptych.control.engine.kvcache.prefix_cache import HASH_BYTES, hash_blocks,
 from diptych.control.events import RequestAdmitted
 from diptych.control.kv_layout import GroupKind, KVGroup
 from diptych.control.request import FinishReason
+from tests.control.driver import in_groups
 from tests.control.test_tiers import BLOCK, COPY_NS, cached_tokens, prompt, random_driver, settle
 from tests.control.test_windows import answered
 from tests.control.tiered_driver import TieredDriver
@@ -94,14 +95,7 @@ def random_windows(seed: int) -> TieredDriver:
     full = [KVGroup(cache.block_size)] * rng.choice((0, 1, 1, 2))
     windows = [KVGroup(cache.block_size, GroupKind.WINDOW, rng.choice((1, 17, 40)))] * rng.choice((1, 2))
     groups = tuple(rng.sample([*full, *windows], len(full) + len(windows)))
-    cache = replace(
-        cache,
-        num_blocks=(cache.num_blocks - cache.watermark_blocks) * len(groups) + cache.watermark_blocks,
-        num_host_blocks=cache.num_host_blocks * len(groups),
-        groups=groups,
-        window_chunk=rng.choice((16, 50)),
-    )
-    config = replace(plain.config, cache=cache)
+    config = replace(plain.config, cache=in_groups(cache, groups, rng.choice((16, 50))))
     return TieredDriver(config, seed=seed, delay_ns=plain.delay_ns, fault_share=plain.fault_share)
 
 

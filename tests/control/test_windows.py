@@ -17,7 +17,7 @@ from diptych.control.step import SchedulerOutput
 from diptych.simulation.fleet.simulated_cluster import SimulatedCluster
 from diptych.simulation.replay import replay
 from tests.control.checking_executor import token_at
-from tests.control.driver import Driver
+from tests.control.driver import Driver, in_groups
 from tests.control.test_conservation import check_scenario, random_config, run_scenario
 from tests.laws import law
 from tests.simulation.scenarios import random_scenario
@@ -27,19 +27,12 @@ WINDOW = GroupKind.WINDOW
 
 
 def with_windows(config: EngineConfig, rng: random.Random) -> EngineConfig:
-    """The same memory for as many tokens, in pages of several groups."""
-    size, cache = config.cache.block_size, config.cache
+    """A model of the same memory whose layers are of several groups."""
+    size = config.cache.block_size
     full = [KVGroup(size)] * rng.choice((0, 1, 1, 1, 2))
     window = [KVGroup(size, WINDOW, rng.choice((1, 3, 16, 17, 40)))] * rng.choice((1, 1, 2, 5))
     groups = tuple(rng.sample([*full, *window], len(full) + len(window)))
-    changed = replace(
-        cache,
-        num_blocks=(cache.num_blocks - cache.watermark_blocks) * len(groups) + cache.watermark_blocks,
-        num_host_blocks=cache.num_host_blocks * len(groups),
-        groups=groups,
-        window_chunk=rng.choice((1, 5, 16, 64)),
-    )
-    return replace(config, cache=changed)
+    return replace(config, cache=in_groups(config.cache, groups, rng.choice((1, 5, 16, 64))))
 
 
 def random_windows(rng: random.Random) -> EngineConfig:
@@ -186,6 +179,11 @@ def answered(prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
+def add_with_stem(driver: Driver, number: int) -> None:
+    """Add a request whose prompt has the same 320 tokens first, and then 100 of its own."""
+    driver.add(f"r{number}", tokens_of(320, 1) + tokens_of(100, 10 + number), 20)
+
+
 @pytest.mark.parametrize("shape", ["unified", "chunked"])
 def test_a_prompt_that_comes_again_is_found_and_so_is_the_next_turn(shape: str) -> None:
     driver = long_runner(600, shape=shape)
@@ -201,9 +199,8 @@ def test_a_prompt_that_comes_again_is_found_and_so_is_the_next_turn(shape: str) 
 
 def test_what_prompts_begin_with_is_found_from_the_second_on_while_there_is_memory() -> None:
     driver = long_runner(2000)
-    system = tokens_of(320, 1)
     for number in range(6):
-        driver.add(f"r{number}", system + tokens_of(100, 10 + number), 20)
+        add_with_stem(driver, number)
         driver.run()
     assert [*cached_tokens(driver).values()] == [0, 320, 320, 320, 320, 320]
 
@@ -214,9 +211,8 @@ def test_what_prompts_begin_with_is_found_from_the_third_on_in_memory_that_is_fu
     for number in range(4):
         driver.add(f"f{number}", tokens_of(700, 50 + number), 20)
         driver.run()
-    system = tokens_of(320, 1)
     for number in range(6):
-        driver.add(f"r{number}", system + tokens_of(100, 10 + number), 20)
+        add_with_stem(driver, number)
         driver.run()
     assert [*cached_tokens(driver).values()][6:] == [320, 320, 320, 320]
 
@@ -237,9 +233,8 @@ def test_what_is_left_of_windows_takes_no_memory_from_others() -> None:
 
 def test_prompts_that_come_together_wait_for_what_they_share() -> None:
     driver = long_runner(2000)
-    system = tokens_of(320, 1)
     for number in range(16):
-        driver.add(f"r{number}", system + tokens_of(100, 10 + number), 20)
+        add_with_stem(driver, number)
     driver.run()
     assert sorted(cached_tokens(driver).values()) == [0] + [320] * 15
 
@@ -267,6 +262,19 @@ def test_a_boundary_goes_with_the_first_of_its_blocks() -> None:
     driver.run()
     assert cached_tokens(driver) == {"first": 0, "large": 0, "again": 0}
     assert {event.reason for event in driver.finished().values()} == {FinishReason.LENGTH}
+
+
+def test_tiers_look_again_at_what_is_evicted_next_when_a_boundary_has_ended() -> None:
+    driver = long_runner(600)
+    for number in range(2):
+        driver.add(f"r{number}", tokens_of(300, number), 8)
+        driver.run()
+    pool = driver.core.kv.pool
+    newest = list(driver.core.kv.boundaries)[-1]
+    before, version = pool.oldest_cached(600), pool.version
+    pool.end_boundary(newest)
+    after = pool.oldest_cached(600)
+    assert after != before and sorted(after) == sorted(before) and pool.version != version
 
 
 def test_a_prompt_that_only_fits_without_what_is_cached_is_computed_anew() -> None:

@@ -4,19 +4,22 @@ picks; the kernel picks them, too."""
 import itertools
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from diptych.control.request import SamplingParams
 from diptych.control.step import TokenLogprobs
-from diptych.runtime.device.host_copies import memory_of
+from diptych.runtime.device.host_copies import Copied, ToDevice, memory_of
 from diptych.runtime.kernels.native import load_native
 from diptych.runtime.sampling.batch_sampler import (
     NOT_FINITE,
     NOTHING_LEFT,
+    ROWS_AT_ONCE,
     Adjustment,
     BatchSampler,
     Pick,
@@ -253,6 +256,38 @@ def test_penalties_follow_answers_that_grow_leave_and_come_back() -> None:
         assert token_ids.tolist() == [case.expected(place)[0] for place in chosen]
         for place in chosen:
             case.tokens[place] = np.append(case.tokens[place], rng.integers(0, 400, 2, dtype=np.int32))
+
+
+class CountingCopies(ToDevice):
+    """num_bytes: of all that was brought to the device."""
+
+    num_bytes = 0
+
+    def copy(self, arrays: Sequence[npt.NDArray[Any]]) -> Copied:
+        self.num_bytes += sum(array.nbytes for array in arrays)
+        return super().copy(arrays)
+
+
+def test_a_token_more_of_each_answer_is_all_that_a_step_counts_however_many_have_penalties() -> None:
+    count = 2 * ROWS_AT_ONCE + 9
+    case = Case(4, count, 64, torch.float32)
+    case.params = [SamplingParams(repetition_penalty=1.4, frequency_penalty=0.8)] * count
+    case.masks = [None] * count
+    sampler, owners = BatchSampler(DEVICE, MEMORY), [object() for _ in range(count)]
+    copies = sampler._to_device = CountingCopies(MEMORY)
+    sizes: list[int] = []
+    for _ in range(3):
+        batch = case.batch(list(range(count)))
+        for place in range(count):
+            counted = CountedTokens(owners[place], case.tokens[place], NUM_PROMPT)
+            batch.adjustments[place] = Adjustment(case.params[place], tokens=counted)
+        before = copies.num_bytes
+        assert sampler.sample(case.logits.to(DEVICE), batch).result()[0].tolist() == [
+            case.expected(place)[0] for place in range(count)
+        ]
+        sizes.append(copies.num_bytes - before)
+        case.tokens = [np.append(tokens, np.int32(5)) for tokens in case.tokens]
+    assert sizes[1] == sizes[2] < sizes[0] - count * NUM_PROMPT * 8
 
 
 def test_scores_of_many_rows_are_those_of_single_rows() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from diptych.control.config import BudgetConfig, CacheConfig, PreemptionConfig, SchedulerConfig
+from diptych.control.config import BudgetConfig, CacheConfig, PreemptionConfig, PreemptionName, SchedulerConfig
 from diptych.control.request import FinishReason, SamplingParams
 from diptych.runtime.device.host_copies import ToDevice
 from diptych.runtime.sampling.batch_sampler import BatchSampler
@@ -46,21 +46,22 @@ def batched(shared: ModelRunner, drafted: DraftTokens, **changes: object) -> Eag
 def test_requests_of_every_kind_get_the_same_tokens(shared: ModelRunner, constrained: bool) -> None:
     plain = run(Eager(shared, DraftTokens(drafts=False)), max_tokens=50, constrained=constrained)
     answers = {request_id: generation.token_ids for request_id, generation in plain.items()}
-    for drafted in (DraftTokens(drafts=False), Guesses(answers, 3)):
-        engine = batched(shared, drafted)
-        check_same(plain, run(engine, max_tokens=50, constrained=constrained))
-    assert extras(engine)[1] > 100  # type: ignore[possibly-undefined]
+    undrafted = batched(shared, DraftTokens(drafts=False))
+    check_same(plain, run(undrafted, max_tokens=50, constrained=constrained))
+    engine = batched(shared, Guesses(answers, 3))
+    check_same(plain, run(engine, max_tokens=50, constrained=constrained))
+    assert extras(engine)[1] > 100
     assert {generation.finish_reason for generation in plain.values()} == {FinishReason.LENGTH, FinishReason.STOP}
 
 
 @pytest.mark.parametrize("kind", ["recompute", "swap"])
-def test_streams_that_lose_their_blocks_go_on_with_the_same_tokens(shared: ModelRunner, kind: str) -> None:
+def test_streams_that_lose_their_blocks_go_on_with_the_same_tokens(shared: ModelRunner, kind: PreemptionName) -> None:
     plain = run(Eager(shared, DraftTokens(drafts=False)), max_tokens=40)
     cache = CacheConfig(14, 32, num_host_blocks=64 * (kind == "swap"), watermark_blocks=0, admission="greedy")
     scheduler = SchedulerConfig(
         order="fcfs",
         budget=BudgetConfig("fixed", 40, min_chunk_tokens=1),
-        preemption=PreemptionConfig(kind),  # type: ignore[arg-type]
+        preemption=PreemptionConfig(kind),
         max_num_seqs=20,
     )
     engine = batched(shared, DraftTokens(drafts=False), scheduler=scheduler, cache=cache)
@@ -77,14 +78,17 @@ def test_log_probabilities_of_prompts_are_the_same_bits(shared: ModelRunner) -> 
     assert results[0].logprobs == results[1].logprobs
 
 
-def test_a_constraint_that_cannot_go_on_fails_its_request_alone(shared: ModelRunner) -> None:
+@pytest.mark.parametrize("make", [Eager, batched])
+def test_a_constraint_that_cannot_go_on_fails_its_request_alone(
+    shared: ModelRunner, make: Callable[..., Eager]
+) -> None:
     class Broken(Rhyme):
         def allowed(self) -> bytes | None:
             if len(self.tokens) == 8:
                 raise ValueError("the grammar is lost")
             return super().allowed()
 
-    engine = batched(shared, DraftTokens(drafts=True))
+    engine = make(shared, DraftTokens(drafts=True))
     sampling = SamplingParams(temperature=0.0, max_tokens=30)
     engine.add("whole", prompt_of(9), sampling)
     engine.add_constrained("broken", prompt_of(12), sampling)

@@ -5,8 +5,9 @@ import random
 import pytest
 
 from diptych.control.kv_layout import GroupKind
+from diptych.control.page_groups import MOST_EMPTY, MOST_MEMORY, REFERENCE_TOKENS
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
-from diptych.runtime.kv_cache.layer_groups import MOST_EMPTY, MOST_MEMORY, REFERENCE_TOKENS, LayerGroups, deal
+from diptych.runtime.kv_cache.layer_groups import LayerGroups, deal
 from diptych.runtime.models.model_config import AttentionConfig, LayerAttention
 from tests.laws import law
 

@@ -11,6 +11,7 @@ from diptych.control.request import FinishReason, Request
 from diptych.control.step import StepResult
 from diptych.runtime.kv_cache.kv_tensors import KVTensors
 from diptych.runtime.local_engine import engine_config
+from diptych.runtime.sampling.batch_sampler import BatchSampler, RowBatch
 from diptych.runtime.step.kv_sizing import GRAPHS, MARGIN, PROMPTS, MemoryTrial, kv_bytes_beside
 from diptych.runtime.step.model_runner import ModelRunner
 from tests.runtime.checkpoints import prompt_of, reference, runner
@@ -34,11 +35,11 @@ class ScarceMemory:
                 raise torch.OutOfMemoryError(MESSAGE)
 
 
-def own_runner(num_blocks: int = 200) -> ModelRunner:
+def own_runner(num_blocks: int = 200, sampler: BatchSampler | None = None) -> ModelRunner:
     """A runner whose KV cache is its own: it gets smaller."""
     shared = runner("llama")
     kv = KVTensors(shared.attention, num_blocks)
-    return ModelRunner(shared.loaded, shared.attention, kv, 16, shared.max_model_len)
+    return ModelRunner(shared.loaded, shared.attention, kv, 16, shared.max_model_len, sampler=sampler)
 
 
 def engine_of(own: ModelRunner, *failing: int, max_batched_tokens: int = 64) -> GatheringEngine:
@@ -238,3 +239,22 @@ def test_the_steps_of_a_trial_run_and_leave_nothing_behind() -> None:
     trial.capture()
     assert made[0].num_requests == 0
     trial.close()
+
+
+def test_the_decode_step_of_a_trial_samples_in_every_way_that_takes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[RowBatch] = []
+    sample = BatchSampler.sample
+
+    def noted(self: BatchSampler, logits: torch.Tensor, batch: RowBatch) -> object:
+        batches.append(batch)
+        return sample(self, logits, batch)
+
+    monkeypatch.setattr(BatchSampler, "sample", noted)
+    sampler, block_size = BatchSampler(torch.device("cpu"), None), runner("llama").block_size
+    trial = MemoryTrial(lambda num_blocks: own_runner(num_blocks, sampler), block_size, 300)
+    trial.decode()
+    for batch in batches:
+        assert len(batch.rows) == trial.runner.max_num_seqs
+        assert (batch.temperatures > 0).all() and (batch.top_ps < 1).all() and (batch.top_ks == 0).all()
+        assert sum(adjustment.tokens is not None for adjustment in batch.adjustments.values()) == len(batch.rows)
+    assert batches

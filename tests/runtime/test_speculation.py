@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from diptych.control.config import BudgetConfig, CacheConfig, PreemptionConfig, SchedulerConfig
+from diptych.control.config import BudgetConfig, CacheConfig, PreemptionConfig, PreemptionName, SchedulerConfig
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.scheduler.step_time import StepTimeModel
 from diptych.control.events import RequestPreempted, StepFinished
@@ -189,12 +189,12 @@ def test_guesses_right_and_wrong_change_no_token_and_no_logprob(dtype: str, inst
 
 
 @pytest.mark.parametrize("kind", ["recompute", "swap"])
-def test_streams_that_lose_their_blocks_go_on_with_the_same_tokens(kind: str) -> None:
+def test_streams_that_lose_their_blocks_go_on_with_the_same_tokens(kind: PreemptionName) -> None:
     shared = runner(FAMILY, DTYPE_AND_SET[1], DTYPE_AND_SET[0])
     plain = run(Eager(shared, DraftTokens(drafts=False)), max_tokens=70)
     answers = {request_id: generation.token_ids for request_id, generation in plain.items()}
     cache = CacheConfig(14, 32, num_host_blocks=64 * (kind == "swap"), watermark_blocks=0, admission="greedy")
-    scheduler = SchedulerConfig(preemption=PreemptionConfig(kind), max_num_seqs=64)  # type: ignore[arg-type]
+    scheduler = SchedulerConfig(preemption=PreemptionConfig(kind), max_num_seqs=64)
     engine = Eager(shared, Guesses(answers, 1), scheduler=scheduler, cache=cache)
     check_same(plain, run(engine, max_tokens=70))
     assert any(isinstance(event, RequestPreempted) for event in engine.events)
@@ -231,27 +231,6 @@ def test_what_repeats_itself_takes_fewer_steps() -> None:
     check_same(first, second)
     steps = [sum(isinstance(event, StepFinished) for event in engine.events) for engine in engines]
     assert steps[1] < steps[0] / 2
-
-
-def test_a_constraint_that_cannot_go_on_fails_its_request_alone() -> None:
-    shared = runner(FAMILY, DTYPE_AND_SET[1], DTYPE_AND_SET[0])
-
-    class Broken(Rhyme):
-        def allowed(self) -> bytes | None:
-            if len(self.tokens) == 8:
-                raise ValueError("the grammar is lost")
-            return super().allowed()
-
-    engine = Eager(shared, DraftTokens(drafts=True))
-    sampling = SamplingParams(temperature=0.0, max_tokens=30)
-    engine.add("whole", prompt_of(9), sampling)
-    engine.add_constrained("broken", prompt_of(12), sampling)
-    engine.runner.forget("broken")
-    engine.runner.add_request("broken", prompt_of(12), sampling, constraint=Broken())
-    done = engine.run()
-    assert done["broken"].finish_reason is FinishReason.ERROR
-    assert done["broken"].message == "the grammar is lost"
-    assert len(done["whole"].token_ids) == 30
 
 
 def test_another_worker_goes_on_where_the_constraint_stood() -> None:

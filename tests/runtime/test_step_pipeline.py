@@ -58,10 +58,11 @@ def test_requests_of_every_kind_get_the_same_tokens(shared: ModelRunner) -> None
     """Those with penalties, constraints and drafts hold the pipeline at depth 1 as long as they are there."""
     plain = run(Eager(shared, DraftTokens(drafts=False)), max_tokens=50, constrained=True)
     answers = {request_id: generation.token_ids for request_id, generation in plain.items()}
-    for drafted in (DraftTokens(drafts=False), Guesses(answers, 3)):
-        engine, _ = deep(shared, drafted)
-        check_same(plain, run(engine, max_tokens=50, constrained=True))
-    assert extras(engine)[1] > 100  # type: ignore[possibly-undefined]
+    undrafted, _ = deep(shared)
+    check_same(plain, run(undrafted, max_tokens=50, constrained=True))
+    engine, _ = deep(shared, Guesses(answers, 3))
+    check_same(plain, run(engine, max_tokens=50, constrained=True))
+    assert extras(engine)[1] > 100
 
 
 SAMPLINGS = (
@@ -154,6 +155,35 @@ def test_a_step_ahead_that_runs_out_of_memory_loses_no_token_of_the_one_before(s
         assert 5 <= len(generation.token_ids) < 30
         assert generation.token_ids == plain[request_id].token_ids[: len(generation.token_ids)]
     assert engine.core.kv.pool.num_used == 0 and engine.runner.num_requests == 0
+
+
+@pytest.mark.parametrize("place", ["launch", "forward", "collect"])
+def test_an_interrupt_while_two_steps_are_under_way_leaves_an_engine_that_serves_the_next_requests(
+    shared: ModelRunner, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_engine = Eager(shared, DraftTokens(drafts=False))
+    add_all(plain_engine)
+    plain = plain_engine.run()
+    engine, pipeline = deep(shared)
+    method = getattr(engine.runner, place)
+
+    def interrupted(*args: object, **changes: object) -> object:
+        if pipeline.num_ahead == 5 and engine.core._plan_ahead is not None:
+            raise KeyboardInterrupt
+        return method(*args, **changes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, place, interrupted)
+        add_all(engine)
+        with pytest.raises(KeyboardInterrupt):
+            engine.run()
+    for request_id in list(engine.core.requests):
+        engine.abort(request_id)
+    engine.run()
+    assert engine.core.kv.pool.num_used == 0 and engine.runner.num_requests == 0
+    add_all(engine)
+    check_same(plain, engine.run())
+    assert pipeline.num_ahead > 30
 
 
 def test_what_is_recorded_at_depth_2_decides_the_same(shared: ModelRunner) -> None:

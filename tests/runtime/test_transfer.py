@@ -33,6 +33,7 @@ from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBod
 from diptych.runtime.transfer.connectors.tcp_connector import CodecBodies
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.addresses import parse_address
+from diptych.runtime.transfer.stream.body_format import SequenceTables
 from diptych.runtime.transfer.stream.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
 from diptych.runtime.transfer.stream.handshake import (
     GREETING_BYTES,
@@ -498,7 +499,10 @@ def test_a_frame_leaves_when_its_layers_are_there_and_is_the_one_of_a_whole_send
     whole, left, known = list(body_format.parts(0, tokens)), [], 0
     for count in [*(min(number, num_layers) for number in said), num_layers]:
         was_waiting = attempt.has_data
-        is_told = attempt.queue_send(0, tokens, (), count)
+        if attempt.lacks_layers:
+            is_told = attempt.queue_layers(tokens, count)
+        else:
+            is_told = attempt.queue_send(0, tokens, SequenceTables.of((), 0), count)
         known = max(known, count)
         assert is_told or not attempt.has_data or was_waiting
         while attempt.has_data and (following := attempt.next_part(lambda _: body_format)) is not None:
@@ -761,7 +765,7 @@ def test_a_connection_remembers_no_transfer_that_has_ended() -> None:
         for number in range(1, 301):
             attempt = f"{number}".encode()
             if number % 3:
-                receiver.transfers[f"{number}"] = RecvTransfer(f"{number}", (), 100, 0)
+                receiver.transfers[f"{number}"] = RecvTransfer(f"{number}", SequenceTables.of((), 100), 100, 0)
             here.sendall(seal.seal(Frame(Kind.OPEN, number, start=100, body_bytes=len(attempt)), attempt) + attempt)
             connection.read()
             assert len(connection.transfers) == bool(number % 3)

@@ -35,6 +35,7 @@ from diptych.runtime.transfer.codec.wire_format import (
 from diptych.runtime.transfer.connector import Committed, ConnectorEvent, TransferOptions
 from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBody
 from diptych.runtime.transfer.connectors.tcp_connector import CodecBodies, CodecBody
+from diptych.runtime.transfer.stream.body_format import SequenceTables
 from diptych.runtime.transfer.stream.encrypted_socket import EncryptedSocket, _gathered
 from diptych.runtime.transfer.stream.frames import Frame, Kind, ProtocolError, Seal
 from diptych.runtime.transfer.stream.handshake import Identity
@@ -210,7 +211,7 @@ def test_who_has_gone_before_it_was_accepted_is_no_trouble(code: int, connector:
 
 
 def test_what_is_waited_for_is_looked_at_after_an_eighth_of_the_time(connector: StreamConnector, clock: Clock) -> None:
-    connector._receiver.transfers["x"] = transfer = RecvTransfer("x", (0,), 0, 16)
+    connector._receiver.transfers["x"] = transfer = RecvTransfer("x", SequenceTables.of((0,), 0), 0, 16)
     assert connector._tick() is None
     transfer.lost_ns = clock.now
     assert connector._tick() == pytest.approx(1.0)

@@ -22,7 +22,7 @@ from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBod
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream import frames, handshake
 from diptych.runtime.transfer.stream.addresses import SocketAddress, listen, parse_address
-from diptych.runtime.transfer.stream.body_format import Part
+from diptych.runtime.transfer.stream.body_format import Part, SequenceTables
 from diptych.runtime.transfer.stream.frames import Frame, Kind, ProtocolError, Seal
 from diptych.runtime.transfer.stream.handshake import HELLO_BYTES, WELCOME_BYTES, Identity
 from diptych.runtime.transfer.stream.stream_connector import OutgoingFrame, RecvTransfer, SendTransfer, skip_bytes
@@ -341,7 +341,7 @@ def test_a_format_in_a_handshake_has_1_to_4096_bytes() -> None:
 
 @pytest.mark.parametrize(("start", "tokens"), [(0, 48), (32, 16), (16, 20)])
 def test_a_part_is_taken_where_it_lies_within_the_tokens_and_layers_that_are_expected(start: int, tokens: int) -> None:
-    expected = RecvTransfer("abc", range(9), start, tokens)
+    expected = RecvTransfer("abc", SequenceTables.of(range(9), start), start, tokens)
     for at in range(0, start + tokens + 2):
         for count in (0, 1, tokens - 1, tokens, tokens + 1):
             for first, layers in ((0, 0), (0, 1), (0, 3), (0, 4), (2, 1), (2, 2), (3, 0), (3, 1), (4, 1)):
@@ -353,15 +353,16 @@ def test_a_part_is_taken_where_it_lies_within_the_tokens_and_layers_that_are_exp
                 else:
                     with pytest.raises(ProtocolError, match="not what transfer abc expects"):
                         expected.check(part, 3)
-    RecvTransfer("abc", (), start, 0).check(Part(0, 10**6, 0, 99, True), 3)  # borrowed: no KV comes
+    borrowed = RecvTransfer("abc", SequenceTables.of((), start), start, 0)
+    borrowed.check(Part(0, 10**6, 0, 99, True), 3)  # no KV comes
     with pytest.raises(ProtocolError):
-        RecvTransfer("abc", (1,), start, 0).check(Part(start, 1, 0, 1, True), 3)
+        RecvTransfer("abc", SequenceTables.of((1,), start), start, 0).check(Part(start, 1, 0, 1, True), 3)
 
 
 def test_tokens_are_missing_until_all_their_layers_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000]
     monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
-    expected = RecvTransfer("abc", range(2), 16, 20)
+    expected = RecvTransfer("abc", SequenceTables.of(range(2), 16), 16, 20)
     assert (expected.missing(3), expected.arrived, expected.next_sequence) == (20, 16, 0)
     steps = [  # first token, tokens, layers, is it the last of its send -> missing, arrived
         (16, 16, 2, False, 10, 16),
@@ -376,13 +377,13 @@ def test_tokens_are_missing_until_all_their_layers_are_here(monkeypatch: pytest.
         assert (expected.missing(3), expected.arrived, expected.next_sequence) == (missing, arrived, sequence + 1)
     assert (expected.num_bytes, expected.wire_ns) == (400, 12)
     assert (expected.first_byte_ns, expected.last_byte_ns) == (1010, 1040)
-    assert RecvTransfer("abc", (), 16, 0).missing(3) == 0
+    assert RecvTransfer("abc", SequenceTables.of((), 16), 16, 0).missing(3) == 0
     again = Frame(Kind.DATA, 7, 4, 16, 16, 0, 1, flags=frames.LAST_OF_CHUNK)
     assert expected.count(again, 1, now[0]) and expected.arrived == 36  # what has arrived does not go back
 
 
 def test_one_token_in_one_layer_is_still_a_missing_token() -> None:
-    expected = RecvTransfer("abc", range(1), 0, 1)
+    expected = RecvTransfer("abc", SequenceTables.of(range(1), 0), 0, 1)
     expected.count(Frame(Kind.DATA, 7, 0, 0, 1, 0, 2), 1, 0)
     assert expected.missing(3) == 1
 
@@ -403,7 +404,7 @@ def test_a_transfer_is_over_with_the_acknowledgement_of_its_commit_and_no_sooner
     assert not transfer.is_waiting and not transfer.has_data and not transfer.has_commit and transfer.is_cut
     assert transfer.next_commit() is None
     for start in (0, 16, 32):
-        assert transfer.queue_send(start, 16, (0, 1, 2), 3)
+        assert transfer.queue_send(start, 16, SequenceTables.of((0, 1, 2), start), 3)
     assert transfer.has_data and not transfer.is_cut
     transfer.queue_commit(b"payload")
     assert not transfer.has_commit and transfer.next_commit() is None
@@ -423,7 +424,7 @@ def test_a_transfer_is_over_with_the_acknowledgement_of_its_commit_and_no_sooner
 def test_a_new_connection_repeats_what_is_not_acknowledged_under_its_number(num_known: int) -> None:
     transfer = sender_of()
     for start in (0, 16, 32):
-        transfer.queue_send(start, 16, (0, 1, 2), 3)
+        transfer.queue_send(start, 16, SequenceTables.of((0, 1, 2), start), 3)
     transfer.restart()
     assert not transfer.is_resuming  # nothing has ever left: there is nothing to ask for
     transfer.queue_commit(b"payload")
@@ -445,46 +446,47 @@ def test_a_new_connection_repeats_what_is_not_acknowledged_under_its_number(num_
 def test_tokens_are_queued_once_in_order_and_before_the_commit() -> None:
     transfer = sender_of(start=16)
     with pytest.raises(ValueError, match="tokens 16 to 32 were never sent"):
-        transfer.queue_send(32, 16, (), 3)
-    assert transfer.queue_send(16, 16, (), 3)
-    assert not transfer.queue_send(16, 16, (), 3) and not transfer.queue_send(0, 32, (), 3)
-    assert transfer.queue_send(16, 32, (4, 5, 6), 3) and transfer.queued_until == 48
+        transfer.queue_send(32, 16, SequenceTables.of((), 32), 3)
+    assert transfer.queue_send(16, 16, SequenceTables.of((), 16), 3)
+    assert not transfer.queue_send(16, 16, SequenceTables.of((), 16), 3)
+    assert not transfer.queue_send(0, 32, SequenceTables.of((), 0), 3)
+    assert transfer.queue_send(16, 32, SequenceTables.of((4, 5, 6), 16), 3) and transfer.queued_until == 48
     parts = [transfer.next_part(lambda _: EmptyBody(3)) for _ in range(2)]
     assert [(part[1].start, part[1].num_tokens, part[3]) for part in parts if part] == [
         (16, 16, ()),
         (32, 16, (4, 5, 6)),
     ]
     transfer.queue_commit(b"")
-    assert not transfer.queue_send(16, 32, (), 3)
+    assert not transfer.queue_send(16, 32, SequenceTables.of((), 16), 3)
     with pytest.raises(ValueError, match="KV after its commit"):
-        transfer.queue_send(48, 1, (), 3)
+        transfer.queue_send(48, 1, SequenceTables.of((), 48), 3)
     with pytest.raises(ValueError, match="committed already"):
         transfer.queue_commit(b"")
 
 
 def test_layers_come_for_the_same_tokens_until_all_are_there() -> None:
     transfer = sender_of()
-    assert transfer.queue_send(0, 16, (), 1)
+    assert transfer.queue_send(0, 16, SequenceTables.of((), 0), 1)
     assert take(transfer) == [] and not transfer.has_data and not transfer.is_cut
     with pytest.raises(ValueError, match=r"tokens up to 32, while those up to 16 have 1 of 3 layers"):
-        transfer.queue_send(16, 16, (), 3)
+        transfer.queue_layers(32, 3)
     with pytest.raises(ValueError, match="committed with 1 layers"):
         transfer.queue_commit(b"")
-    assert not transfer.queue_send(0, 16, (), 2)  # the part waits for the third: no notice
-    assert not transfer.queue_send(0, 16, (), 1)  # never fewer than before
+    assert transfer.lacks_layers and not transfer.queue_layers(16, 2)  # the part waits for the third: no notice
+    assert not transfer.queue_layers(16, 1)  # never fewer than before
     with pytest.raises(ValueError, match="committed with 2 layers"):
         transfer.queue_commit(b"")
-    assert transfer.queue_send(0, 16, (), 3) and transfer.has_data
+    assert transfer.queue_layers(16, 3) and transfer.has_data and not transfer.lacks_layers
     assert take(transfer) == [0]
-    assert transfer.queue_send(16, 16, (), 3)
+    assert transfer.queue_send(16, 16, SequenceTables.of((), 16), 3)
     other = sender_of()
-    other.queue_send(0, 16, (), 1)
+    other.queue_send(0, 16, SequenceTables.of((), 0), 1)
     assert other.close()
     other.queue_commit(b"")  # it has ended meanwhile
 
 
 def test_a_transfer_is_closed_once_and_lets_go_of_its_blocks() -> None:
-    for transfer in (sender_of(), RecvTransfer("abc", (0,), 0, 16)):
+    for transfer in (sender_of(), RecvTransfer("abc", SequenceTables.of((0,), 0), 0, 16)):
         assert not transfer.is_closed and transfer.close() and transfer.is_closed and not transfer.close()
     block = bytearray(b"abc")
     sending = sender_of()

@@ -15,7 +15,7 @@ from diptych.control.engine.worker_core import ChunkArrived, TransferBroken
 from diptych.runtime.transfer.connector import Committed
 from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBody
 from diptych.runtime.transfer.kv_format import KVFormat
-from diptych.runtime.transfer.stream.body_format import Part
+from diptych.runtime.transfer.stream.body_format import Part, SequenceTables
 from diptych.runtime.transfer.stream.frames import (
     HEADER_BYTES,
     LAST_OF_CHUNK,
@@ -131,7 +131,7 @@ def test_dials_count_for_each_line_of_each_sender(receiver: Receiver) -> None:
 
 @pytest.mark.parametrize("other", ["sender", "number", "both"])
 def test_a_transfer_belongs_to_the_sender_and_the_number_that_have_opened_it(other: str, receiver: Receiver) -> None:
-    receiver.transfers["x"] = RecvTransfer("x", (), 100, 0)
+    receiver.transfers["x"] = RecvTransfer("x", SequenceTables.of((), 100), 100, 0)
     owner = Sender(receiver, A, 1)
     second = Sender(receiver, B, 1)
     assert [answer.kind for answer in owner.say(Kind.OPEN, 5, body=b"x", start=100)] == [Kind.ACK]
@@ -145,7 +145,7 @@ def test_a_transfer_belongs_to_the_sender_and_the_number_that_have_opened_it(oth
 
 
 def test_a_resumed_transfer_keeps_its_number_and_what_it_has_got(receiver: Receiver) -> None:
-    receiver.transfers["x"] = RecvTransfer("x", (), 100, 0)
+    receiver.transfers["x"] = RecvTransfer("x", SequenceTables.of((), 100), 100, 0)
     first = Sender(receiver, A, 1)
     second = Sender(receiver, A, 2)
     first.say(Kind.OPEN, 5, body=b"x", start=100)
@@ -164,7 +164,7 @@ def test_a_resumed_transfer_keeps_its_number_and_what_it_has_got(receiver: Recei
 
 
 def test_a_connection_that_is_not_resumed_in_time_breaks_its_transfers_and_no_others(receiver: Receiver) -> None:
-    receiver.transfers |= {name: RecvTransfer(name, (), 100, 0) for name in ("x", "y", "z")}
+    receiver.transfers |= {name: RecvTransfer(name, SequenceTables.of((), 100), 100, 0) for name in ("x", "y", "z")}
     lost = Sender(receiver, A, 1)
     alive = Sender(receiver, B, 1)
     lost.say(Kind.OPEN, 1, body=b"x", start=100)
@@ -180,7 +180,7 @@ def test_a_connection_that_is_not_resumed_in_time_breaks_its_transfers_and_no_ot
 
 @pytest.mark.parametrize("kind", [Kind.DATA, Kind.COMMIT, Kind.CANCEL])
 def test_what_was_not_opened_ends_the_connection_and_what_has_ended_is_let_be(kind: Kind, receiver: Receiver) -> None:
-    receiver.transfers["x"] = RecvTransfer("x", (), 100, 0)
+    receiver.transfers["x"] = RecvTransfer("x", SequenceTables.of((), 100), 100, 0)
     sender = Sender(receiver, A, 1)
     sender.say(Kind.OPEN, 5, body=b"x", start=100)
     sender.say(Kind.CANCEL, 5)
@@ -191,7 +191,7 @@ def test_what_was_not_opened_ends_the_connection_and_what_has_ended_is_let_be(ki
 
 
 def test_a_commit_out_of_turn_ends_the_connection(receiver: Receiver) -> None:
-    receiver.transfers["x"] = RecvTransfer("x", (), 100, 0)
+    receiver.transfers["x"] = RecvTransfer("x", SequenceTables.of((), 100), 100, 0)
     sender = Sender(receiver, A, 1)
     sender.say(Kind.OPEN, 5, body=b"x", start=100)
     with pytest.raises(ProtocolError, match="commit number 1 where 0 is next"):
@@ -222,7 +222,7 @@ def test_the_oldest_without_proof_makes_room_and_late_ones_are_dropped(receiver:
 
 
 def test_progress_of_a_transfer_is_that_of_its_tokens(receiver: Receiver) -> None:
-    receiver.transfers["x"] = RecvTransfer("x", (), 100, 0)
+    receiver.transfers["x"] = RecvTransfer("x", SequenceTables.of((), 100), 100, 0)
     sender = Sender(receiver, A, 1)
     sender.say(Kind.OPEN, 5, body=b"x", start=100)
     sender.say(Kind.COMMIT, 5, body=b"token")
@@ -265,7 +265,7 @@ def data(sender: Sender, sequence: int, body: bytes, **changes: Any) -> list[Fra
 def body(request: pytest.FixtureRequest, receiver: Receiver) -> Body:
     made = Body(3, staged=request.param)
     receiver.bodies = made
-    receiver.transfers["x"] = RecvTransfer("x", range(4), 0, 64)
+    receiver.transfers["x"] = RecvTransfer("x", SequenceTables.of(range(4), 0), 0, 64)
     return made
 
 
@@ -333,7 +333,7 @@ def test_a_part_out_of_turn_or_damaged_ends_the_connection_and_is_not_counted(re
 def test_a_part_that_does_not_fit_ends_its_transfer_alone(
     receiver: Receiver, body: Body, changes: dict[str, int], why: str
 ) -> None:
-    receiver.transfers["y"] = RecvTransfer("y", (), 100, 0)
+    receiver.transfers["y"] = RecvTransfer("y", SequenceTables.of((), 100), 100, 0)
     sender = opened(receiver)
     sender.say(Kind.OPEN, 6, body=b"y", start=100)
     answers = data(sender, 0, b"abcd"[: changes.get("body_bytes", 3)], **changes)
@@ -347,7 +347,7 @@ def test_a_part_that_does_not_fit_ends_its_transfer_alone(
 
 def test_a_transfer_that_the_worker_forgets_is_refused_once_to_its_own_sender(receiver: Receiver, body: Body) -> None:
     other, sender = Sender(receiver, B, 1), opened(receiver)
-    receiver.transfers["y"] = RecvTransfer("y", (), 100, 0)
+    receiver.transfers["y"] = RecvTransfer("y", SequenceTables.of((), 100), 100, 0)
     other.say(Kind.OPEN, 5, body=b"y", start=100)  # its own number 5
     transfer = receiver.transfers.pop("x")
     transfer.close()
@@ -373,7 +373,10 @@ def test_what_comes_for_a_transfer_that_was_just_closed_is_refused(kind: Kind, r
 def test_what_follows_a_part_without_bytes_is_read_also_when_its_transfer_is_closed_meanwhile(
     receiver: Receiver,
 ) -> None:
-    receiver.transfers |= {"x": RecvTransfer("x", (), 0, 0), "y": RecvTransfer("y", (), 100, 0)}
+    receiver.transfers |= {
+        "x": RecvTransfer("x", SequenceTables.of((), 0), 0, 0),
+        "y": RecvTransfer("y", SequenceTables.of((), 100), 100, 0),
+    }
     sender = opened(receiver)
     assert [answer.kind for answer in data(sender, 0, b"", encoding=0)] == [Kind.ACK]
     receiver.transfers["x"].close()
@@ -417,7 +420,7 @@ def test_a_refusal_is_cut_to_what_a_frame_may_have(receiver: Receiver) -> None:
 
 def test_4096_finished_transfers_and_lines_are_remembered_the_newest_ones(receiver: Receiver) -> None:
     for number in range(4097):
-        receiver.finish(RecvTransfer(f"{number}", (), 0, 0), A, 1)
+        receiver.finish(RecvTransfer(f"{number}", SequenceTables.of((), 0), 0, 0), A, 1)
     assert len(receiver.finished) == 4096
     assert (A, "0") not in receiver.finished and {(A, "1"), (A, "4096")} <= receiver.finished.keys()
     connections = []

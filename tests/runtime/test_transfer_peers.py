@@ -19,7 +19,7 @@ from diptych.runtime.transfer.connector import Sent
 from diptych.runtime.transfer.connectors.shared_memory_connector import EmptyBody
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.runtime.transfer.stream.addresses import parse_address
-from diptych.runtime.transfer.stream.body_format import Part
+from diptych.runtime.transfer.stream.body_format import Part, SequenceTables
 from diptych.runtime.transfer.stream.frames import HEADER_BYTES, Frame, Kind, ProtocolError, Seal, parse_header
 from diptych.runtime.transfer.stream.handshake import HELLO_BYTES, Identity, accept_hello, greeting
 from diptych.runtime.transfer.stream.stream_connector import (
@@ -62,7 +62,7 @@ class World:
         made = SendTransfer(name, self.numbers, self.peer.address, 0, 3)
         self.peer.transfers[made.number] = made
         for at in range(num_sends):
-            made.queue_send(16 * at, 16, (), 3)
+            made.queue_send(16 * at, 16, SequenceTables.of((), 16 * at), 3)
         if commits:
             made.queue_commit(name.encode())
         self.peer.news(made)
@@ -364,7 +364,7 @@ def test_an_idle_connection_has_nothing_to_wait_for(world: World, clock: Clock) 
     for passed in (1, TIMEOUT, 10 * TIMEOUT):
         assert world.peer.tick(clock.now + passed) is None
     clock.now += 10 * TIMEOUT
-    made.queue_send(0, 16, (), 3)
+    made.queue_send(0, 16, SequenceTables.of((), 0), 3)
     world.peer.news(made)
     world.peer.write()
     assert world.peer.tick(clock.now) is not None  # the time begins when there is something to wait for

@@ -28,7 +28,6 @@ from diptych.control.events import Event
 from diptych.control.slo import NS_PER_MS
 from diptych.control.step import SchedulerOutput, StepTokens
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
-from diptych.runtime.step.step_pipeline import of_open_requests
 from diptych.runtime.transfer.connector import Committed, ConnectorEvent
 from diptych.serving.fleet.exit_status import Loss
 from diptych.serving.fleet.worker_handle import WorkerListener, WorkerSite, WorkerState, hand_over
@@ -286,7 +285,7 @@ class InProcessEngine:
             return
         result = self.runner.execute(output)
         assert result.payload is not None
-        tokens = of_open_requests(result.payload, self.core.engine.requests)
+        tokens = result.payload.of_open(self.core.engine.requests)
         self.core.end_step(output, result, self._host.time.now)
         self._flush(self._held_back.hold_back(tokens))
         self.turn()

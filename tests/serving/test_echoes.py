@@ -40,10 +40,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(tool_model(tmp_path_factory.mktemp("model") / "tools"))
 
 
-def cuts(tokenizer: Tokenizer, answer: str) -> list[int]:
+def cuts(tokenizer: Tokenizer, answer: str, step: int) -> list[int]:
     """Limits of tokens: the whole answer, its beginning, and places that are spread over it."""
     count = len(tokenizer.encode(answer, add_special_tokens=False))
-    return sorted({count, 1, 2, *range(3, count, 16)})
+    return sorted({count, 1, 2, *range(3, count, step)})
 
 
 def chat_echo(reply: Any) -> list[Any]:
@@ -106,12 +106,15 @@ DIALECTS: list[tuple[str, str, Any, Callable[[Any], list[Any]], Callable[[list[A
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect[0])
 @pytest.mark.parametrize("answer", ANSWERS)
-async def test_what_was_said_is_taken_back(answer: str, dialect: Any, stream: bool, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("step", [16, pytest.param(3, marks=pytest.mark.slow)], ids=["some cuts", "more cuts"])
+async def test_what_was_said_is_taken_back(
+    step: int, answer: str, dialect: Any, stream: bool, tokenizer: Tokenizer
+) -> None:
     path, field, tools, echo, stream_echo = dialect
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     user = {"role": "user", "content": "Weather?"}
     llm = FakeLLM(answer=answer, tokenizer=tokenizer)
-    for cut in cuts(tokenizer, answer):
+    for cut in cuts(tokenizer, answer, step):
         body = {field: [user], "tools": tools, limit: cut, "stream": stream}
         reply = await ask(llm, path, body)
         assert reply.status_code == 200, reply.text

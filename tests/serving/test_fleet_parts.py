@@ -16,13 +16,15 @@ from diptych.control.cluster.cluster_config import ClusterConfig, cluster_config
 from diptych.control.cluster.core_split import CoreSplit
 from diptych.control.errors import ConfigError
 from diptych.control.router.routing import RoutingName
+from diptych.serving.fleet import fleet_plan
 from diptych.serving.fleet.exit_status import count_oom_kills, in_words, is_crash
 from diptych.serving.fleet.fleet_options import FleetOptions, divide_cores
 from diptych.serving.fleet.fleet_plan import plan_fleet
 from diptych.serving.fleet.heartbeat_monitor import verdict
 from diptych.serving.fleet.joint_ready import joint_ready
-from diptych.serving.fleet.shared_memory import keeps_order
+from diptych.serving.fleet.shared_memory import default_num_blocks, keeps_order
 from diptych.serving.fleet.worker_groups import WorkerGroup
+from diptych.serving.kv_memory import kv_geometry_of
 from diptych.serving.link.engine_options import DeviceOptions, EngineOptions, MemoryOptions
 from diptych.serving.link.heartbeat import Pulse
 from diptych.serving.link.messages import Ready
@@ -122,6 +124,17 @@ def test_a_core_split_is_whole_cores_by_role_for_all_workers_that_may_come() -> 
     for changes in ({"both": 1}, {"both": 2, "cores_per_worker": "1"}):
         with pytest.raises(ConfigError, match="core_split"):
             FleetOptions(core_split=CoreSplit(), **changes)
+
+
+def test_a_checkpoint_is_not_read_again_for_each_of_equal_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large GGUF file takes a second to read."""
+    looks = []
+    for look in (fleet_plan.kv_geometry_of, fleet_plan.default_num_blocks):
+        monkeypatch.setattr(fleet_plan, look.__name__, lambda *given, look=look: looks.append(look) or look(*given))
+    cpu = EngineOptions(device=DeviceOptions(device="cpu"))
+    plan = plan_fleet(cpu, FleetOptions(both=8), Processor("p", tuple((cpu,) for cpu in range(8)), tuple(range(8))))
+    plan.close()
+    assert len(plan.options) == 8 and looks == [kv_geometry_of, default_num_blocks]
 
 
 def test_each_worker_is_told_its_place() -> None:

@@ -435,11 +435,10 @@ async def test_long_prompts_are_checked_and_hashed_off_the_loop(monkeypatch: pyt
     llm.require_ready = fake.require_ready
     submitted: list[Any] = []
 
-    def submitting(*arguments: Any) -> Iterator[None]:
+    async def submit(*arguments: Any) -> None:
         submitted.append(arguments)
-        yield
 
-    llm._submitting = submitting
+    llm._submit, llm._check_room = submit, lambda *_: None
 
     def noted(*arguments: Any) -> tuple[bytes, ...]:
         threads.add(threading.get_ident())
@@ -501,6 +500,7 @@ async def test_more_answers_than_there_is_room_for_are_refused_before_any_is_mad
     llm = llm_with(fleet)
     with monkeypatch.context() as patched, pytest.raises(OverloadedError, match="room for 99 more"):
         patched.delattr(async_llm, "AnswerStream")
+        patched.setattr(AsyncLLM, "_checked", None)  # no prompt is hashed
         await llm.submit_in_turn([[1]] * 100, SamplingParams(max_tokens=1))
     assert not fleet.sizes
     assert len((await llm.submit_in_turn([[1]] * 99, SamplingParams(max_tokens=1))).streams) == 99

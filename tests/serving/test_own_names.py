@@ -103,9 +103,8 @@ async def check(setting: Setting, app: Any, first: int = 0, step: int = 1) -> No
 
 
 @pytest.mark.parametrize("step", [SOME, pytest.param(1, marks=pytest.mark.slow)], ids=["some calls", "all calls"])
-@pytest.mark.parametrize("number", range(len(list(settings()))), ids=lambda number: name_of(list(settings())[number]))
-async def test_no_option_switches_off_the_check_of_another(number: int, step: int) -> None:
-    setting = list(settings())[number]
+@pytest.mark.parametrize(("number", "setting"), list(enumerate(settings())), ids=map(name_of, settings()))
+async def test_no_option_switches_off_the_check_of_another(number: int, setting: Setting, step: int) -> None:
     await check(setting, build_app(FakeLLM(), "fake", **setting.layers()), number, step)  # type: ignore[arg-type]
 
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from http.client import HTTPResponse
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -18,7 +19,9 @@ from test_windows_server import (  # fixtures among them
     keeps_all,
     model,
     options_of,
+    post,
     prompt_of,
+    served_name,
 )
 
 from diptych import LLM
@@ -58,17 +61,44 @@ def test_two_workers_answer_as_one_that_keeps_everything(pair: RunningServer, ke
     wait_until(lambda: pair.metrics()["vllm:kv_cache_usage_perc"] == 0)
 
 
+def change(found: RunningServer, worker: int, **wanted: object) -> None:
+    post(found, f"/admin/workers/{worker}", wanted)
+
+
+def begun(found: RunningServer, prompt: list[int], max_tokens: int) -> tuple[HTTPResponse, bytes]:
+    """A stream that has its first token, with the event that says so."""
+    body = {"model": served_name(found), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    content = json.dumps({**body, "return_token_ids": True, "ignore_eos": True, "stream": True}).encode()
+    reply = urlopen(Request(f"{found.url}/v1/completions", content, {"content-type": "application/json"}))
+    return reply, reply.readline()
+
+
+def rest_of(reply: HTTPResponse, first: bytes) -> list[int]:
+    """The tokens of a stream, from its first event on."""
+    with reply:
+        lines = [first, *reply.read().splitlines()]
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
+    return [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
+
+
 def test_streams_move_away_from_a_worker_that_drains(model: Path, keeps_all: LLM) -> None:
+    """Round by round, until one was caught while it ran: a fast machine may be done before it is told to drain."""
     prompts = [prompt_of(length, length) for length in (300, 450, 150)]
     counts = [400, 350, 500]
     expected = expected_of(keeps_all, prompts, counts)
     with fleet(model, "--workers", "2") as found:
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = [pool.submit(complete, found, *asked) for asked in zip(prompts, counts, strict=True)]
-            wait_until(lambda: found.metrics()["vllm:num_requests_running"] >= len(prompts))
-            for worker, change in ((1, {"drain": True}), (1, {"drain": False}), (0, {"role": "prefill"})):
-                body = json.dumps(change).encode()
-                headers = {"content-type": "application/json"}
-                urlopen(Request(f"{found.url}/admin/workers/{worker}", body, headers)).close()
-            assert [answer.result()[0] for answer in answers] == expected
+
+        def serve_while(worker: int, **wanted: object) -> None:
+            streams = [begun(found, *asked) for asked in zip(prompts, counts, strict=True)]
+            change(found, worker, **wanted)
+            assert [rest_of(*stream) for stream in streams] == expected
+
+        for number in range(100):
+            serve_while(number % 2, drain=True)
+            change(found, number % 2, drain=False)
+            if found.metrics()["diptych:streams_moved_total"]:
+                break
+        else:
+            raise AssertionError("no stream was ever moved")
+        serve_while(0, role="prefill")
         wait_until(lambda: found.metrics()["vllm:kv_cache_usage_perc"] == 0)

@@ -36,6 +36,7 @@ from diptych.simulation.fleet.simulated_drafts import SimulatedDrafts
 from diptych.simulation.results import REASONS
 from diptych.simulation.scenario import Scenario, WorkerChange
 from diptych.workload.spec import RequestSpec
+from tests.control.driver import in_groups
 from tests.control.stream_law import StreamLaw
 from tests.simulation.linear_cost import LinearCost
 from tests.simulation.scenarios import check_is_empty, check_row, random_engine_config, random_spec
@@ -250,13 +251,7 @@ def windowed_schedule(seed: int, *, fast_forward: bool = True) -> Scenario:
     chunk = rng.choice((16, 64, 2048))
 
     def grouped(config: EngineConfig) -> EngineConfig:
-        cache = config.cache
-        num_blocks = (cache.num_blocks - cache.watermark_blocks) * len(groups) + cache.watermark_blocks
-        num_host_blocks = cache.num_host_blocks * len(groups)
-        cache = replace(
-            cache, num_blocks=num_blocks, num_host_blocks=num_host_blocks, groups=groups, window_chunk=chunk
-        )
-        return replace(config, cache=cache)
+        return replace(config, cache=in_groups(config.cache, groups, chunk))
 
     pools = scenario.pools
     if pools is not None and pools.prefill is not None:

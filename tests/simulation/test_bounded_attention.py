@@ -4,19 +4,24 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.control.config import CacheConfig, shape_preset
+from diptych.control.config import CacheConfig, EngineConfig, shape_preset
+from diptych.control.engine.engine_core import EngineCore
 from diptych.control.errors import ConfigError
+from diptych.control.kv_layout import GroupKind, KVGroup
 from diptych.control.page_groups import deal_windows
 from diptych.control.step import ScheduledPrefill, SchedulerOutput, StepFeatures, chunk_attention
 from diptych.simulation.costs.bounded_attention import fullest, window_pairs
 from diptych.simulation.costs.cost_choice import choose_cost
 from diptych.simulation.costs.roofline import RooflineCost
+from diptych.simulation.fleet.members import fleet
 from diptych.simulation.hardware import load_hardware
 from diptych.simulation.model_catalogue import load_model
 from diptych.simulation.models import kv_bytes_per_gpu, kv_capacity_tokens
 from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.prepare import cache_config, mean_context, prepare
+from diptych.simulation.scenario import Scenario
 from diptych.simulation.settings import settings_from
+from tests.simulation.linear_cost import LinearCost
 
 H100 = load_hardware("h100")
 
@@ -86,6 +91,15 @@ def test_a_cache_is_counted_in_blocks_of_groups_as_a_worker_counts_it() -> None:
     sized = cache("gemma-3-27b", kv_cache_bytes=32 * 500 * token)
     assert sized.num_blocks == 500 * 62 // layers.num_places
     assert cache("gemma-3-27b", kv_cache_tokens=32_000, block_size=16).num_blocks == 2000 * len(layers.groups)
+
+
+def test_a_worker_promises_what_its_cache_holds() -> None:
+    """Also where a step computes less than a block: a prompt keeps its last boundary."""
+    groups = (KVGroup(16), KVGroup(16, GroupKind.WINDOW, 1))
+    for window_chunk, capacity in ((1, 224), (16, 224), (17, 224), (18, 208)):
+        engine = EngineConfig(CacheConfig(20, 16, groups=groups, window_chunk=window_chunk))
+        (member,) = fleet(Scenario(engine=engine, cost=LinearCost(1), workload=[]))
+        assert member.info.max_model_len == EngineCore(engine).kv.capacity_tokens == capacity
 
 
 def decode_ns(name: str, num_seqs: int, mean: int) -> int:

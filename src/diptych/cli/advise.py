@@ -14,19 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from diptych.cli import shared_help
 from diptych.cli.diagnose import SLO_HELP, reader_for
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.http_options import asked_slo
-from diptych.cli.options import (
-    JSON_DOCUMENT_HELP,
-    LOCAL_URL,
-    SERVER_KEY_HELP,
-    TPOT_OF_SLO_HELP,
-    TTFT_OF_SLO_HELP,
-    Number,
-    Text,
-    Whole,
-)
+from diptych.cli.options import LOCAL_URL, Number, Text, Whole
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS
 
@@ -55,8 +47,8 @@ def advise(
         Path | None, typer.Option(help="Recording of a server (diptych serve --record). Default: none.")
     ] = None,
     slo: Annotated[Text, typer.Option(help=SLO_HELP)] = None,
-    ttft_slo_ms: Annotated[Number, typer.Option(help=TTFT_OF_SLO_HELP)] = None,
-    tpot_slo_ms: Annotated[Number, typer.Option(help=TPOT_OF_SLO_HELP)] = None,
+    ttft_slo_ms: Annotated[Number, typer.Option(help=shared_help.TTFT_OF_SLO)] = None,
+    tpot_slo_ms: Annotated[Number, typer.Option(help=shared_help.TPOT_OF_SLO)] = None,
     model: Annotated[
         Text, typer.Option(help="Model of the catalogue to simulate, with --trace. Default: none.")
     ] = None,
@@ -66,8 +58,8 @@ def advise(
     devices: Annotated[
         Whole, typer.Option(help="Most devices of the fleet, with --trace. Default: what the load needs.")
     ] = None,
-    api_key: Annotated[Text, typer.Option(help=SERVER_KEY_HELP, envvar="DIPTYCH_API_KEY")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_DOCUMENT_HELP)] = False,
+    api_key: Annotated[Text, typer.Option(help=shared_help.SERVER_KEY, envvar="DIPTYCH_API_KEY")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help=shared_help.JSON_DOCUMENT)] = False,
 ) -> None:
     """Say which phase hurts for a traffic, and which shape serves it: unified, chunked or split."""
     with errors_in_words():

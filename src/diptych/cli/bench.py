@@ -13,28 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from diptych.cli import shared_help
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import (
-    ARRIVALS_HELP,
-    ATTAINMENT_HELP,
-    FIND_GOODPUT_HELP,
-    JSON_OBJECT_HELP,
-    LOCAL_URL,
-    OUTPUT_TOKENS_HELP,
-    PROMPT_TOKENS_HELP,
-    RATE_HELP,
-    REPORT_HELP,
-    SERVED_MODEL_HELP,
-    TOLERANCE_HELP,
-    TPOT_OF_SLO_HELP,
-    TTFT_OF_SLO_HELP,
-    Number,
-    Text,
-    Whole,
-    option,
-    picked,
-    takes,
-)
+from diptych.cli.options import LOCAL_URL, Number, Text, Whole, option, picked, takes
 from diptych.cli.output import check_folders, print_tables, write_file
 from diptych.control.errors import ConfigError
 
@@ -85,7 +66,7 @@ class BenchOptions:
     place: Annotated[Text, typer.Argument(metavar="[URL]", help=URL_HELP)] = None
     url: Annotated[Text, option("The same as URL. Default: URL.", SERVER)] = None
     api: Annotated[str, option("API to send requests to: completions or chat.", SERVER)] = "completions"
-    model: Annotated[Text, option(SERVED_MODEL_HELP, SERVER)] = None
+    model: Annotated[Text, option(shared_help.SERVED_MODEL, SERVER)] = None
     api_key: Annotated[
         Text, option("API key, sent as a bearer token. Default: none.", SERVER, envvar=KEY, show_envvar=True)
     ] = None
@@ -101,12 +82,12 @@ class BenchOptions:
     workload: Annotated[
         Text, option("TOML file as for diptych simulate, or a trace's name or file. Default: random lengths.", WORKLOAD)
     ] = None
-    rate: Annotated[Number, option(RATE_HELP, WORKLOAD)] = None
+    rate: Annotated[Number, option(shared_help.RATE, WORKLOAD)] = None
     num_requests: Annotated[Whole, option("Requests in all. Default: what --duration lets in.", WORKLOAD)] = None
-    arrivals: Annotated[Text, option(ARRIVALS_HELP, WORKLOAD)] = None
+    arrivals: Annotated[Text, option(shared_help.ARRIVALS, WORKLOAD)] = None
     concurrency: Annotated[Whole, option("Clients of a closed loop, which it implies. Default: none.", WORKLOAD)] = None
-    prompt_tokens: Annotated[Number, option(PROMPT_TOKENS_HELP, WORKLOAD)] = None
-    output_tokens: Annotated[Number, option(OUTPUT_TOKENS_HELP, WORKLOAD)] = None
+    prompt_tokens: Annotated[Number, option(shared_help.PROMPT_TOKENS, WORKLOAD)] = None
+    output_tokens: Annotated[Number, option(shared_help.OUTPUT_TOKENS, WORKLOAD)] = None
     time_scale: Annotated[Number, option("How many times as fast a trace is replayed. Default: 1.", WORKLOAD)] = None
     ramp: Annotated[Text, option("Rate that rises: FROM:TO:TIME, such as 1:20:60s. Default: none.", WORKLOAD)] = None
     duration: Annotated[Text, option(DURATION_HELP, WORKLOAD)] = None
@@ -120,11 +101,11 @@ class BenchOptions:
     slo: Annotated[
         Text, option("Objectives for any of ttft, tpot, itl, e2e: ttft=2s,itl=60ms. Default: none.", OBJECTIVES)
     ] = None
-    ttft_slo_ms: Annotated[Number, option(TTFT_OF_SLO_HELP, OBJECTIVES)] = None
-    tpot_slo_ms: Annotated[Number, option(TPOT_OF_SLO_HELP, OBJECTIVES)] = None
-    find_goodput: Annotated[bool, option(FIND_GOODPUT_HELP, OBJECTIVES)] = False
-    attainment: Annotated[Number, option(ATTAINMENT_HELP, OBJECTIVES)] = None
-    tolerance: Annotated[Number, option(TOLERANCE_HELP, OBJECTIVES)] = None
+    ttft_slo_ms: Annotated[Number, option(shared_help.TTFT_OF_SLO, OBJECTIVES)] = None
+    tpot_slo_ms: Annotated[Number, option(shared_help.TPOT_OF_SLO, OBJECTIVES)] = None
+    find_goodput: Annotated[bool, option(shared_help.FIND_GOODPUT, OBJECTIVES)] = False
+    attainment: Annotated[Number, option(shared_help.ATTAINMENT, OBJECTIVES)] = None
+    tolerance: Annotated[Number, option(shared_help.TOLERANCE, OBJECTIVES)] = None
     probe: Annotated[Text, option("Length of a run of a search or series. Default: 30s.", OBJECTIVES)] = None
     rates: Annotated[Text, option("Measure at each of these rates, such as 1,2,4. Default: one run.", OBJECTIVES)] = (
         None
@@ -144,13 +125,13 @@ class BenchOptions:
     quiet: Annotated[Text, option("Time that is measured before the long prompt. Default: 4s.", STREAMS)] = None
     repetitions: Annotated[Whole, option("How often the interference scenario runs. Default: 3.", STREAMS)] = None
     verbose: Annotated[bool, option("Show the longest gaps, and what the client itself took.", OUTPUT)] = False
-    as_json: Annotated[bool, option(JSON_OBJECT_HELP, OUTPUT, "--json")] = False
+    as_json: Annotated[bool, option(shared_help.JSON_OBJECT, OUTPUT, "--json")] = False
     output: Annotated[Path | None, option("Write the JSON object to this file. Default: not written.", OUTPUT)] = None
     records: Annotated[
         Path | None, option("Write a JSON line per request to this file. Default: not written.", OUTPUT)
     ] = None
     gaps: Annotated[bool, option("Keep every gap between tokens in --records.", OUTPUT)] = False
-    report: Annotated[Path | None, option(REPORT_HELP, OUTPUT)] = None
+    report: Annotated[Path | None, option(shared_help.REPORT, OUTPUT)] = None
 
 
 @takes(BenchOptions)

@@ -7,22 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from diptych.cli import shared_help
 from diptych.cli.command_line import Command
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.examples import examples
-from diptych.cli.options import (
-    DTYPE_HELP,
-    GB,
-    KERNEL_NAMES,
-    KERNELS_HELP,
-    KV_DISK_CODEC_HELP,
-    KV_DISK_GB_HELP,
-    KV_DTYPE_HELP,
-    QUANTIZE_AS_SERVE_HELP,
-    THREADS_HELP,
-    model_path,
-    tier_memory,
-)
+from diptych.cli.options import GB, KERNEL_NAMES, model_path, tier_memory
 from diptych.cli.output import print_tables
 from diptych.control.config import DTypeName, KVDTypeName, QuantizeName
 from diptych.control.errors import ConfigError
@@ -101,20 +90,17 @@ def warm(
         Path, typer.Argument(help='File of JSON lines: a text, or {"prompt": ...}, or {"messages": [...]}.')
     ],
     kv_disk: Annotated[Path, typer.Option(help="Folder to fill.")],
-    kv_disk_gb: Annotated[float | None, typer.Option(help=KV_DISK_GB_HELP)] = None,
-    kv_disk_codec: Annotated[DiskCodecName, typer.Option(help=KV_DISK_CODEC_HELP)] = "none",
+    kv_disk_gb: Annotated[float | None, typer.Option(help=shared_help.KV_DISK_GB)] = None,
+    kv_disk_codec: Annotated[DiskCodecName, typer.Option(help=shared_help.KV_DISK_CODEC)] = "none",
     model: Annotated[
         Path | None, typer.Option(help="Model directory, or GGUF file. Default: the bundled model.")
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 32,
-    kv_dtype: Annotated[KVDTypeName, typer.Option(help=KV_DTYPE_HELP)] = "auto",
-    dtype: Annotated[DTypeName, typer.Option(help=DTYPE_HELP)] = "auto",
-    threads: Annotated[int | None, typer.Option(help=THREADS_HELP)] = None,
-    instruction_set: Annotated[
-        InstructionSetName,
-        typer.Option(*KERNEL_NAMES, help=KERNELS_HELP),
-    ] = "auto",
-    quantize: Annotated[QuantizeName, typer.Option(help=QUANTIZE_AS_SERVE_HELP)] = "none",
+    kv_dtype: Annotated[KVDTypeName, typer.Option(help=shared_help.KV_DTYPE)] = "auto",
+    dtype: Annotated[DTypeName, typer.Option(help=shared_help.DTYPE)] = "auto",
+    threads: Annotated[int | None, typer.Option(help=shared_help.THREADS)] = None,
+    instruction_set: Annotated[InstructionSetName, typer.Option(*KERNEL_NAMES, help=shared_help.KERNELS)] = "auto",
+    quantize: Annotated[QuantizeName, typer.Option(help=shared_help.QUANTIZE_AS_SERVE)] = "none",
 ) -> None:
     """Compute prompts ahead of time, so that a server that starts on this folder finds them.
 

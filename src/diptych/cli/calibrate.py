@@ -16,19 +16,9 @@ import typer
 
 from diptych import __version__
 from diptych.base.terminal_text import ShownConsole, console
+from diptych.cli import shared_help
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import (
-    KERNEL_NAMES,
-    KERNELS_HELP,
-    KV_DTYPE_HELP,
-    MAX_MODEL_LEN_HELP,
-    QUANTIZE_AS_SERVE_HELP,
-    SAME_MODEL_HELP,
-    THREADS_HELP,
-    Text,
-    model_name,
-    model_path,
-)
+from diptych.cli.options import KERNEL_NAMES, Text, model_name, model_path
 from diptych.cli.output import check_folders, drawn, progress_bar
 from diptych.control.config import KVDTypeName, QuantizeName
 from diptych.control.errors import ConfigError
@@ -104,24 +94,21 @@ BUSY = 0.5  # load average from which a measurement is doubtful
 
 def calibrate(
     place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
-    model: Annotated[Text, typer.Option(help=SAME_MODEL_HELP)] = None,
+    model: Annotated[Text, typer.Option(help=shared_help.SAME_MODEL)] = None,
     output: Annotated[Path, typer.Option(help="File for the calibration.")] = Path("calibration.json"),
     seconds: Annotated[
         float, typer.Option(help="Seconds to measure: half for single steps, half for a live server.")
     ] = 90.0,
-    max_model_len: Annotated[int | None, typer.Option(help=MAX_MODEL_LEN_HELP)] = None,
+    max_model_len: Annotated[int | None, typer.Option(help=shared_help.MAX_MODEL_LEN)] = None,
     kv_cache_memory: Annotated[str | None, typer.Option(help="KV cache, such as 2GiB. Default: as for serve.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 32,
-    kv_dtype: Annotated[KVDTypeName, typer.Option(help=KV_DTYPE_HELP)] = "auto",
-    threads: Annotated[int | None, typer.Option(help=THREADS_HELP)] = None,
+    kv_dtype: Annotated[KVDTypeName, typer.Option(help=shared_help.KV_DTYPE)] = "auto",
+    threads: Annotated[int | None, typer.Option(help=shared_help.THREADS)] = None,
     cores: Annotated[
         str | None, typer.Option(help="CPUs to compute on, such as 0-3. Default: all that are allowed.")
     ] = None,
-    instruction_set: Annotated[
-        InstructionSetName,
-        typer.Option(*KERNEL_NAMES, help=KERNELS_HELP),
-    ] = "auto",
-    quantize: Annotated[QuantizeName, typer.Option(help=QUANTIZE_AS_SERVE_HELP)] = "none",
+    instruction_set: Annotated[InstructionSetName, typer.Option(*KERNEL_NAMES, help=shared_help.KERNELS)] = "auto",
+    quantize: Annotated[QuantizeName, typer.Option(help=shared_help.QUANTIZE_AS_SERVE)] = "none",
     engine: Annotated[Text, typer.Option(help=ENGINE_HELP)] = None,
     steps_output: Annotated[Path | None, typer.Option(help=STEPS_HELP)] = None,
 ) -> None:

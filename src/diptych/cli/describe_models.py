@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from diptych.base.byte_size import size_words
+from diptych.cli import shared_help
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import JSON_DOCUMENT_HELP, Text
+from diptych.cli.options import Text
 from diptych.cli.output import print_tables
 from diptych.control.errors import ConfigError
 from diptych.report.text import Table
@@ -32,7 +33,7 @@ GGUF_MAGIC = b"GGUF"
 
 def models(
     place: Annotated[Text, typer.Argument(metavar="[PATH]", help=PLACE_HELP)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_DOCUMENT_HELP)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=shared_help.JSON_DOCUMENT)] = False,
 ) -> None:
     """Say what a checkpoint is, what a server of it can do, and why it is refused; reads no weights."""
     with errors_in_words():

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from diptych.cli import shared_help
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.http_options import asked_slo
-from diptych.cli.options import JSON_DOCUMENT_HELP, LOCAL_URL, TPOT_OF_SLO_HELP, TTFT_OF_SLO_HELP, Number, Strings, Text
+from diptych.cli.options import LOCAL_URL, Number, Strings, Text
 from diptych.cli.output import check_folders, print_tables, write_file
 from diptych.control.errors import ConfigError
 
@@ -36,8 +37,8 @@ SLO_HELP = "Objectives: ttft=300ms,tpot=50ms, or a preset (mlperf-llama3.1-8b ..
 def diagnose(
     sources: Annotated[Strings, typer.Argument(metavar="[URL|FILE...]", help=SOURCES_HELP)] = None,
     slo: Annotated[Text, typer.Option(help=SLO_HELP)] = None,
-    ttft_slo_ms: Annotated[Number, typer.Option(help=TTFT_OF_SLO_HELP)] = None,
-    tpot_slo_ms: Annotated[Number, typer.Option(help=TPOT_OF_SLO_HELP)] = None,
+    ttft_slo_ms: Annotated[Number, typer.Option(help=shared_help.TTFT_OF_SLO)] = None,
+    tpot_slo_ms: Annotated[Number, typer.Option(help=shared_help.TPOT_OF_SLO)] = None,
     window: Annotated[float, typer.Option(help="Seconds over which an engine's metrics are read.")] = WINDOW_S,
     range_s: Annotated[
         Number, typer.Option("--range", help="Seconds of a Prometheus server's history. Default: 1800.")
@@ -51,7 +52,7 @@ def diagnose(
         Path | None,
         typer.Option(help="Write the diagnosis of the first source as a page to this file. Default: not written."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_DOCUMENT_HELP)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=shared_help.JSON_DOCUMENT)] = False,
 ) -> None:
     """Say what limits a server: causes in seconds per request, and the setting that changes most.
 

@@ -4,24 +4,12 @@ import logging
 from pathlib import Path
 from typing import Annotated, Any
 
+from diptych.cli import shared_help
 from diptych.cli.batch_options import BatchTaking, batch_options
 from diptych.cli.command_line import own_command
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.http_options import HttpOptions, admin_key, default_slo, failure_folder, http_policy, keyring
-from diptych.cli.options import (
-    MAX_QUEUED_PER_KEY_HELP,
-    SLO_HELP,
-    TPOT_SLO_MS_HELP,
-    TTFT_SLO_MS_HELP,
-    Number,
-    Strings,
-    Text,
-    Whole,
-    option,
-    picked,
-    takes,
-    with_objectives,
-)
+from diptych.cli.options import Number, Strings, Text, Whole, option, picked, takes, with_objectives
 from diptych.control.cluster.cluster_config import OnFailure, cluster_config
 from diptych.control.router.routing import RoutingName
 from diptych.serving.front.engine_spec import EVENT_BLOCK, TEXT_BLOCK, FrontOptions, parse_engines, read_engines
@@ -72,10 +60,10 @@ class RoutingOptions:
     max_queued: Annotated[
         Whole, option("Requests that may wait in the queue; more get 429. Default: 4096.", ROUTING)
     ] = None
-    max_queued_per_key: Annotated[Whole, option(MAX_QUEUED_PER_KEY_HELP, ROUTING)] = None
-    slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
-    ttft_slo_ms: Annotated[Number, option(TTFT_SLO_MS_HELP, OBJECTIVES)] = None
-    tpot_slo_ms: Annotated[Number, option(TPOT_SLO_MS_HELP, OBJECTIVES)] = None
+    max_queued_per_key: Annotated[Whole, option(shared_help.MAX_QUEUED_PER_KEY, ROUTING)] = None
+    slo: Annotated[Text, option(shared_help.SLO, OBJECTIVES)] = None
+    ttft_slo_ms: Annotated[Number, option(shared_help.TTFT_SLO_MS, OBJECTIVES)] = None
+    tpot_slo_ms: Annotated[Number, option(shared_help.TPOT_SLO_MS, OBJECTIVES)] = None
 
 
 @takes(FrontEngines, HttpOptions, BatchTaking, RoutingOptions)

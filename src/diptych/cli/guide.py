@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diptych.cli import shared_help
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import LISTEN_ADDRESS_HELP, PORT_HELP
 from diptych.control.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def guide(
-    host: Annotated[str, typer.Option(help=LISTEN_ADDRESS_HELP)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help=PORT_HELP)] = 8765,
+    host: Annotated[str, typer.Option(help=shared_help.LISTEN_ADDRESS)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help=shared_help.PORT)] = 8765,
     opens: Annotated[bool, typer.Option("--open", help="Open the guide in the browser.")] = False,
 ) -> None:
     """Prefill and decode, explained: an interactive guide and a comparison of runs. Needs no model."""

@@ -4,15 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from diptych.cli.options import (
-    DRAIN_TIMEOUT_HELP,
-    LISTEN_ADDRESS_HELP,
-    PORT_HELP,
-    Strings,
-    Text,
-    option,
-    with_objectives,
-)
+from diptych.cli import shared_help
+from diptych.cli.options import Strings, Text, option, with_objectives
 from diptych.control.errors import ConfigError
 from diptych.control.slo import NS_PER_MS, Slo
 from diptych.serving.api.http_policy import HttpPolicy, is_loopback
@@ -46,8 +39,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 class HttpOptions:
     """Their names, types, help and defaults (see ``takes``)."""
 
-    host: Annotated[str, option(LISTEN_ADDRESS_HELP, SERVER)] = "127.0.0.1"
-    port: Annotated[int, option(PORT_HELP, SERVER)] = 8000
+    host: Annotated[str, option(shared_help.LISTEN_ADDRESS, SERVER)] = "127.0.0.1"
+    port: Annotated[int, option(shared_help.PORT, SERVER)] = 8000
     api_key: Annotated[Strings, option(API_KEY_HELP, SERVER, envvar="DIPTYCH_API_KEY")] = None
     api_keys: Annotated[Path | None, option(KEYS_HELP, SERVER)] = None
     admin_key: Annotated[Text, option(ADMIN_KEY_HELP, SERVER, envvar="DIPTYCH_ADMIN_KEY")] = None
@@ -56,7 +49,7 @@ class HttpOptions:
     cors_origin: Annotated[Strings, option(CORS_HELP, SERVER)] = None
     allowed_host: Annotated[Strings, option(HOST_HELP, SERVER)] = None
     access_log: Annotated[Text, option(LOG_HELP, SERVER)] = None
-    drain_timeout: Annotated[float, option(DRAIN_TIMEOUT_HELP, SERVER)] = 30.0
+    drain_timeout: Annotated[float, option(shared_help.DRAIN_TIMEOUT, SERVER)] = 30.0
     log_level: Annotated[LogLevel, option("Least severe messages that the server logs.", SERVER)] = "warning"
     record: Annotated[
         Path | None, option("Record all decisions to this file, for diptych replay. Default: not recorded.", SERVER)

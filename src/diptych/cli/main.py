@@ -17,6 +17,7 @@ from diptych import __version__
 from diptych.base import compiled_modules
 from diptych.base.processor import Processor, read_processor
 from diptych.base.terminal_text import own
+from diptych.cli import shared_help
 from diptych.cli.advise import advise
 from diptych.cli.alerts import alerts
 from diptych.cli.batch import batch
@@ -34,10 +35,7 @@ from diptych.cli.guide import guide
 from diptych.cli.http_options import HttpOptions, admin_key, default_slo, failure_folder, http_policy, keyring
 from diptych.cli.keys import keys
 from diptych.cli.options import (
-    DTYPE_HELP,
     KERNEL_NAMES,
-    TEMPERATURE_HELP,
-    THREADS_HELP,
     Text,
     model_name,
     model_path,
@@ -268,11 +266,11 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     model: Annotated[Text, option(MODEL_HELP, MODEL)] = None,
     max_tokens: Annotated[int, option("Most tokens of the answer.", MODEL)] = 128,
-    temperature: Annotated[float, option(TEMPERATURE_HELP, MODEL)] = 0.7,
+    temperature: Annotated[float, option(shared_help.TEMPERATURE, MODEL)] = 0.7,
     top_p: Annotated[float, option("Sample from the likeliest tokens of this total probability.", MODEL)] = 1.0,
     seed: Annotated[int | None, option("Seed that makes the output repeatable. Default: a random one.", MODEL)] = None,
-    threads: Annotated[int | None, option(THREADS_HELP, MACHINE)] = None,
-    dtype: Annotated[DTypeName, option(DTYPE_HELP, MODEL)] = "auto",
+    threads: Annotated[int | None, option(shared_help.THREADS, MACHINE)] = None,
+    dtype: Annotated[DTypeName, option(shared_help.DTYPE, MODEL)] = "auto",
     instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, *KERNEL_NAMES)] = "auto",
     quantize: Annotated[QuantizeName, option(QUANTIZE_HELP, MODEL)] = "none",
 ) -> None:

@@ -25,52 +25,6 @@ Number: TypeAlias = float | None
 Switch: TypeAlias = bool | None
 Strings: TypeAlias = list[str] | None
 
-# What an option's help says in more than one command.
-SERVER_KEY_HELP = "API key of the server. Default: none."
-ARRIVALS_HELP = "Arrival process: poisson, gamma, constant, on_off or closed. Default: poisson."
-JSON_DOCUMENT_HELP = "Print one JSON document to standard output."
-JSON_OBJECT_HELP = "Print one JSON object to standard output."
-SETTING_HELP = "Any setting, PATH=VALUE. Repeatable. Default: none."
-ATTAINMENT_HELP = "Share of requests that must meet the objectives: 0.9 or 90. Default: 0.9."
-CORES_HELP = "CPUs to compute on, such as 0-3: one thread each. Default: all that are allowed."
-COST_HELP = "Step durations: auto, tables, operators, roofline, or a file. Default: auto."
-DEVICE_HELP = "Device to compute on; auto: a GPU if there is one."
-DRAIN_TIMEOUT_HELP = "Seconds that running requests get after SIGTERM."
-DTYPE_HELP = "Arithmetic of the model; auto: the checkpoint's own."
-SIMULATED_ENGINE_HELP = "Engine whose host and front end are simulated: diptych, vllm-0.12, ... Default: by --cost."
-FIND_GOODPUT_HELP = "Search the highest rate that meets the objectives."
-LISTEN_ADDRESS_HELP = "Address to listen on. 0.0.0.0: reachable from everywhere."
-KERNELS_HELP = "Kernels that compute; auto: the best of this machine."
-KV_BITS_HELP = "Bits of a number in the KV cache: 16 or 8. Default: 16."
-KV_DISK_CODEC_HELP = "How KV lies on disk; int8: half the bytes, rounded."
-KV_DISK_GB_HELP = "Most that the folder may hold, in GB. Default: 10."
-LONG_PREFILL_THRESHOLD_HELP = "Uncached tokens beyond which a prompt is long (0: none is). Default: by --shape."
-MAX_BATCHED_TOKENS_HELP = "Most tokens of one step. Default: by --shape."
-MAX_LONG_PARTIAL_PREFILLS_HELP = "Partly computed long prompts at once (0: no limit). Default: by --shape."
-MAX_MODEL_LEN_HELP = "Context length. Default: the model's own."
-MAX_NUM_SEQS_HELP = "Requests that run at once on each worker. Default: 256."
-MAX_PARTIAL_PREFILLS_HELP = "Partly computed prompts at once (0: no limit). Default: by --shape."
-MAX_QUEUED_PER_KEY_HELP = "Requests of one API key that may wait in the queue (0: no limit). Default: 0."
-SERVED_MODEL_HELP = "Served model. Default: the server's first."
-SAME_MODEL_HELP = "The same as MODEL. Default: MODEL."
-OUTPUT_TOKENS_HELP = "Mean length of an answer in tokens. Default: 128."
-PORT_HELP = "Port; 0 picks a free one."
-PROMPT_TOKENS_HELP = "Mean length of a prompt in tokens. Default: 512."
-KV_DTYPE_HELP = "int8 halves the KV cache: 8 bits, a scale per token and head; on a CPU. auto: as --dtype."
-QUANTIZE_AS_SERVE_HELP = "Quantise the checkpoint's weights to 8 or 4 bits at load, as serve does."
-RATE_HELP = "Requests per second. Default: 1, or the trace's."
-REPORT_HELP = "Write a page with charts (HTML) to this file. Default: not written."
-STEP_TARGET_MS_HELP = "Step time of --budget slo in milliseconds, without TPOT objectives. Default: 100."
-TEMPERATURE_HELP = "Sampling temperature; 0 takes the likeliest token each time."
-THREADS_HELP = "Compute threads. Default: one per physical core."
-TOLERANCE_HELP = "Relative distance of two rates at which the search ends. Default: 0.05."
-TPOT_OF_SLO_HELP = "The same as --slo tpot=...ms. Default: that of --slo."
-TPOT_SLO_MS_HELP = "TPOT objective in milliseconds, for requests that name none. Default: none."
-TRACE_HELP = "Trace: azure-conv, mooncake-conversation, or a file. Default: random lengths."
-TTFT_OF_SLO_HELP = "The same as --slo ttft=...ms. Default: that of --slo."
-TTFT_SLO_MS_HELP = "TTFT objective in milliseconds, for requests that name none. Default: none."
-WEIGHT_BITS_HELP = "Bits of a weight on a GPU. Default: the checkpoint's."
-
 KERNEL_NAMES = ("--kernels", "--isa")  # the second is the old name
 
 
@@ -104,9 +58,6 @@ def takes(*options: type) -> Callable[[Callable[[dict[str, Any]], None]], Callab
 def picked(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """The values of these options, for a record that has fields of the same names."""
     return {name: given[name] for name in names}
-
-
-SLO_HELP = "Latency objectives, such as ttft=300ms,tpot=50ms, or a preset such as mlperf-llama3.1-8b. Default: none."
 
 
 def with_objectives(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,28 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from diptych.cli import shared_help
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import (
-    ATTAINMENT_HELP,
-    COST_HELP,
-    JSON_OBJECT_HELP,
-    KV_BITS_HELP,
-    OUTPUT_TOKENS_HELP,
-    PROMPT_TOKENS_HELP,
-    RATE_HELP,
-    REPORT_HELP,
-    SETTING_HELP,
-    SIMULATED_ENGINE_HELP,
-    SLO_HELP,
-    TRACE_HELP,
-    WEIGHT_BITS_HELP,
-    Number,
-    Text,
-    Whole,
-    option,
-    takes,
-    with_objectives,
-)
+from diptych.cli.options import Number, Text, Whole, option, takes, with_objectives
 from diptych.cli.output import check_folders, print_tables, progress_bar, write_file
 from diptych.cli.simulate import INTERRUPTED, command_line
 from diptych.cli.simulate_options import PATHS
@@ -68,14 +49,11 @@ class PlanOptions:
     parallel: Annotated[
         Text, option("Parallelism of a worker to try: tp1,tp2,tp4-pp2. Default: tp1 to tp8.", FLEET)
     ] = None
-    weight_bits: Annotated[Whole, option(WEIGHT_BITS_HELP, FLEET)] = None
+    weight_bits: Annotated[Whole, option(shared_help.WEIGHT_BITS, FLEET)] = None
     quantize: Annotated[Text, option("Weights on a CPU: none, int8 or int4. Default: none.", FLEET)] = None
-    kv_bits: Annotated[Whole, option(KV_BITS_HELP, FLEET)] = None
-    cost: Annotated[Text, option(COST_HELP, FLEET)] = None
-    engine: Annotated[
-        Text,
-        option(SIMULATED_ENGINE_HELP, FLEET),
-    ] = None
+    kv_bits: Annotated[Whole, option(shared_help.KV_BITS, FLEET)] = None
+    cost: Annotated[Text, option(shared_help.COST, FLEET)] = None
+    engine: Annotated[Text, option(shared_help.SIMULATED_ENGINE, FLEET)] = None
     link: Annotated[Text, option("Link between workers: ib400, eth100, nvlink4, ... Default: ib400.", FLEET)] = None
     nics: Annotated[Whole, option("Network cards of a worker, each with a link of its own. Default: 1.", FLEET)] = None
     devices: Annotated[Whole, option("Most devices of the fleet. Default: no budget.", BUDGET)] = None
@@ -94,24 +72,24 @@ class PlanOptions:
     kv_host_gb: Annotated[Text, option("Host memory sizes to value, in GB: 16,64. Default: none.", SEARCH)] = None
     kv_disk_gb: Annotated[Text, option("Disk sizes to value, in GB: 100,1000. Default: none.", SEARCH)] = None
     processes: Annotated[Whole, option("Processes that simulate. Default: one per core.", SEARCH)] = None
-    rate: Annotated[Number, option(RATE_HELP, WORKLOAD)] = None
-    prompt_tokens: Annotated[Number, option(PROMPT_TOKENS_HELP, WORKLOAD)] = None
-    output_tokens: Annotated[Number, option(OUTPUT_TOKENS_HELP, WORKLOAD)] = None
+    rate: Annotated[Number, option(shared_help.RATE, WORKLOAD)] = None
+    prompt_tokens: Annotated[Number, option(shared_help.PROMPT_TOKENS, WORKLOAD)] = None
+    output_tokens: Annotated[Number, option(shared_help.OUTPUT_TOKENS, WORKLOAD)] = None
     arrivals: Annotated[
         Text, option("Arrival process: poisson, gamma, constant or on_off. Default: poisson.", WORKLOAD)
     ] = None
-    trace: Annotated[Text, option(TRACE_HELP, WORKLOAD)] = None
+    trace: Annotated[Text, option(shared_help.TRACE, WORKLOAD)] = None
     num_requests: Annotated[Whole, option("Fewest requests of a run. Default: 1000, or the trace.", WORKLOAD)] = None
     seed: Annotated[Whole, option("Seed of everything random. Default: 0.", WORKLOAD)] = None
-    slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
+    slo: Annotated[Text, option(shared_help.SLO, OBJECTIVES)] = None
     ttft_slo_ms: Annotated[Number, option("TTFT objective in milliseconds. Default: none.", OBJECTIVES)] = None
     tpot_slo_ms: Annotated[Number, option("TPOT objective in milliseconds. Default: none.", OBJECTIVES)] = None
-    attainment: Annotated[Number, option(ATTAINMENT_HELP, OBJECTIVES)] = None
+    attainment: Annotated[Number, option(shared_help.ATTAINMENT, OBJECTIVES)] = None
     tolerance: Annotated[Number, option("Relative precision of the highest rates. Default: 0.05.", OBJECTIVES)] = None
     probe: Annotated[Text, option("Shortest run of a simulation. Default: 60s.", OBJECTIVES)] = None
-    assign: Annotated[list[str] | None, option(SETTING_HELP, OUTPUT, "--set")] = None
-    as_json: Annotated[bool, option(JSON_OBJECT_HELP, OUTPUT, "--json")] = False
-    report: Annotated[Path | None, option(REPORT_HELP, OUTPUT)] = None
+    assign: Annotated[list[str] | None, option(shared_help.SETTING, OUTPUT, "--set")] = None
+    as_json: Annotated[bool, option(shared_help.JSON_OBJECT, OUTPUT, "--json")] = False
+    report: Annotated[Path | None, option(shared_help.REPORT, OUTPUT)] = None
 
 
 DEFAULT_PARALLEL = "tp1,tp2,tp4,tp8"

@@ -6,33 +6,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from diptych.cli import shared_help
 from diptych.cli.http_options import SERVER
-from diptych.cli.options import (
-    CORES_HELP,
-    DEVICE_HELP,
-    DTYPE_HELP,
-    KERNEL_NAMES,
-    KV_DISK_CODEC_HELP,
-    KV_DISK_GB_HELP,
-    KV_DTYPE_HELP,
-    LONG_PREFILL_THRESHOLD_HELP,
-    MAX_BATCHED_TOKENS_HELP,
-    MAX_LONG_PARTIAL_PREFILLS_HELP,
-    MAX_MODEL_LEN_HELP,
-    MAX_NUM_SEQS_HELP,
-    MAX_PARTIAL_PREFILLS_HELP,
-    MAX_QUEUED_PER_KEY_HELP,
-    SAME_MODEL_HELP,
-    SLO_HELP,
-    STEP_TARGET_MS_HELP,
-    TPOT_SLO_MS_HELP,
-    TTFT_SLO_MS_HELP,
-    Number,
-    Strings,
-    Text,
-    Whole,
-    option,
-)
+from diptych.cli.options import KERNEL_NAMES, Number, Strings, Text, Whole, option
 from diptych.control.cluster.cluster_config import OnFailure
 from diptych.control.config import (
     BudgetName,
@@ -112,11 +88,11 @@ class ModelOptions:
     """What is served (see ``takes``)."""
 
     place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None
-    model: Annotated[Text, option(SAME_MODEL_HELP, MODEL)] = None
+    model: Annotated[Text, option(shared_help.SAME_MODEL, MODEL)] = None
     model_impl: Annotated[ModelImplName, option(MODEL_IMPL_HELP, MODEL)] = "auto"
     served_model_name: Annotated[Strings, option(NAME_HELP, MODEL)] = None
-    max_model_len: Annotated[Whole, option(MAX_MODEL_LEN_HELP, MODEL)] = None
-    dtype: Annotated[DTypeName, option(DTYPE_HELP, MODEL)] = "auto"
+    max_model_len: Annotated[Whole, option(shared_help.MAX_MODEL_LEN, MODEL)] = None
+    dtype: Annotated[DTypeName, option(shared_help.DTYPE, MODEL)] = "auto"
     tool_format: Annotated[str, option(TOOL_FORMAT_HELP, MODEL, metavar="auto|generic|none|NAME")] = "auto"
 
 
@@ -178,10 +154,10 @@ class ServeOptions:
     core_split: Annotated[Text, option(CORE_SPLIT_HELP, WORKERS)] = None
     max_prefills_in_flight_per_worker: Annotated[Whole, option(IN_FLIGHT_HELP, WORKERS)] = None
     max_queued: Annotated[Whole, option(MAX_QUEUED_HELP, WORKERS)] = None
-    max_queued_per_key: Annotated[Whole, option(MAX_QUEUED_PER_KEY_HELP, WORKERS)] = None
-    slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
-    ttft_slo_ms: Annotated[Number, option(TTFT_SLO_MS_HELP, OBJECTIVES)] = None
-    tpot_slo_ms: Annotated[Number, option(TPOT_SLO_MS_HELP, OBJECTIVES)] = None
+    max_queued_per_key: Annotated[Whole, option(shared_help.MAX_QUEUED_PER_KEY, WORKERS)] = None
+    slo: Annotated[Text, option(shared_help.SLO, OBJECTIVES)] = None
+    ttft_slo_ms: Annotated[Number, option(shared_help.TTFT_SLO_MS, OBJECTIVES)] = None
+    tpot_slo_ms: Annotated[Number, option(shared_help.TPOT_SLO_MS, OBJECTIVES)] = None
     shape: Annotated[PresetName | None, option(SHAPE_HELP, OBJECTIVES)] = None
     speculation: Annotated[SpeculationName, option(SPECULATION_HELP, OBJECTIVES)] = "auto"
     order: Annotated[OrderName | None, option("Which waiting request goes first. Default: by --shape.", SCHEDULER)] = (
@@ -190,12 +166,12 @@ class ServeOptions:
     budget: Annotated[
         BudgetName | None, option("What limits a step: prompts, tokens or time. Default: by --shape.", SCHEDULER)
     ] = None
-    max_batched_tokens: Annotated[Whole, option(MAX_BATCHED_TOKENS_HELP, SCHEDULER)] = None
-    step_target_ms: Annotated[Number, option(STEP_TARGET_MS_HELP, SCHEDULER)] = None
-    max_num_seqs: Annotated[Whole, option(MAX_NUM_SEQS_HELP, SCHEDULER)] = None
-    max_partial_prefills: Annotated[Whole, option(MAX_PARTIAL_PREFILLS_HELP, SCHEDULER)] = None
-    max_long_partial_prefills: Annotated[Whole, option(MAX_LONG_PARTIAL_PREFILLS_HELP, SCHEDULER)] = None
-    long_prefill_threshold: Annotated[Whole, option(LONG_PREFILL_THRESHOLD_HELP, SCHEDULER)] = None
+    max_batched_tokens: Annotated[Whole, option(shared_help.MAX_BATCHED_TOKENS, SCHEDULER)] = None
+    step_target_ms: Annotated[Number, option(shared_help.STEP_TARGET_MS, SCHEDULER)] = None
+    max_num_seqs: Annotated[Whole, option(shared_help.MAX_NUM_SEQS, SCHEDULER)] = None
+    max_partial_prefills: Annotated[Whole, option(shared_help.MAX_PARTIAL_PREFILLS, SCHEDULER)] = None
+    max_long_partial_prefills: Annotated[Whole, option(shared_help.MAX_LONG_PARTIAL_PREFILLS, SCHEDULER)] = None
+    long_prefill_threshold: Annotated[Whole, option(shared_help.LONG_PREFILL_THRESHOLD, SCHEDULER)] = None
     preemption: Annotated[
         PreemptionName | None,
         option("How a decode that loses its KV blocks gets them back. Default: recompute.", SCHEDULER),
@@ -203,17 +179,17 @@ class ServeOptions:
     preempt_for_priority: Annotated[bool, option("Displace running requests of lower priority.", SCHEDULER)] = False
     block_size: Annotated[int, option("Tokens per KV block.", MEMORY)] = 32
     kv_cache_memory: Annotated[Text, option(KV_CACHE_HELP, MEMORY)] = None
-    kv_dtype: Annotated[KVDTypeName, option(KV_DTYPE_HELP, MEMORY)] = "auto"
+    kv_dtype: Annotated[KVDTypeName, option(shared_help.KV_DTYPE, MEMORY)] = "auto"
     kv_host_gb: Annotated[float, option(KV_HOST_HELP, MEMORY)] = 0.0
     kv_disk: Annotated[
         Path | None, option("Folder that keeps KV over restarts, such as ~/.cache/kv. Default: none.", MEMORY)
     ] = None
-    kv_disk_gb: Annotated[Number, option(KV_DISK_GB_HELP, MEMORY)] = None
-    kv_disk_codec: Annotated[DiskCodecName, option(KV_DISK_CODEC_HELP, MEMORY)] = "none"
+    kv_disk_gb: Annotated[Number, option(shared_help.KV_DISK_GB, MEMORY)] = None
+    kv_disk_codec: Annotated[DiskCodecName, option(shared_help.KV_DISK_CODEC, MEMORY)] = "none"
     prefix_cache: Annotated[bool, option("Reuse the KV of equal prompt beginnings.", MEMORY)] = True
     explain_misses: Annotated[ExplainMisses, option(MISSES_HELP, MEMORY)] = "off"
-    device: Annotated[DeviceName, option(DEVICE_HELP, MACHINE)] = "auto"
+    device: Annotated[DeviceName, option(shared_help.DEVICE, MACHINE)] = "auto"
     threads: Annotated[Whole, option("Compute threads per worker. Default: one per physical core.", MACHINE)] = None
-    cores: Annotated[Text, option(CORES_HELP, MACHINE)] = None
+    cores: Annotated[Text, option(shared_help.CORES, MACHINE)] = None
     instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, *KERNEL_NAMES)] = "auto"
     quantize: Annotated[QuantizeName, option(QUANTIZE_HELP, MACHINE)] = "none"

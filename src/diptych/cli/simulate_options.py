@@ -5,38 +5,8 @@ from typing import Annotated
 
 import typer
 
-from diptych.cli.options import (
-    ARRIVALS_HELP,
-    ATTAINMENT_HELP,
-    COST_HELP,
-    FIND_GOODPUT_HELP,
-    JSON_OBJECT_HELP,
-    KV_BITS_HELP,
-    LONG_PREFILL_THRESHOLD_HELP,
-    MAX_BATCHED_TOKENS_HELP,
-    MAX_LONG_PARTIAL_PREFILLS_HELP,
-    MAX_MODEL_LEN_HELP,
-    MAX_NUM_SEQS_HELP,
-    MAX_PARTIAL_PREFILLS_HELP,
-    OUTPUT_TOKENS_HELP,
-    PROMPT_TOKENS_HELP,
-    RATE_HELP,
-    REPORT_HELP,
-    SETTING_HELP,
-    SIMULATED_ENGINE_HELP,
-    SLO_HELP,
-    STEP_TARGET_MS_HELP,
-    TOLERANCE_HELP,
-    TPOT_SLO_MS_HELP,
-    TRACE_HELP,
-    TTFT_SLO_MS_HELP,
-    WEIGHT_BITS_HELP,
-    Number,
-    Switch,
-    Text,
-    Whole,
-    option,
-)
+from diptych.cli import shared_help
+from diptych.cli.options import Number, Switch, Text, Whole, option
 
 FLEET, WORKLOAD, OBJECTIVES = "Model and fleet", "Workload", "Objectives"
 SCHEDULER, MEMORY, OUTPUT = "Scheduler (details; --shape presets them)", "Memory", "Output"
@@ -91,16 +61,13 @@ class SimulateOptions:
     pipeline_parallel: Annotated[Whole, option("Stages that a worker's layers are dealt to. Default: 1.", FLEET)] = None
     expert_parallel: Annotated[Whole, option("Groups of devices with experts of their own. Default: 1.", FLEET)] = None
     data_parallel: Annotated[Whole, option("Groups of devices with sequences of their own. Default: 1.", FLEET)] = None
-    weight_bits: Annotated[Whole, option(WEIGHT_BITS_HELP, FLEET)] = None
+    weight_bits: Annotated[Whole, option(shared_help.WEIGHT_BITS, FLEET)] = None
     quantize: Annotated[
         Text, option("Weights on a CPU: none, int8 or int4. Default: none, or as calibrated.", FLEET)
     ] = None
-    kv_bits: Annotated[Whole, option(KV_BITS_HELP, FLEET)] = None
-    cost: Annotated[Text, option(COST_HELP, FLEET)] = None
-    engine: Annotated[
-        Text,
-        option(SIMULATED_ENGINE_HELP, FLEET),
-    ] = None
+    kv_bits: Annotated[Whole, option(shared_help.KV_BITS, FLEET)] = None
+    cost: Annotated[Text, option(shared_help.COST, FLEET)] = None
+    engine: Annotated[Text, option(shared_help.SIMULATED_ENGINE, FLEET)] = None
     replicas: Annotated[
         Whole, option("Workers that prefill and decode (without --prefill, --decode). Default: 1.", FLEET)
     ] = None
@@ -128,23 +95,23 @@ class SimulateOptions:
     on_failure: Annotated[
         Text, option("What becomes of the requests of a lost worker: retry, local or fail. Default: retry.", FLEET)
     ] = None
-    max_model_len: Annotated[Whole, option(MAX_MODEL_LEN_HELP, FLEET)] = None
-    rate: Annotated[Number, option(RATE_HELP, WORKLOAD)] = None
+    max_model_len: Annotated[Whole, option(shared_help.MAX_MODEL_LEN, FLEET)] = None
+    rate: Annotated[Number, option(shared_help.RATE, WORKLOAD)] = None
     num_requests: Annotated[Whole, option("Requests in all. Default: 1000, or the trace.", WORKLOAD)] = None
-    arrivals: Annotated[Text, option(ARRIVALS_HELP, WORKLOAD)] = None
-    prompt_tokens: Annotated[Number, option(PROMPT_TOKENS_HELP, WORKLOAD)] = None
-    output_tokens: Annotated[Number, option(OUTPUT_TOKENS_HELP, WORKLOAD)] = None
-    trace: Annotated[Text, option(TRACE_HELP, WORKLOAD)] = None
+    arrivals: Annotated[Text, option(shared_help.ARRIVALS, WORKLOAD)] = None
+    prompt_tokens: Annotated[Number, option(shared_help.PROMPT_TOKENS, WORKLOAD)] = None
+    output_tokens: Annotated[Number, option(shared_help.OUTPUT_TOKENS, WORKLOAD)] = None
+    trace: Annotated[Text, option(shared_help.TRACE, WORKLOAD)] = None
     seed: Annotated[Whole, option("Seed of everything random; equal seeds give equal runs. Default: 0.", WORKLOAD)] = (
         None
     )
-    slo: Annotated[Text, option(SLO_HELP, OBJECTIVES)] = None
-    ttft_slo_ms: Annotated[Number, option(TTFT_SLO_MS_HELP, OBJECTIVES)] = None
-    tpot_slo_ms: Annotated[Number, option(TPOT_SLO_MS_HELP, OBJECTIVES)] = None
-    find_goodput: Annotated[bool, option(FIND_GOODPUT_HELP, OBJECTIVES)] = False
+    slo: Annotated[Text, option(shared_help.SLO, OBJECTIVES)] = None
+    ttft_slo_ms: Annotated[Number, option(shared_help.TTFT_SLO_MS, OBJECTIVES)] = None
+    tpot_slo_ms: Annotated[Number, option(shared_help.TPOT_SLO_MS, OBJECTIVES)] = None
+    find_goodput: Annotated[bool, option(shared_help.FIND_GOODPUT, OBJECTIVES)] = False
     fewest_devices: Annotated[bool, option("Search the smallest fleet that meets the objectives.", OBJECTIVES)] = False
-    attainment: Annotated[Number, option(ATTAINMENT_HELP, OBJECTIVES)] = None
-    tolerance: Annotated[Number, option(TOLERANCE_HELP, OBJECTIVES)] = None
+    attainment: Annotated[Number, option(shared_help.ATTAINMENT, OBJECTIVES)] = None
+    tolerance: Annotated[Number, option(shared_help.TOLERANCE, OBJECTIVES)] = None
     probe: Annotated[Text, option("Shortest run of a search. Default: 60s.", OBJECTIVES)] = None
     shape: Annotated[
         Text,
@@ -160,13 +127,13 @@ class SimulateOptions:
         Text, option("Order of the queue: fcfs, priority, shortest or deadline. Default: by --shape.", SCHEDULER)
     ] = None
     budget: Annotated[Text, option("What limits a step: whole, fixed or slo. Default: by --shape.", SCHEDULER)] = None
-    max_batched_tokens: Annotated[Whole, option(MAX_BATCHED_TOKENS_HELP, SCHEDULER)] = None
-    step_target_ms: Annotated[Number, option(STEP_TARGET_MS_HELP, SCHEDULER)] = None
-    max_num_seqs: Annotated[Whole, option(MAX_NUM_SEQS_HELP, SCHEDULER)] = None
+    max_batched_tokens: Annotated[Whole, option(shared_help.MAX_BATCHED_TOKENS, SCHEDULER)] = None
+    step_target_ms: Annotated[Number, option(shared_help.STEP_TARGET_MS, SCHEDULER)] = None
+    max_num_seqs: Annotated[Whole, option(shared_help.MAX_NUM_SEQS, SCHEDULER)] = None
     max_waiting: Annotated[Whole, option("Requests that may wait on each worker. Default: 4096.", SCHEDULER)] = None
-    max_partial_prefills: Annotated[Whole, option(MAX_PARTIAL_PREFILLS_HELP, SCHEDULER)] = None
-    max_long_partial_prefills: Annotated[Whole, option(MAX_LONG_PARTIAL_PREFILLS_HELP, SCHEDULER)] = None
-    long_prefill_threshold: Annotated[Whole, option(LONG_PREFILL_THRESHOLD_HELP, SCHEDULER)] = None
+    max_partial_prefills: Annotated[Whole, option(shared_help.MAX_PARTIAL_PREFILLS, SCHEDULER)] = None
+    max_long_partial_prefills: Annotated[Whole, option(shared_help.MAX_LONG_PARTIAL_PREFILLS, SCHEDULER)] = None
+    long_prefill_threshold: Annotated[Whole, option(shared_help.LONG_PREFILL_THRESHOLD, SCHEDULER)] = None
     preemption: Annotated[
         Text,
         option(
@@ -186,18 +153,18 @@ class SimulateOptions:
     disk: Annotated[Text, option("Which disk: nvme4, nvme3, sata or virtual. Default: nvme4.", MEMORY)] = None
     prefix_cache: Annotated[Switch, option("Reuse the KV of equal prompt beginnings. Default: on.", MEMORY)] = None
     explain_misses: Annotated[Switch, option("Explain what prefills were spent on. Default: off.", OUTPUT)] = None
-    assign: Annotated[list[str] | None, option(SETTING_HELP, OUTPUT, "--set")] = None
+    assign: Annotated[list[str] | None, option(shared_help.SETTING, OUTPUT, "--set")] = None
     sweep: Annotated[
         list[str] | None,
         option("Simulate a setting's values: NAME=from:to:step or a,b,c. Twice: a grid. Default: none.", OUTPUT),
     ] = None
     processes: Annotated[Whole, option("Processes of a sweep. Default: one per core.", OUTPUT)] = None
     list_: Annotated[Text, option(LIST_HELP, OUTPUT, "--list")] = None
-    as_json: Annotated[bool, option(JSON_OBJECT_HELP, OUTPUT, "--json")] = False
+    as_json: Annotated[bool, option(shared_help.JSON_OBJECT, OUTPUT, "--json")] = False
     records: Annotated[
         Path | None, option("Write one JSON line per request to this file. Default: not written.", OUTPUT)
     ] = None
-    report: Annotated[Path | None, option(REPORT_HELP, OUTPUT)] = None
+    report: Annotated[Path | None, option(shared_help.REPORT, OUTPUT)] = None
     timeline: Annotated[
         Path | None, option("Write a trace for Perfetto (JSON) to this file. Default: not written.", OUTPUT)
     ] = None

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from diptych.base.terminal_text import own
+from diptych.cli import shared_help
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import LOCAL_URL, SERVED_MODEL_HELP, SERVER_KEY_HELP, TEMPERATURE_HELP, Number, Text, Whole
+from diptych.cli.options import LOCAL_URL, Number, Text, Whole
 from diptych.control.errors import RequestError
 
 if TYPE_CHECKING:
@@ -25,12 +26,12 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 def chat(
     url: Annotated[str, typer.Argument(metavar="[URL]", help="Address of a running server.")] = LOCAL_URL,
-    model: Annotated[Text, typer.Option(help=SERVED_MODEL_HELP)] = None,
+    model: Annotated[Text, typer.Option(help=shared_help.SERVED_MODEL)] = None,
     system: Annotated[Text, typer.Option(help="System message before the conversation. Default: none.")] = None,
     max_tokens: Annotated[Whole, typer.Option(help="Most tokens of an answer. Default: stop at about 1,024.")] = None,
-    temperature: Annotated[Number, typer.Option(help=TEMPERATURE_HELP)] = 0.2,
+    temperature: Annotated[Number, typer.Option(help=shared_help.TEMPERATURE)] = 0.2,
     complete: Annotated[bool, typer.Option("--complete", help="Continue each text, without a conversation.")] = False,
-    api_key: Annotated[Text, typer.Option(help=SERVER_KEY_HELP, envvar="DIPTYCH_API_KEY")] = None,
+    api_key: Annotated[Text, typer.Option(help=shared_help.SERVER_KEY, envvar="DIPTYCH_API_KEY")] = None,
 ) -> None:
     """Talk to a served model. Ctrl-C stops an answer, and a second one ends.
 

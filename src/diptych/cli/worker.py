@@ -9,19 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from diptych.base.stop_signals import stop_signals
+from diptych.cli import shared_help
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.http_options import LogLevel
-from diptych.cli.options import (
-    CORES_HELP,
-    DEVICE_HELP,
-    DRAIN_TIMEOUT_HELP,
-    KERNEL_NAMES,
-    THREADS_HELP,
-    Text,
-    Whole,
-    model_path,
-    option,
-)
+from diptych.cli.options import KERNEL_NAMES, Text, Whole, model_path, option
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
 from diptych.runtime.transfer.stream.addresses import parse_address
@@ -48,15 +39,15 @@ def worker(
     key_file: Annotated[Path, option(KEY_HELP, FRONT)],
     model: Annotated[Text, option("The front end's model, on this host. Default: the bundled model.", FRONT)] = None,
     grace: Annotated[float, option(GRACE_HELP, FRONT)] = 300.0,
-    drain_timeout: Annotated[float, option(DRAIN_TIMEOUT_HELP, FRONT)] = 30.0,
+    drain_timeout: Annotated[float, option(shared_help.DRAIN_TIMEOUT, FRONT)] = 30.0,
     log_level: Annotated[LogLevel, option("Least severe messages that the worker logs.", FRONT)] = "warning",
     role: Annotated[Role, option("Role of the worker; it can change while it serves.", PLACE)] = "both",
     host_name: Annotated[Text, option("Name of this host. Default: the system's.", PLACE)] = None,
     rack: Annotated[str, option("Name of the host's rack, for the choice of workers. Default: none.", PLACE)] = "",
     kv_listen: Annotated[Text, option(KV_HELP, PLACE)] = None,
-    device: Annotated[DeviceName, option(DEVICE_HELP, MACHINE)] = "auto",
-    threads: Annotated[Whole, option(THREADS_HELP, MACHINE)] = None,
-    cores: Annotated[Text, option(CORES_HELP, MACHINE)] = None,
+    device: Annotated[DeviceName, option(shared_help.DEVICE, MACHINE)] = "auto",
+    threads: Annotated[Whole, option(shared_help.THREADS, MACHINE)] = None,
+    cores: Annotated[Text, option(shared_help.CORES, MACHINE)] = None,
     instruction_set: Annotated[
         InstructionSetName, option("Kernels that compute; auto: the best of this host.", MACHINE, *KERNEL_NAMES)
     ] = "auto",

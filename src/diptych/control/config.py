@@ -114,6 +114,17 @@ class CacheConfig:
         """The groups of layers, and how many blocks of each a sequence holds."""
         return KVLayout(self.groups) if self.groups else KVLayout.dense(self.block_size)
 
+    @property
+    def charged_chunk(self) -> int:
+        """The tokens of one step by which a sequence is charged the blocks of its windows: a prompt keeps its last
+        boundary until it ends, also where a step begins behind it."""
+        return max(self.layout.longest_chunk(self.window_chunk), self.block_size)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest sequence that fits when it is alone."""
+        return self.layout.capacity_tokens(self.num_blocks - self.watermark_blocks, self.charged_chunk)
+
 
 @dataclass(frozen=True, slots=True)
 class BudgetConfig:

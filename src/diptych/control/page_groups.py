@@ -7,7 +7,7 @@ them as a worker would. How many pages a sequence holds is said in kv_layout.py.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diptych.control.kv_layout import GroupKind, KVGroup
+from diptych.control.kv_layout import GroupKind, KVGroup, KVLayout
 
 REFERENCE_TOKENS = 16_384  # the length of a sequence whose memory a choice of groups is judged by
 MOST_MEMORY = 1.05  # of a sequence of that length, in parts of the least that any choice takes
@@ -30,7 +30,7 @@ class LayerGroups:
     @property
     def is_dense(self) -> bool:
         """Whether all layers are in one group without a window."""
-        return len(self.groups) == 1 and self.groups[0].kind is GroupKind.FULL
+        return KVLayout(self.groups).is_dense
 
     @property
     def num_places(self) -> int:

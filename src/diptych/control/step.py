@@ -5,14 +5,15 @@ step whose ``num_decodes`` is not 0; a plan says which requests joined, which le
 steady decode step is therefore described by a plan of constant size, however large the batch is.
 
 A member may compute more than one token in a step. The executor may know what comes next in its answer: tokens that a
-constraint forces, or a draft that it found in the prompt (an DraftProposal). The plan of the next step takes as many of
-them as it wants (an VerifyRows), and the step computes them as if they had been sampled. The model's own choices at
+constraint forces, or a draft that it found in the prompt (a DraftProposal). The plan of the next step takes as many of
+them as it wants (a VerifyRows), and the step computes them as if they had been sampled. The model's own choices at
 these positions say how many were right; only these, and the choice that follows them, are tokens of the answer.
 
 The records of plans and results are replaced, never changed. (They are not frozen only because some are made in every
 step, and a frozen one takes four times as long to make.)
 """
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -159,6 +160,19 @@ class StepTokens:
     def is_last(self, index: int) -> bool:
         """Whether this token is the last that its request got in the step."""
         return index + 1 == len(self.request_ids) or self.request_ids[index + 1] != self.request_ids[index]
+
+    def of_open(self, requests: Container[str]) -> "StepTokens":
+        """Those of ``requests``: without those of requests that ended while the step was under way."""
+        if all(request_id in requests for request_id in self.request_ids):
+            return self
+        kept = StepTokens([], [], prompt_logprobs=self.prompt_logprobs, embeddings=self.embeddings)
+        for index, (request_id, token_id) in enumerate(zip(self.request_ids, self.token_ids, strict=True)):
+            if request_id in requests:
+                if index in self.logprobs:
+                    kept.logprobs[len(kept.token_ids)] = self.logprobs[index]
+                kept.request_ids.append(request_id)
+                kept.token_ids.append(token_id)
+        return kept
 
 
 @dataclass(frozen=True, slots=True)

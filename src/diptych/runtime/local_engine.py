@@ -22,7 +22,7 @@ from diptych.control.step import SchedulerOutput, StepResult, StepTokens
 from diptych.runtime.models.decoder import DecoderConfig
 from diptych.runtime.sampling.answer_constraint import constraint_of
 from diptych.runtime.step.model_runner import ModelRunner
-from diptych.runtime.step.step_pipeline import StepPipeline, of_open_requests
+from diptych.runtime.step.step_pipeline import StepPipeline
 from diptych.runtime.tiers.tier_io import TierDriver
 
 if TYPE_CHECKING:
@@ -122,12 +122,15 @@ class LocalEngine:
                 result = self.runner.execute(output)
             else:
                 result = pipeline.execute(output, lambda: self.core.begin_step(self._clock()))
-        except KeyboardInterrupt:  # the step is over all the same: what it computed is not known, and not used
-            self.core.end_step(StepResult(output.step_id), self._clock(), num_steps=0)
+        except KeyboardInterrupt:  # what was begun is over all the same: what it computed is not known, and not used
+            if pipeline is not None:
+                pipeline.give_up()
+            while (begun := self.core.begun) is not None:
+                self.core.end_step(StepResult(begun.step_id), self._clock(), num_steps=0)
             raise
         tokens = result.payload or StepTokens([], [])
         if pipeline is not None:
-            tokens = of_open_requests(tokens, self.core.requests)
+            tokens = tokens.of_open(self.core.requests)
         return StepOutcome(tokens, self.core.end_step(result, self._clock()))
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import random
 import uuid
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -224,23 +224,14 @@ class AsyncLLM(ServedFleet):
         Long prompts are checked and hashed off the event loop in the turn of their tenant. Raises OverloadedError while
         too much waits for that, or while not all of these would be taken."""
         ready = self.require_ready()
-        check_count(len(prompts) * sampling.n, ready)
+        count = len(prompts) * sampling.n
+        check_count(count, ready)
+        self._check_room(count, options, ready)  # before prompts are hashed, and answers made
         work = partial(self._checked, prompts, sampling, options.cache_salt, ready)
         hashes = await self.long_work.run(work, sum(map(len, prompts)), options.tenant)
-        submitting = self._submitting(prompts, sampling, request_id, options, shown, resumed, hashes)
-        while True:
-            try:
-                next(submitting)
-            except StopIteration as end:
-                generation: Generation = end.value
-                return generation
-            try:
-                await asyncio.sleep(0)  # what is served goes on beside a request of thousands of answers
-            except asyncio.CancelledError:  # the client is gone
-                submitting.close()
-                raise
+        return await self._submit(prompts, sampling, request_id, options, shown, resumed, hashes)
 
-    def _submitting(
+    async def _submit(
         self,
         prompts: Sequence[list[int]],
         sampling: SamplingParams,
@@ -249,27 +240,25 @@ class AsyncLLM(ServedFleet):
         shown: Mapping[int, str],
         resumed: StreamRecord | None,
         hashes: Sequence[tuple[bytes, ...]],
-    ) -> Generator[None, None, Generation]:
-        """Submit checked prompts in parts of at most SUBMITTED_AT_ONCE answers. Closed before its end, it takes back
-        what it has submitted. Returns the Generation."""
+    ) -> Generation:
+        """Submit checked prompts, SUBMITTED_AT_ONCE answers in a turn of the loop: what is served goes on beside a
+        request of thousands. Takes back what it has submitted when it is cancelled or fails."""
         ready = self.require_ready()
         count = len(prompts) * sampling.n
-        check_count(count, ready)
-        self._check_room(count, options, ready)
         if sampling.stop and not self.tokenizer.has_text:
             raise InvalidRequestError("stop needs text, and this model has no tokenizer.json", param="stop")
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
         streams: list[AnswerStream] = []
         for number in range(count):
+            if number and not number % SUBMITTED_AT_ONCE:
+                await asyncio.sleep(0)
             own_id = request_id if count == 1 else f"{request_id}-{number}"
             if resumed is not None:  # no attempt of before has this id, wherever it may still be on its way
                 own_id = f"{own_id}.{uuid.uuid4().hex}"
             child = replace(sampling, n=1, seed=derive_seed(seed, number))
             prompt = prompts[number // sampling.n]
             streams.append(AnswerStream(own_id, number, prompt, child, self.tokenizer, options, shown))
-            if not len(streams) % SUBMITTED_AT_ONCE:
-                yield
         self._check_room(count, options, ready)  # others may have come meanwhile
         for stream in streams:
             if stream.request_id in self._streams:
@@ -283,7 +272,7 @@ class AsyncLLM(ServedFleet):
         try:
             for first in range(0, count, SUBMITTED_AT_ONCE):
                 if first:
-                    yield
+                    await asyncio.sleep(0)
                 if generation.has_failed:
                     break
                 part = enumerate(streams[first : first + SUBMITTED_AT_ONCE], first)

@@ -205,6 +205,11 @@ class EngineCore:
             self.scheduler.add(request, now)
 
     @property
+    def begun(self) -> SchedulerOutput | None:
+        """The plan of the step that ``end_step`` is to be called for next; None where no step is under way."""
+        return self._plan
+
+    @property
     def has_work(self) -> bool:
         """Whether a step may be needed: there are requests, or the executor does not know yet which ended, or blocks
         are to be copied down."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from diptych.control.engine.kvcache.tier_records import Tier
 from diptych.control.engine.reports import LoadReport
+from diptych.control.kv_layout import KVLayout
 from diptych.control.router.candidates import Candidate, CandidateSearch
 from diptych.control.router.costs import OBJECTIVE_POWER, UNBOUNDED, WorkerView
 from diptych.control.router.hit_rate_monitor import HitRateMonitor
@@ -75,8 +76,7 @@ class CostRouter:
         self.index.set_boundaries(position, only=info.has_windows)
         view = WorkerView(is_up=True, role=info.role, loss_power=self._loss_power)
         if info.groups:
-            growing = sum([not group.window_tokens for group in info.groups])
-            view.prompt_blocks, view.answer_blocks = len(info.groups), max(1, growing)
+            view.prompt_blocks, view.answer_blocks = len(info.groups), max(1, KVLayout(info.groups).num_growing)
         self._begin_view(position, view)
 
     def set_down(self, worker: int) -> None:

@@ -59,7 +59,9 @@ class WorkerInfo:
     def max_sequence_tokens(self) -> int:
         """The longest sequence that fits into its context and its blocks."""
         if self.groups:
-            return min(self.max_model_len, KVLayout(self.groups).capacity_tokens(self.num_blocks))
+            if self.num_blocks_for(self.max_model_len) <= self.num_blocks:  # mostly; the other way is a search
+                return self.max_model_len
+            return KVLayout(self.groups).capacity_tokens(self.num_blocks)
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
     @property

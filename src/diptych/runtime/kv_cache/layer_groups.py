@@ -5,10 +5,10 @@ Never imports torch.
 
 from collections.abc import Sequence
 
-from diptych.control.page_groups import MOST_EMPTY, MOST_MEMORY, REFERENCE_TOKENS, LayerGroups, deal_windows
+from diptych.control.page_groups import LayerGroups, deal_windows
 from diptych.runtime.models.model_config import LayerAttention
 
-__all__ = ["MOST_EMPTY", "MOST_MEMORY", "REFERENCE_TOKENS", "LayerGroups", "deal"]
+__all__ = ["LayerGroups", "deal"]
 
 
 def deal(layers: Sequence[LayerAttention], block_size: int, max_tokens: int) -> LayerGroups:

@@ -223,6 +223,8 @@ class BatchSampler:
             flat[stop_at] = -torch.inf
         if biases:
             flat[bias_at] += bias_values  # a token has one bias
+        if penalized:  # room for all of them: else the pieces would take each other's rows, and all be counted anew
+            self._counts.reserve(len(penalized), vocab_size)
         for first in range(0, len(penalized), ROWS_AT_ONCE):
             self._penalize(changed, penalized[first : first + ROWS_AT_ONCE])
         return changed

@@ -29,7 +29,7 @@ class _Counted:
 
 
 class TokenCounts:
-    """A row of counts for each answer that was asked for lately, as many as were ever asked for at once."""
+    """A row of counts for each answer that was asked for lately, as many as ever were in one step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -39,7 +39,7 @@ class TokenCounts:
 
     def rows(self, answers: Sequence[CountedTokens], vocab_size: int, to_device: ToDevice) -> torch.Tensor:
         """The counts of these answers, [answers, vocab_size] int32, a copy."""
-        counts = self._grow(len(answers), vocab_size)
+        counts = self.reserve(len(answers), vocab_size)
         rows = self._assign(answers)
         fresh, prompt, output = [], [], []
         for row, answer in zip(rows, answers, strict=True):
@@ -67,7 +67,8 @@ class TokenCounts:
         flat.index_add_(0, output_on, torch.ones_like(output_on, dtype=torch.int32))
         return counts[rows_on]
 
-    def _grow(self, num_rows: int, vocab_size: int) -> torch.Tensor:
+    def reserve(self, num_rows: int, vocab_size: int) -> torch.Tensor:
+        """Have room for as many answers, which ``rows`` may be asked for in pieces; the counts, those of all rows."""
         if self._counts is None or len(self._counts) < num_rows:
             size = max(num_rows, 2 * len(self._counted))
             grown = torch.zeros(size, vocab_size, dtype=torch.int32, device=self._device)

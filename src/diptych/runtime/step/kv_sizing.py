@@ -6,6 +6,7 @@ follows, a decode step of as many sequences as there may be, and the graphs of s
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ from diptych.runtime.step.cuda_graphs import MAX_BATCH, SEEN_BEFORE_CAPTURE
 PROMPTS = (1024, 2048)  # tokens
 MARGIN = 0.04  # of the GPU's memory: what libraries take later, and what lies in pieces too small
 GRAPHS = 2  # graphs of all sizes take at most so many times what that of the largest takes
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, seed=0)
+LARGEST = replace(GREEDY, temperature=1.0, top_p=0.9, frequency_penalty=0.1)  # whose sampling needs most memory
 
 logger = logging.getLogger(__name__)
 
@@ -123,11 +126,11 @@ class MemoryTrial:
 
     def decode(self) -> None:
         """A token of as many sequences as there may be, whose sampling needs most memory."""
-        self._decode(self.runner.max_num_seqs, 2, temperature=1.0, top_p=0.9)
+        self._decode(self.runner.max_num_seqs, 2, LARGEST)
 
     def capture(self) -> None:
         """Decode until a graph of the largest size is captured."""
-        self._decode(min(MAX_BATCH, self.runner.max_num_seqs), SEEN_BEFORE_CAPTURE + 2, temperature=0.0)
+        self._decode(min(MAX_BATCH, self.runner.max_num_seqs), SEEN_BEFORE_CAPTURE + 2, GREEDY)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -143,9 +146,9 @@ class MemoryTrial:
     def _tables(self) -> BlockTables:
         return (self._blocks,) * max(1, len(self.runner.groups))
 
-    def _decode(self, count: int, num_steps: int, **sampling: float) -> None:
+    def _decode(self, count: int, num_steps: int, params: SamplingParams) -> None:
         context = min(16, self.prompts[1] - 1)
-        ids = self._add(count, context + 1, **sampling)
+        ids = self._add(count, context + 1, params)
         resumed = tuple([ResumedDecode(request_id, context, self._tables) for request_id in ids])
         self._run(SchedulerOutput(0, num_decodes=count, resumed=resumed))
         for _ in range(num_steps - 1):
@@ -157,9 +160,8 @@ class MemoryTrial:
         if result.is_out_of_memory:
             raise torch.OutOfMemoryError(result.failed[0][1])
 
-    def _add(self, count: int, num_tokens: int, **sampling: float) -> list[str]:
+    def _add(self, count: int, num_tokens: int, params: SamplingParams = GREEDY) -> list[str]:
         """Make known requests of made-up tokens."""
-        params = SamplingParams(ignore_eos=True, seed=0, **({"temperature": 0.0} | sampling))  # type: ignore[arg-type]
         vocab_size = self.runner.model_config.vocab_size
         ids = [f"memory-{index}" for index in range(count)]
         for request_id in ids:

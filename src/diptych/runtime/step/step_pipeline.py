@@ -8,24 +8,10 @@ planned at depth 1, behind an empty pipeline, so that whatever joins, leaves, is
 up does so behind all steps before it. A stop that shows with this step costs a row in the next, and never a token.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
-from diptych.control.step import SchedulerOutput, StepResult, StepTokens
+from diptych.control.step import SchedulerOutput, StepResult
 from diptych.runtime.step.model_runner import ModelRunner, StepInFlight
-
-
-def of_open_requests(tokens: StepTokens, requests: Container[str]) -> StepTokens:
-    """The tokens of a step without those of requests that ended while it was under way."""
-    if all(request_id in requests for request_id in tokens.request_ids):
-        return tokens
-    kept = StepTokens([], [], prompt_logprobs=tokens.prompt_logprobs, embeddings=tokens.embeddings)
-    for index, (request_id, token_id) in enumerate(zip(tokens.request_ids, tokens.token_ids, strict=True)):
-        if request_id in requests:
-            if index in tokens.logprobs:
-                kept.logprobs[len(kept.token_ids)] = tokens.logprobs[index]
-            kept.request_ids.append(request_id)
-            kept.token_ids.append(token_id)
-    return kept
 
 
 class StepPipeline:
@@ -39,6 +25,10 @@ class StepPipeline:
     def under_way(self) -> SchedulerOutput | None:
         """The plan that was launched ahead: the next to ``execute``, before any other is asked for."""
         return self._ahead.output if self._ahead is not None else None
+
+    def give_up(self) -> None:
+        """Forget the step that was launched ahead: nobody asks for its result."""
+        self._ahead = None
 
     def execute(self, output: SchedulerOutput, plan_ahead: Callable[[], SchedulerOutput | None]) -> StepResult:
         """The result of a step: of the one under way, or of a new one. plan_ahead: asks for the plan that follows."""

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.config import prefill_scheduler
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, LinkCosts, Role, WorkerInfo
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.transfer import CONNECTORS
 from diptych.runtime.transfer.connector import RESUME_TIMEOUT_S
 from diptych.serving.fleet.fleet_options import CoreShare, FleetOptions, check_codec, divide_cores
@@ -106,8 +108,9 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
         return FleetPlan((_on_cores(wanted[0], cores[0]),), cluster)
     transfer = _transfer(options, fleet)
     kind, join = CONNECTORS[transfer], fleet.join
-    copies = copies_of(wanted, roles) if join is None else (0,) * len(roles)
-    memories = _shared_memories(wanted, copies) if kind.shares_pool else ()
+    geometries = list(map(cache(kv_geometry_of), wanted))  # equal workers: a large GGUF file takes a second to read
+    copies = copies_of(wanted, geometries, roles) if join is None else (0,) * len(roles)
+    memories = _shared_memories(wanted, geometries, copies) if kind.shares_pool else ()
     host_fds = host_files(len(roles)) if _shares_host(options, fleet, cluster) else ()
     secret = secrets.token_bytes(SECRET_BYTES) if join is None else join.key.derived("KV")
     told = []
@@ -132,10 +135,9 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
         own = _on_cores(wanted[number], cores[number % len(cores)] if cores else None)
         scheduler = prefill_scheduler(own.scheduler, own.slo) if role == "prefill" else own.scheduler
         told.append(msgspec.structs.replace(own, place=place, record=record, scheduler=scheduler))
-    geometry = kv_geometry_of(wanted[0])
-    groups = geometry.layers.groups
-    windows = () if geometry.layers.is_dense else tuple([group.window_tokens for group in groups])
-    links = LinkCosts(bytes_per_token=geometry.token_bytes, windows=windows)
+    layers = geometries[0].layers
+    windows = () if layers.is_dense else tuple([group.window_tokens for group in layers.groups])
+    links = LinkCosts(bytes_per_token=geometries[0].token_bytes, windows=windows)
     cluster = replace(cluster, routing=replace(cluster.routing, links=links))
     return FleetPlan(tuple(told), cluster, copies, memories, host_fds)
 
@@ -220,19 +222,20 @@ def _may_be_gpu(options: EngineOptions) -> bool:
     return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
 
 
-def _shared_memories(options: Sequence[EngineOptions], copies: Sequence[int]) -> tuple[SharedMemory, ...]:
+def _shared_memories(
+    options: Sequence[EngineOptions], geometries: Sequence[KVGeometry], copies: Sequence[int]
+) -> tuple[SharedMemory, ...]:
     """One for each copy. What no option sizes gets its part of the memory that is free before any of them is taken."""
-    counts = [_num_blocks(own, len(options)) for own in options]
+    num_blocks = cache(partial(_num_blocks, num_workers=len(options)))
+    counts = list(map(num_blocks, options, geometries))
     memories = []
     for copy in range(max(copies) + 1):
         members = [number for number, of in enumerate(copies) if of == copy]
-        geometry = kv_geometry_of(options[members[0]])
-        memories.append(create_shared_memory(geometry, [counts[number] for number in members]))
+        memories.append(create_shared_memory(geometries[members[0]], [counts[number] for number in members]))
     return tuple(memories)
 
 
-def _num_blocks(options: EngineOptions, num_workers: int) -> int:
-    geometry = kv_geometry_of(options)
+def _num_blocks(options: EngineOptions, geometry: KVGeometry, num_workers: int) -> int:
     if options.memory.kv_cache_bytes is not None:
         return geometry.blocks_within(options.memory.kv_cache_bytes)
     return default_num_blocks(options, geometry, num_workers)

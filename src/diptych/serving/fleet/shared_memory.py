@@ -79,22 +79,18 @@ def host_files(num_workers: int) -> tuple[int, ...]:
     )
 
 
-def default_num_blocks(
-    options: EngineOptions, geometry: KVGeometry, num_workers: int, device: str = "cpu", root: Path = ROOT
-) -> int:
-    """Blocks of each worker when no option says how many: a quarter of the memory that is free beside the weights, on
-    this machine and in its container, between all of them, at most 2 GiB each and at most what 32 sequences at full
-    length use (touching memory for the first time takes long on some machines). root: see ``diptych.base.cgroups``.
-    Raises ConfigError for weights that do not fit into memory."""
+def default_num_blocks(options: EngineOptions, geometry: KVGeometry, num_workers: int, root: Path = ROOT) -> int:
+    """Blocks of each worker when no option says how many, on a CPU: a quarter of the memory that is free beside the
+    weights, on this machine and in its container, between all of them, at most 2 GiB each and at most what 32 sequences
+    at full length use (touching memory for the first time takes long on some machines). root: see
+    ``diptych.base.cgroups``. Raises ConfigError for weights that do not fit into memory."""
     layout = KVLayout(geometry.layers.groups)
     num_groups = len(layout.groups)
     longest = longest_sequence_of(options) // geometry.block_size * geometry.block_size
     useful = DEFAULT_FULL_SEQUENCES * (layout.peak_pages(longest) + 2 * num_groups)
-    free_bytes = available_memory_bytes(root)
-    if device == "cpu":
-        weights = loaded_weight_bytes(options.model, options.device.dtype, options.device.quantize, options.model_impl)
-        free_bytes = memory_beside_weights(options.model, weights, free_bytes)
-        num_tokens = options.scheduler.budget.max_batched_tokens
-        free_bytes -= num_workers * scratch_bytes(options.model, options.device.dtype, num_tokens, options.model_impl)
+    weights = loaded_weight_bytes(options.model, options.device.dtype, options.device.quantize, options.model_impl)
+    free_bytes = memory_beside_weights(options.model, weights, available_memory_bytes(root))
+    num_tokens = options.scheduler.budget.max_batched_tokens
+    free_bytes -= num_workers * scratch_bytes(options.model, options.device.dtype, num_tokens, options.model_impl)
     share = min(free_bytes // (4 * num_workers), DEFAULT_KV_BYTES) // geometry.block_bytes
     return max(min(share, useful), MIN_BLOCKS * num_groups)

@@ -12,6 +12,7 @@ import msgspec
 from diptych.control.config import DTypeName, QuantizeName, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import ROLES, Role
+from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.serving.kv_memory import kv_geometry_of
 from diptych.serving.link.engine_options import EngineOptions, parse_cores
 
@@ -67,13 +68,14 @@ class WorkerGroup:
         return msgspec.structs.replace(options, memory=memory)
 
 
-def copies_of(options: Sequence[EngineOptions], roles: Sequence[Role]) -> tuple[int, ...]:
-    """The number of each worker's model copy, from 0. Raises ConfigError for options that no worker could load, and for
-    a copy that can do only one phase."""
+def copies_of(
+    options: Sequence[EngineOptions], geometries: Sequence[KVGeometry], roles: Sequence[Role]
+) -> tuple[int, ...]:
+    """The number of each worker's model copy, from 0: workers of one copy also lay their KV out alike. Raises
+    ConfigError for a copy that can do only one phase."""
     numbers: dict[object, int] = {}
     copies = []
-    for own in options:
-        geometry = kv_geometry_of(own)
+    for own, geometry in zip(options, geometries, strict=True):
         copies.append(numbers.setdefault((own.model, own.device.quantize, geometry), len(numbers)))
     for copy in numbers.values():
         of_copy = {role for role, number in zip(roles, copies, strict=True) if number == copy}

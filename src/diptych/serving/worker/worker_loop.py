@@ -280,9 +280,7 @@ class Worker:
             return
         tokens = result.payload
         if self._pipeline is not None and tokens is not None:
-            from diptych.runtime.step.step_pipeline import of_open_requests
-
-            tokens = of_open_requests(tokens, self._core.engine.requests)
+            tokens = tokens.of_open(self._core.engine.requests)
         self._core.end_step(output, result, now)
         self._flush(now, self._held_back.hold_back(tokens))
 

@@ -64,10 +64,8 @@ def _members(engine: EngineConfig, num_workers: int, pools: Pools | None) -> lis
 def _info(worker: int, role: Role, config: EngineConfig, host: str, domain: int | None, host_domain: int) -> WorkerInfo:
     """The WorkerInfo with which a worker of these settings presents itself. host_domain: of its host, should its blocks
     be read there."""
-    cache, layout = config.cache, config.cache.layout
-    room = cache.num_blocks - cache.watermark_blocks
-    capacity = layout.capacity_tokens(room, layout.longest_chunk(cache.window_chunk))
-    longest = max(1, min(config.max_model_len, capacity))
+    cache = config.cache
+    longest = max(1, min(config.max_model_len, cache.capacity_tokens))
     return WorkerInfo(
         worker,
         role,

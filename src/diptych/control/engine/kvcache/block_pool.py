@@ -196,10 +196,8 @@ class BlockPool:
         """A page that a boundary needs is gone. What only it had use for is evicted before all others."""
         boundaries = self._boundaries
         assert boundaries is not None, "a dense cache has none"
-        for key in boundaries.end(block_hash):
-            block_id = self.prefix_cache.get(key)
-            if block_id is not None and block_id in self._cached:
-                self._cached.move_to_end(block_id, last=False)
+        left = [self.prefix_cache.get(key) for key in boundaries.end(block_hash)]
+        self.evict_first([block_id for block_id in left if block_id is not None])
         self._report_gone(block_hash)
 
     def forget(self, block_id: int) -> None:

@@ -4,7 +4,7 @@ Decides and accounts; never touches tensors. Admission takes the blocks of the w
 expected peak of all that is admitted, so that a half-prefilled prompt can always finish.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from diptych.control.config import CacheConfig
@@ -30,12 +30,11 @@ class KVCacheManager:
         self.is_dense = self.layout.is_dense
         self._finds_hits = config.enable_prefix_cache
         self._own_range = range(config.first_block, config.first_block + config.num_blocks)  # from the start on
-        full = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
-        self._full_group = full[0] if full else None  # one that keeps all blocks of a sequence
+        # Groups that keep all blocks of a sequence.
+        self._full_groups = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
         self.longest_chunk = self.layout.longest_chunk(config.window_chunk)  # of one prompt, in a step
-        # A prompt keeps its last boundary until it ends, also where a step begins behind it.
-        self._charged_chunk = max(self.longest_chunk, config.block_size)
-        self.capacity_tokens = self._capacity_tokens(config.num_blocks)  # of a sequence that is alone
+        self._charged_chunk = config.charged_chunk
+        self.capacity_tokens = config.capacity_tokens
         self.boundaries = Boundaries()  # of models with windows
         self.pool = BlockPool(
             config.num_blocks,
@@ -52,13 +51,10 @@ class KVCacheManager:
         self._in_progress: dict[bytes, int] = {}  # hashes that admitted prefills are about to compute
         self._computing: dict[bytes, Request] = {}  # with windows: hashes that an admitted prompt is about to compute
 
-    def _capacity_tokens(self, num_blocks: int) -> int:
-        return self.layout.capacity_tokens(num_blocks - self.config.watermark_blocks, self._charged_chunk)
-
     def shrink(self, num_blocks: int) -> None:
         """Have ``num_blocks`` blocks from now on, fewer than before, once those that hold the others release them."""
         self.config = replace(self.config, num_blocks=num_blocks)
-        self.capacity_tokens = self._capacity_tokens(num_blocks)
+        self.capacity_tokens = self.config.capacity_tokens
         self.pool.shrink(num_blocks)
 
     @property
@@ -146,10 +142,9 @@ class KVCacheManager:
         if self._tokens(count) <= hit.num_tokens:
             return hit
         tables, below = list[list[int]](), list[tuple[bytes, int]]()
-        for number, group in enumerate(self.layout.groups):
+        for keys in self._live_keys(request.block_hashes[:count]):
             tables.append([])
-            for block_hash in request.block_hashes[group.first_live(self._tokens(count)) : count]:
-                key = page_key(block_hash, number)
+            for key in keys:
                 block_id, host_block = device.get(key), host.get(key)
                 if block_id is None and host_block is not None:
                     below.append((key, host_block))
@@ -166,12 +161,10 @@ class KVCacheManager:
         """How many leading blocks of a prompt can be reached, more than ``least``, or that. lacks: whether a block, by
         its name in its group, can be found nowhere."""
         limit = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
-        hashes, groups = request.block_hashes, self.layout.groups
-        full = [number for number, group in enumerate(groups) if not group.window_tokens]
-        reached = 0
-        while reached < limit and not any(lacks(page_key(hashes[reached], number)) for number in full):
+        hashes, reached = request.block_hashes, 0
+        while reached < limit and not any(lacks(page_key(hashes[reached], number)) for number in self._full_groups):
             reached += 1
-        windows = [(number, group) for number, group in enumerate(groups) if group.window_tokens]
+        windows = [(number, group) for number, group in enumerate(self.layout.groups) if group.window_tokens]
         while reached > least:
             # No boundary has a block in its window that is missing: the next one to be tried ends before it.
             missing = next(
@@ -221,25 +214,30 @@ class KVCacheManager:
     def _parting(self, hashes: list[bytes]) -> int:
         """How many of these blocks, from the first on, were computed before, and are still there in a group that keeps
         all tokens."""
-        number, get, count = self._full_group, self.pool.prefix_cache.get, 0
-        if number is None:  # windows alone: up to the deepest that can be found
+        get, count = self.pool.prefix_cache.get, 0
+        if not self._full_groups:  # windows alone: up to the deepest that can be found
             known = (count for count in range(len(hashes), 0, -1) if get(page_key(hashes[count - 1], 0)) is not None)
             return next(known, 0)
-        while count < len(hashes) and get(page_key(hashes[count], number)) is not None:
+        while count < len(hashes) and get(page_key(hashes[count], self._full_groups[0])) is not None:
             count += 1
         return count
 
     def _boundary_tables(self, hashes: list[bytes]) -> tuple[list[int], ...] | None:
         """By group, the blocks that a sequence needs which goes on behind these hashes; None where one is missing."""
         get, tables = self.pool.prefix_cache.get, []
-        for number, group in enumerate(self.layout.groups):
-            live = hashes[group.first_live(self._tokens(len(hashes))) :]
-            found = [get(page_key(block_hash, number)) for block_hash in live]
+        for keys in self._live_keys(hashes):
+            found = [get(key) for key in keys]
             block_ids = [block_id for block_id in found if block_id is not None]
-            if len(block_ids) < len(live):
+            if len(block_ids) < len(keys):
                 return None
             tables.append(block_ids)
         return tuple(tables)
+
+    def _live_keys(self, hashes: Sequence[bytes]) -> Iterator[list[bytes]]:
+        """By group, the names of the blocks that a sequence needs which goes on behind these hashes."""
+        for number, group in enumerate(self.layout.groups):
+            first = group.first_live(self._tokens(len(hashes)))
+            yield [page_key(block_hash, number) for block_hash in hashes[first:]]
 
     def _tokens(self, num_blocks: int) -> int:
         return num_blocks * self.block_size
@@ -293,9 +291,8 @@ class KVCacheManager:
         if count == first:
             return False
         needed, held = list[bytes](), list[int]()
-        for number, group in enumerate(self.layout.groups):
-            for block_hash in request.block_hashes[group.first_live(self._tokens(count)) : count]:
-                key = page_key(block_hash, number)
+        for keys in self._live_keys(request.block_hashes[:count]):
+            for key in keys:
                 host_block = host(key)
                 if device(key) is None and host_block is not None:
                     held.append(host_block)
@@ -336,8 +333,8 @@ class KVCacheManager:
         """Whether a block is about to be computed, or was, by a prompt that goes on behind it."""
         if block_hash in self._computing:
             return True
-        number = self._full_group
-        return number is not None and self.pool.prefix_cache.get(page_key(block_hash, number)) is not None
+        full, get = self._full_groups, self.pool.prefix_cache.get
+        return bool(full) and get(page_key(block_hash, full[0])) is not None
 
     def _expect(self, request: Request) -> None:
         """A prompt is about to compute the blocks that it has not computed."""
@@ -522,8 +519,7 @@ class KVCacheManager:
         they read lies in blocks that the other worker lends, or that were found here, and then in blocks of its own
         here."""
         size, pool, num_remote = self.block_size, self.pool, request.num_remote_tokens
-        request.num_reserved_blocks = self._charged_blocks(request, request.num_tokens)
-        self._num_reserved += request.num_reserved_blocks
+        self._reserve(request, request.num_tokens)
         pool.taker = request.request_id
         start = self.num_cached_tokens(request, hit)
         counts, is_found_here = self._new_counts(request, start), start > num_remote
@@ -581,12 +577,16 @@ class KVCacheManager:
     def begin_chunk(self, request: Request) -> None:
         """The next chunk of an admitted prompt is planned: blocks of windows that have expired hold what is computed
         next."""
+        if self.is_dense:
+            return
         num_committed = min(request.num_computed_tokens, self.layout.last_boundary(request.num_tokens))
         self._expire(request, num_committed, request.num_tokens)
 
     def end_prompt(self, request: Request) -> None:
         """The prompt is computed: blocks of its windows that have expired are free for others. What another worker is
         to get of it stays."""
+        if self.is_dense:
+            return
         num_tokens = num_committed = request.num_computed_tokens
         if request.hands_off:
             num_committed = self.layout.last_boundary(request.num_prompt_tokens)
@@ -742,11 +742,10 @@ class KVCacheManager:
         """``remember_computed``: blocks of groups that attend to everything, and boundaries that were passed."""
         full = min(num_computed_tokens // self.block_size, len(request.block_hashes))
         self._expect_no_more(request, full)
-        for number, group in enumerate(self.layout.groups):
-            if not group.window_tokens:
-                for index in range(request.num_hashed_blocks, full):
-                    key = page_key(request.block_hashes[index], number)
-                    self.pool.remember(key, request.block_tables[number][index])
+        for number in self._full_groups:
+            for index in range(request.num_hashed_blocks, full):
+                key = page_key(request.block_hashes[index], number)
+                self.pool.remember(key, request.block_tables[number][index])
         request.num_hashed_blocks = max(request.num_hashed_blocks, full)
         passed = [count for count in request.boundary_blocks if count <= full]
         if passed:
@@ -815,8 +814,6 @@ class KVCacheManager:
                 for block_ids in request.block_tables:
                     self.pool.release(self._own(block_ids))
                 request.first_blocks = ()
-                self._num_reserved -= request.num_reserved_blocks
-                request.num_reserved_blocks = 0
             self._hold(request, [])
         elif request.block_tables:
             # It computes these no more: prompts that begin alike need not wait for them.
@@ -836,8 +833,8 @@ class KVCacheManager:
             request.first_blocks = ()
             request.raise_targets = []
             self._hold(request, [])
-            self._num_reserved -= request.num_reserved_blocks
-            request.num_reserved_blocks = 0
+        self._num_reserved -= request.num_reserved_blocks
+        request.num_reserved_blocks = 0
         if request.host_block_ids:
             self.host.release(request.host_block_ids)
             request.host_block_ids = []
@@ -851,11 +848,12 @@ class KVCacheManager:
         end = request.num_hashed_blocks
         own = request.num_shared_blocks // max(1, self.layout.num_growing)  # where it began
         counts = [count for count in range(1, end + 1) if hashes[count - 1] in boundaries]
-        full = [number for number, group in enumerate(self.layout.groups) if not group.window_tokens]
         while counts:
             count = counts.pop()
             first = counts[-1] if counts else 0
-            keys = [page_key(hashes[at], number) for number in full for at in range(count - 1, first - 1, -1)]
+            keys = [
+                page_key(hashes[at], number) for number in self._full_groups for at in range(count - 1, first - 1, -1)
+            ]
             if count >= own or boundaries.is_shared(hashes[count - 1]):
                 keys += boundaries.window_pages(hashes[count - 1])
             found = [get(key) for key in keys]
@@ -863,11 +861,11 @@ class KVCacheManager:
 
     def swap_out(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
         """Move the KV of ``num_tokens`` tokens to the host: (device, host) copies, or None without room."""
-        firsts = request.first_blocks or (0,)
+        firsts = request.first_blocks
         last = -(-num_tokens // self.block_size)
         blocks = [
             block_id
-            for first, block_ids in zip(firsts, request.block_tables, strict=True)
+            for first, block_ids in zip(firsts or (0,), request.block_tables, strict=True)
             for block_id in block_ids[: last - first]
         ]
         if not blocks or len(blocks) > self.host.num_available:
@@ -875,34 +873,27 @@ class KVCacheManager:
         # Paired before ``release``: this plan may give the device blocks to others, since executors copy out first.
         copies = list(zip(blocks, host_blocks := self.host.allocate(len(blocks)), strict=True))
         self.release(request)
-        request.host_block_ids = host_blocks
-        if not self.is_dense:
-            request.first_blocks = firsts
+        request.host_block_ids, request.first_blocks = host_blocks, firsts
         return copies
 
     def can_swap_in(self, request: Request, *, alone: bool) -> bool:
         """Whether the request fits again, with the token that it computes next."""
         spare = 0 if alone else self.config.watermark_blocks
-        needed = self.num_blocks_for(request.num_scheduled_tokens + 1)
-        if not self.is_dense:
-            needed = len(request.host_block_ids) + self._num_missing(request, request.num_scheduled_tokens)
+        needed = len(request.host_block_ids) + self._num_missing(request, request.num_scheduled_tokens)
         return needed + spare <= self.pool.num_available
 
     def _num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that a request of ``num_tokens`` tokens needs of the pool for its next one."""
         if num_tokens % self.block_size:
             return 0
-        firsts = zip(self.layout.groups, request.first_blocks, strict=True)
+        firsts = zip(self.layout.groups, request.first_blocks or (0,), strict=True)
         return sum([group.first_live(num_tokens) == first for group, first in firsts])
 
     def swap_in(self, request: Request, expected_tokens: int) -> list[tuple[int, int]]:
         """Bring a swapped request back: (host, device) copies; the caller has asked ``can_swap_in``."""
         self.pool.taker = request.request_id
-        counts = [len(request.host_block_ids)]
-        if not self.is_dense:
-            last = -(-request.num_scheduled_tokens // self.block_size)
-            counts = [last - first for first in request.first_blocks]
-        self._hold(request, [self.pool.allocate(count) for count in counts])
+        last = -(-request.num_scheduled_tokens // self.block_size)
+        self._hold(request, [self.pool.allocate(last - first) for first in request.first_blocks or (0,)])
         request.num_shared_blocks = 0
         self._reserve(request, request.num_slots + expected_tokens)
         blocks = [block_id for block_ids in request.block_tables for block_id in block_ids]
@@ -916,14 +907,11 @@ class KVCacheManager:
         """From now on these are the blocks of the request."""
         request.block_tables, request.frozen_tables = tables, None
         request.num_blocks = sum(map(len, tables))
-        if not self.is_dense:
-            ends = [first + len(block_ids) for first, block_ids in zip(request.first_blocks, tables, strict=False)]
-            request.num_slots = min(ends, default=0) * self.block_size
-        else:
-            request.num_slots = request.num_blocks * self.block_size
+        ends = [first + len(block_ids) for first, block_ids in zip(request.first_blocks or (0,), tables, strict=False)]
+        request.num_slots = min(ends, default=0) * self.block_size
 
     def _reserve(self, request: Request, num_tokens: int) -> None:
-        request.num_reserved_blocks = self.num_blocks_for(num_tokens)
+        request.num_reserved_blocks = self._charged_blocks(request, num_tokens)
         self._num_reserved += request.num_reserved_blocks
 
     def _forget_in_progress(self, block_hash: bytes) -> None:

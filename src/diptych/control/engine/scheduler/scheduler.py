@@ -292,14 +292,12 @@ class Scheduler:
         off."""
         for request in self.incoming.take_delivered():
             request.handoff_end_ns = plan.now
-            if not self._kv.is_dense:
-                self._kv.end_prompt(request)
+            self._kv.end_prompt(request)
             self.batch.join(request, request.num_prompt_tokens, 1)
             tables, firsts = request.tables, request.first_blocks
             plan.resumed.append(ResumedDecode(request.request_id, request.num_prompt_tokens, tables, firsts))
         for request in self.joining.values():
-            if not self._kv.is_dense:
-                self._kv.end_prompt(request)
+            self._kv.end_prompt(request)
             if request.hands_off:
                 self.outgoing[request.request_id] = request
                 plan.paused.append(request.request_id)
@@ -432,8 +430,7 @@ class Scheduler:
 
     def _run_chunk(self, plan: StepPlan, request: Request, chunk: int) -> None:
         self._budget.take(request.num_scheduled_tokens, chunk)
-        if not self._kv.is_dense:
-            self._kv.begin_chunk(request)
+        self._kv.begin_chunk(request)
         plan.add_prefill(request, chunk)
         if request.num_scheduled_tokens == request.num_tokens:
             if not request.is_stream:

@@ -50,7 +50,7 @@ def _launch(kernel: "triton.JITFunction", caches: Sequence[Cache], slots: torch.
 
 
 @triton.jit
-def _place(num_tokens, tiles, heads, DIM: tl.constexpr, GROUPS: tl.constexpr):
+def _place(tiles, heads, DIM: tl.constexpr, GROUPS: tl.constexpr):
     """Place of the program's tile: its first byte on the wire, and how many bytes its scales take."""
     tile, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     k_scales: tl.constexpr = 2 * DIM
@@ -135,7 +135,7 @@ def _encode(
     GROUPS: tl.constexpr, IS_BF16: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(2)
-    begin, scales = _place(num_tokens, tiles, heads, DIM, GROUPS)
+    begin, scales = _place(tiles, heads, DIM, GROUPS)
     at, is_value = _elements(slots, num_tokens, heads, DIM, WIDTH)
     address = tl.load(caches + part)
     if IS_BF16:
@@ -170,7 +170,7 @@ def _decode(
     GROUPS: tl.constexpr, IS_BF16: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(2)
-    begin, scales = _place(num_tokens, tiles, heads, DIM, GROUPS)
+    begin, scales = _place(tiles, heads, DIM, GROUPS)
     at, is_value = _elements(slots, num_tokens, heads, DIM, WIDTH)
     address = tl.load(caches + part)
     if part % 2 == 0:

@@ -53,7 +53,7 @@ def _depths(values, peak, factor):
 @triton.jit
 def _weights(values, peak, factor):
     """Weights of one tile, as ``whole_weights`` has them."""
-    x = tl.maximum((values - peak) * factor, CUT)
+    x = tl.maximum(_depths(values, peak, factor), CUT)
     whole = x + ROUND
     x = x - (whole - ROUND)
     power = x * C5

@@ -85,6 +85,11 @@ class SequenceTables:
     starts: tuple[int, ...]
     groups: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, block_ids: Sequence[int], start: int) -> "SequenceTables":
+        """All layers in one block table, of which the tokens from ``start`` on travel."""
+        return cls((tuple(block_ids),), (start,))
+
     def from_token(self, start: int) -> "SequenceTables":
         """The same, but that what lies before ``start`` does not travel."""
         return replace(self, starts=tuple([max(start, begin) for begin in self.starts]))

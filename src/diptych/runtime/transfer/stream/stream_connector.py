@@ -390,20 +390,12 @@ class KVTransfer:
 
 
 class RecvTransfer(KVTransfer):
-    """Receiver: what is expected, and how much of it is here. tables: of a model whose layers are of several groups,
-    instead of ``block_ids``."""
+    """Receiver: what is expected, and how much of it is here."""
 
-    def __init__(
-        self,
-        attempt_id: str,
-        block_ids: Sequence[int],
-        start: int,
-        num_tokens: int,
-        tables: SequenceTables | None = None,
-    ) -> None:
+    def __init__(self, attempt_id: str, tables: SequenceTables, start: int, num_tokens: int) -> None:
         super().__init__(attempt_id, start)
-        self.tables = tables or SequenceTables((tuple(block_ids),), (start,))
-        self.has_blocks = any(self.tables.tables)  # else they are borrowed: no KV comes
+        self.tables = tables
+        self.has_blocks = any(tables.tables)  # else they are borrowed: no KV comes
         self.end = start + num_tokens
         self.next_sequence = 0
         self.sender: bytes | None = None  # the instance that has opened it
@@ -505,18 +497,9 @@ class SendTransfer(KVTransfer):
         self._cursor = 0  # next to be sent on this connection
         self._sent_until = 0  # on any connection
 
-    def queue_send(
-        self,
-        start: int,
-        num_tokens: int,
-        block_ids: Sequence[int],
-        num_layers: int,
-        tables: SequenceTables | None = None,
-    ) -> bool:
-        """Worker's thread. Whether the connector's thread has to be notified. Raises ValueError for a gap, for other
-        tokens while some lack layers, and after the commit. tables: as of RecvTransfer."""
-        if self._unfinished is not None:
-            return self._queue_layers(self._unfinished, start + num_tokens, num_layers)
+    def queue_send(self, start: int, num_tokens: int, tables: SequenceTables, num_layers: int) -> bool:
+        """Worker's thread, when no tokens lack layers. Whether the connector's thread has to be notified. Raises
+        ValueError for a gap, and after the commit."""
         skipped = max(0, self.queued_until - start)
         if start > self.queued_until:
             raise ValueError(f"transfer {self.attempt_id}: tokens {self.queued_until} to {start} were never sent")
@@ -525,7 +508,6 @@ class SendTransfer(KVTransfer):
         if self._payload is not None:
             raise ValueError(f"transfer {self.attempt_id}: KV after its commit")
         self.queued_until = start + num_tokens
-        tables = tables or SequenceTables((tuple(block_ids),), (start,))
         if skipped:
             tables = tables.from_token(start + skipped)
         if min(tables.starts) >= self.queued_until:  # windows will have left all of it
@@ -535,7 +517,16 @@ class SendTransfer(KVTransfer):
         self._sends.append(send)
         return True
 
-    def _queue_layers(self, send: _Send, end: int, num_layers: int) -> bool:
+    @property
+    def lacks_layers(self) -> bool:
+        """Worker's thread. Whether more layers are to come of the tokens that were queued last."""
+        return self._unfinished is not None
+
+    def queue_layers(self, end: int, num_layers: int) -> bool:
+        """Worker's thread: of tokens that lack layers, ``num_layers`` are computed. Whether the connector's thread has
+        to be notified. Raises ValueError for other tokens."""
+        send = self._unfinished
+        assert send is not None, "no tokens lack layers"
         if end != self.queued_until:
             raise ValueError(
                 f"transfer {self.attempt_id}: tokens up to {end}, while those up to {self.queued_until} have "
@@ -1294,7 +1285,7 @@ class StreamConnector:
         if not block_ids and num_tokens:
             raise ValueError(f"transfer {attempt_id} has no blocks for its {num_tokens} tokens")
         tables = self._tables_of(attempt_id, block_ids, start, start + num_tokens)
-        self._receiver.transfers[attempt_id] = RecvTransfer(attempt_id, (), start, num_tokens, tables)
+        self._receiver.transfers[attempt_id] = RecvTransfer(attempt_id, tables, start, num_tokens)
 
     def forget(self, attempt_id: str) -> None:
         transfer = self._receiver.transfers.pop(attempt_id, None)
@@ -1322,8 +1313,14 @@ class StreamConnector:
             return
         if num_layers is not None and not 1 <= num_layers <= self._format.num_layers:
             raise ValueError(f"transfer {attempt_id}: {num_layers} layers are computed, of {self._format.num_layers}")
-        tables = self._tables_of(attempt_id, block_ids, start, start + num_tokens)
-        if transfer.queue_send(start, num_tokens, (), num_layers or self._format.num_layers, tables):
+        end, layers = start + num_tokens, num_layers or self._format.num_layers
+        if transfer.lacks_layers:  # this is called layer by layer: where the tokens lie is known from the first
+            has_more = transfer.queue_layers(end, layers)
+        else:
+            has_more = transfer.queue_send(
+                start, num_tokens, self._tables_of(attempt_id, block_ids, start, end), layers
+            )
+        if has_more:
             self._notify(transfer)
 
     def commit(self, attempt_id: str, payload: bytes) -> None:
@@ -1381,7 +1378,7 @@ class StreamConnector:
         if not isinstance(block_ids, GroupTables):
             if block_ids and len(block_ids) * size < end:
                 raise ValueError(f"transfer {attempt_id}: {len(block_ids)} blocks do not hold {end} tokens")
-            return SequenceTables((tuple(block_ids),), (start,))
+            return SequenceTables.of(block_ids, start)
         needed = 1 + max(self._groups, default=0)
         if not needed == len(block_ids.block_tables) == len(block_ids.first_blocks):
             given = f"{len(block_ids.block_tables)} block tables, {len(block_ids.first_blocks)} first blocks"
@@ -1392,7 +1389,7 @@ class StreamConnector:
             tables.append((0,) * first + tuple(ids))
             if starts[-1] < end and len(tables[-1]) * size < end:
                 raise ValueError(f"transfer {attempt_id}: {len(tables[-1])} blocks do not hold {end} tokens")
-        return SequenceTables(tuple(tables), tuple(starts), self._groups or (0,) * self._format.num_layers)
+        return SequenceTables(tuple(tables), tuple(starts), self._groups)
 
     # The connector's thread
 
