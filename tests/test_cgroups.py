@@ -37,7 +37,7 @@ def tree(root: Path, files: dict[str, object]) -> Path:
                 f"{V2}/memory.stat": f"anon {4 * GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}",
             },
             8 * GIB,
-            3 * GIB,
+            4 * GIB,
         ),
         ({"proc/self/cgroup": "0::/", f"{V2}/memory.max": 8 * GIB, f"{V2}/memory.high": 6 * GIB}, 6 * GIB, 6 * GIB),
         ({"proc/self/cgroup": "0::/", f"{V2}/memory.max": 100 * GIB}, 100 * GIB, 64 * GIB),

@@ -180,7 +180,7 @@ def test_a_model_is_served_by_every_name_that_is_given(
 ) -> None:
     served: list[list[str]] = []
     monkeypatch.setattr(cli, "check_start", lambda options: None)
-    monkeypatch.setattr(cli, "_serve", lambda options, workers, names, given: served.append(names))
+    monkeypatch.setattr(cli, "_serve", lambda options, workers, need, names, given: served.append(names))
     result = CliRunner().invoke(cli.app, ["serve", *(word for name in words for word in ("--served-model-name", name))])
     assert result.exit_code == 0, result.output
     assert served == [names or [BUNDLED_MODEL.name]]

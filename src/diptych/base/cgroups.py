@@ -48,7 +48,7 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
 
 def available_memory_bytes(root: Path = ROOT) -> int:
     """Memory that can be had without swapping, by the kernel's estimate for the machine and by what is left in each
-    group with a limit (pages of files that nobody has used for a while count as left). 4 GiB where nothing is known."""
+    group with a limit (pages of files count as left, as in the estimate). 4 GiB where nothing is known."""
     lines = text_of(root / "proc/meminfo").splitlines()
     machine = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
     left = [max(0, limit - used) for limit, used in _memory(root)]
@@ -70,12 +70,14 @@ def _memory(root: Path) -> Iterator[tuple[int, int]]:
         found = [limit for limit in limits if 0 < limit < UNLIMITED_BYTES]
         if found:
             used = _number(text_of(folder / "memory.current") or text_of(folder / "memory.usage_in_bytes"))
-            yield min(found), max(0, used - _idle_file_bytes(folder))
+            yield min(found), max(0, used - _file_bytes(folder))
 
 
-def _idle_file_bytes(folder: Path) -> int:
+def _file_bytes(folder: Path) -> int:
+    """Pages of files: a model that was just downloaded and checked fills memory with them, and the kernel gives them to
+    whoever asks."""
     rows = dict(row for line in text_of(folder / "memory.stat").splitlines() if len(row := line.split()) == 2)
-    return _number(rows.get("total_inactive_file", rows.get("inactive_file", "")))
+    return sum(_number(rows.get(f"total_{name}", rows.get(name, ""))) for name in ("inactive_file", "active_file"))
 
 
 def _number(text: str) -> int:

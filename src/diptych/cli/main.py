@@ -65,6 +65,7 @@ from diptych.control.errors import ConfigError
 from diptych.control.planner.planner_config import PlanMode, PlannerConfig
 from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.join_options import JoinOptions
+from diptych.serving.fleet.memory_fit import MemoryNeed, check_memory, fitted, memory_words
 from diptych.serving.fleet.worker_groups import WorkerGroup
 from diptych.serving.link.engine_options import (
     BUNDLED_MODEL,
@@ -75,6 +76,7 @@ from diptych.serving.link.engine_options import (
     parse_bytes,
     parse_cores,
 )
+from diptych.serving.link.messages import Ready
 from diptych.serving.ray.ray_options import RayOptions
 from diptych.serving.start_checks import GPU, check_start
 from diptych.tls.shared_key import read_key_file
@@ -121,7 +123,12 @@ def serve(given: dict[str, Any]) -> None:
         workers_here = fleet_options(given)
         if workers_here.roles:
             check_start(options)
-        _serve(options, workers_here, given["served_model_name"] or [model_name(Path(options.model))], given)
+        if given["fit"]:
+            fit = fitted(options, workers_here)
+            options = fit.options
+            print(f"--fit chooses {fit.words}", flush=True)
+        need = check_memory(options, workers_here)
+        _serve(options, workers_here, need, given["served_model_name"] or [model_name(Path(options.model))], given)
 
 
 def engine_options(given: dict[str, Any]) -> EngineOptions:
@@ -217,7 +224,9 @@ def _groups(given: dict[str, Any]) -> tuple[WorkerGroup, ...]:
     )
 
 
-def _serve(options: EngineOptions, workers: FleetOptions, names: list[str], given: dict[str, Any]) -> None:
+def _serve(
+    options: EngineOptions, workers: FleetOptions, need: MemoryNeed, names: list[str], given: dict[str, Any]
+) -> None:
     logging.basicConfig(level=given["log_level"].upper(), format="%(asctime)s %(levelname)s %(message)s")
     from diptych.serving.answers.stream_journal import StreamJournal
     from diptych.serving.api.server import ServerOptions, run_server
@@ -248,7 +257,14 @@ def _serve(options: EngineOptions, workers: FleetOptions, names: list[str], give
         llm = AsyncLLM(options, Fleet(options, workers, launcher_of(workers)), journal)
         screen.warnings = llm.tokenizer.template_complaints
         screen.kind = prompt_kind(llm.tokenizer, is_bundled=Path(options.model) == BUNDLED_MODEL)
-        run_server(llm, server, screen.on_loading, screen.on_ready)
+
+        def on_ready(ready: Ready, url: str) -> None:
+            fleet = llm.fleet
+            roles = {number: fleet.role(number) for number in sorted(fleet.known)}
+            screen.memory = memory_words(need, roles, fleet.known)
+            screen.on_ready(ready, url)
+
+        run_server(llm, server, screen.on_loading, on_ready)
 
 
 def busy_machine_hint(options: EngineOptions, num_workers: int, processor: Processor | None = None) -> str:

@@ -69,6 +69,10 @@ KV_CACHE_HELP = (
     "KV cache per worker, such as 2GiB. Default: a quarter of the free memory, divided among workers, at most 2 GiB "
     "each; on a GPU, what is free there."
 )
+FIT_HELP = (
+    "Choose --quantize, --max-model-len and --kv-cache-memory for the free memory of this machine, and print them; "
+    "what is given stays. On a CPU."
+)
 KV_HOST_HELP = "Host memory per worker for evicted KV and preempted requests, in GB."
 TOOL_FORMAT_HELP = (
     "Format of tool calls: auto (as the chat template says, else generic), generic (described in the first "
@@ -178,6 +182,7 @@ class ServeOptions:
     ] = None
     preempt_for_priority: Annotated[bool, option("Displace running requests of lower priority.", SCHEDULER)] = False
     block_size: Annotated[int, option("Tokens per KV block.", MEMORY)] = 32
+    fit: Annotated[bool, option(FIT_HELP, MEMORY)] = False
     kv_cache_memory: Annotated[Text, option(KV_CACHE_HELP, MEMORY)] = None
     kv_dtype: Annotated[KVDTypeName, option(shared_help.KV_DTYPE, MEMORY)] = "auto"
     kv_host_gb: Annotated[float, option(KV_HOST_HELP, MEMORY)] = 0.0

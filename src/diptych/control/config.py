@@ -59,6 +59,12 @@ class TierConfig:
             _require(value >= 0, f"{name} is {value}; minimum 0", name)
 
 
+def watermark_of(num_blocks: int, num_groups: int) -> int:
+    """Blocks that admission leaves free for running decodes, in a cache of this size: few, and never so many that no
+    sequence fits, which takes one of each of its groups of layers (0: one for all layers)."""
+    return min(4, max(0, num_blocks - max(1, num_groups)))
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV cache of one worker, in blocks of ``block_size`` tokens.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig
+from diptych.control.config import CacheConfig, EngineConfig, SchedulerConfig, watermark_of
 from diptych.control.engine.engine_core import EngineCore
 from diptych.control.engine.kvcache.prefix_cache import hash_blocks
 from diptych.control.events import Event
@@ -54,7 +54,7 @@ def engine_config(
         first_block=runner.first_block,
         block_size=runner.block_size,
         num_host_blocks=runner.num_host_blocks,
-        watermark_blocks=min(4, max(0, runner.num_blocks - max(1, len(runner.groups)))),
+        watermark_blocks=watermark_of(runner.num_blocks, len(runner.groups)),
         enable_prefix_cache=enable_prefix_cache,
         groups=runner.groups,
     )

@@ -52,6 +52,7 @@ class StartScreen:
 
     def __init__(self, model_name: str, *, has_key: bool, chat_command: str, is_verbose: bool = False) -> None:
         self.kind: PromptKind = "text"
+        self.memory = ""
         self.hint = ""
         self.warnings: list[str] = []
         self._model_name = model_name
@@ -98,7 +99,7 @@ class StartScreen:
         self._progress.stop()
         lines = [f"{name:<11}{url}{path}" for name, path in ADDRESSES.items()]
         workers = f"{ready.summary}; context {ready.max_model_len:,} tokens"
-        details = [line for line in (self.hint, ready.description if self._is_verbose else "") if line]
+        details = [line for line in (self.memory, self.hint, ready.description if self._is_verbose else "") if line]
         if self._console.is_terminal:
             text = Text("\n").join([*map(Text, lines), *(Text(line, "dim") for line in (workers, *details))])
             self._console.print(Panel(text, title=Text(f"{self._model_name} is served"), expand=False))

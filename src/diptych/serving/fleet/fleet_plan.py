@@ -106,7 +106,7 @@ def plan_fleet(options: EngineOptions, fleet: FleetOptions, processor: Processor
     wanted = worker_options(options, fleet)
     if len(roles) == 1 and fleet.join is None:
         return FleetPlan((_on_cores(wanted[0], cores[0]),), cluster)
-    transfer = _transfer(options, fleet)
+    transfer = transfer_of(options, fleet)
     kind, join = CONNECTORS[transfer], fleet.join
     geometries = list(map(cache(kv_geometry_of), wanted))  # equal workers: a large GGUF file takes a second to read
     copies = copies_of(wanted, geometries, roles) if join is None else (0,) * len(roles)
@@ -191,13 +191,13 @@ def _check_core_split(options: EngineOptions) -> None:
             raise ConfigError(f"core_split and {name} exclude each other (device: cpu)", param="core_split")
 
 
-def _transfer(options: EngineOptions, fleet: FleetOptions) -> str:
+def transfer_of(options: EngineOptions, fleet: FleetOptions) -> str:
     """The connector that was asked for, or the first that serves the device. Raises ConfigError when it does not, and
     for a codec that it does not have."""
     device, name = options.device.device, fleet.transfer
     if name == "auto":
-        may_be_gpu = _may_be_gpu(options)
-        serving = (name for name, kind in CONNECTORS.items() if kind.serves_cuda or not may_be_gpu)
+        on_gpu = may_be_gpu(options)
+        serving = (name for name, kind in CONNECTORS.items() if kind.serves_cuda or not on_gpu)
         if fleet.join is not None:  # some may be on other hosts
             serving = (name for name in ("tcp",))
         name = next(name for name in serving if CONNECTORS[name].is_installed)
@@ -214,10 +214,11 @@ def _shares_host(options: EngineOptions, fleet: FleetOptions, cluster: ClusterCo
     memory = options.memory
     is_here = fleet.join is None and fleet.ray is None
     is_told = cluster.routing.routing == "kv_aware" and memory.prefix_cache
-    return memory.host_bytes > 0 and is_here and is_told and not _may_be_gpu(options) and keeps_order()
+    return memory.host_bytes > 0 and is_here and is_told and not may_be_gpu(options) and keeps_order()
 
 
-def _may_be_gpu(options: EngineOptions) -> bool:
+def may_be_gpu(options: EngineOptions) -> bool:
+    """Whether workers may compute on a GPU of this machine."""
     device = options.device.device
     return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
 
