@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from diptych.cli.batch_client import BatchClient
 from diptych.cli.examples import EXAMPLES, SERVER
 from diptych.diagnosis.adapters.http_get import Site
 from diptych.serving.link.engine_options import BUNDLED_MODEL
+from tests.fake_hub import FakeRepo, fake_hub
 
 COMMANDS: dict[str, Any] = get_command(cli.app).commands  # type: ignore[attr-defined]
 TRACE = Path(__file__).parent.parent / "docs" / "example-trace.csv"
@@ -140,6 +141,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
 def open_batch(url: str, folder: Path) -> str:
     """The id of a batch that has a while to run."""
     lines = folder / "many.jsonl"
@@ -159,7 +166,9 @@ def ask(url: str) -> None:
 @pytest.mark.slow
 @pytest.mark.system
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_the_examples_of_the_help_run(name: str, server: str, folder: Path) -> None:
+def test_the_examples_of_the_help_run(
+    name: str, server: str, folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if name == "worker":
         front, worker = (given(example, folder, server) for example in EXAMPLES[name])
         join = f"127.0.0.1:{free_port()}"
@@ -170,6 +179,11 @@ def test_the_examples_of_the_help_run(name: str, server: str, folder: Path) -> N
     if name in ("diagnose", "advise"):
         for _ in range(12):
             ask(server)
+    if name == "pull":
+        files = {path.name: path.read_bytes() for path in BUNDLED_MODEL.iterdir() if path.is_file()}
+        hub = stack.enter_context(fake_hub(**{"Qwen/Qwen3-0.6B": FakeRepo({"main": files})}))
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HUB_CACHE", str(folder / "cache"))
     before = EXAMPLES["cache warm"] if name in ("cache ls", "cache verify", "cache clear") else ()
     for example in before + EXAMPLES[name]:
         words = given(example, folder, server)

@@ -69,8 +69,11 @@ WRONG: Mapping[str, str] = {
     "simulate --workers 2": "--processes",
     "bench --backend vllm": "--api completions or chat",
     # models
-    "serve Qwen/Qwen2.5-0.5B-Instruct": "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir Qwen2.5-0.5B-Instruct",
-    "serve https://huggingface.co/Qwen/Qwen3-4B": "hf download Qwen/Qwen3-4B",
+    "serve Qwen/Qwen2.5-0.5B-Instruct": "or let the server do it: diptych serve --download",
+    "serve https://huggingface.co/Qwen/Qwen3-4B": "diptych pull Qwen/Qwen3-4B",
+    "serve gpt-oss:20b": "on the Hub it is openai/gpt-oss-20b: diptych pull openai/gpt-oss-20b",
+    "serve some-model": "a model of the Hub is named by organisation and name, such as diptych pull",
+    "serve --revision v1": "--revision is 'v1'",
     "serve /no/such/folder": "/no/such/folder does not exist",
     "serve missing.gguf": "missing.gguf does not exist",
     "serve {}/ggufs": "give it: ",

@@ -1,12 +1,14 @@
 """``diptych models``: what is said of a checkpoint is what a start of a server would find, without reading a weight."""
 
 import json
+import re
 import shutil
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sparse_model import sparse_llama
 from tests.gguf_files import VOCABULARY, write_gguf
 from tool_model import tool_model
 from typer.testing import CliRunner
@@ -161,10 +163,27 @@ def test_a_gguf_file_is_described_whether_it_can_be_served_or_not(tmp_path: Path
     assert not report.can_be_served and refusal_of(file) in report.refusals
 
 
+def test_what_a_worker_needs_is_said_for_each_number_of_bits(tmp_path: Path) -> None:
+    model = sparse_llama(tmp_path / "Llama-8B")
+    report = report_model(model)
+    assert report.kv_token_bytes == 128 * 2**10 and report.loaded_bytes == 2 * (report.num_parameters or 0)
+    assert list(report.by_quantize) == ["int8", "int4"]
+    assert report.by_quantize["int4"] < report.by_quantize["int8"] < 0.51 * (report.loaded_bytes or 0)
+    lines = {line[2:21].strip(): line[21:] for line in shown(str(model)).splitlines()}
+    assert lines["KV cache"] == "128 KiB a token, 16 GiB for its whole context"
+    assert re.fullmatch(r"7\.\d+ GiB with --quantize int8, 4\.\d+ GiB with --quantize int4", lines["smaller weights"])
+    assert recorded(str(model))["by_quantize"] == report.by_quantize
+    refused = report_model(changed(tmp_path / "refused", architectures=["Other"]))
+    assert (refused.kv_token_bytes, refused.by_quantize) == (None, {})
+
+
 def test_the_models_of_this_machine_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshots = tmp_path / "cache" / "models--Org--Whole" / "snapshots"
     changed(snapshots / "aaa")
     (tmp_path / "cache" / "models--Org--Empty" / "snapshots" / "bbb").mkdir(parents=True)
+    parts = tmp_path / "cache" / "models--Org--Part" / "snapshots" / "ddd"
+    changed(parts)
+    (parts / "model.safetensors").rename(parts / "model-00002-of-00002.safetensors")
     (tmp_path / "cache" / "datasets--Org--Data" / "snapshots" / "ccc").mkdir(parents=True)
     changed(tmp_path / "models" / "refused", architectures=["Other"])
     changed(tmp_path / "models" / "Org" / "Inner")
@@ -177,7 +196,14 @@ def test_the_models_of_this_machine_are_listed(tmp_path: Path, monkeypatch: pyte
         "Org/Whole": True, "Inner": True, "refused": False, "part": False, BUNDLED.name: True
     }  # fmt: skip
     lines = shown().splitlines()
-    for name in ("Org/Whole", "models/Org/Inner", "models/refused", BUNDLED.name, "Org/Empty"):
+    for name in (
+        "Org/Whole",
+        "models/Org/Inner",
+        "models/refused",
+        BUNDLED.name,
+        "Org/Empty",
+        "Org/Part: it is here in part",
+    ):
         assert any(line.strip().startswith(name) for line in lines), name
     assert [line.split()[-1] for line in lines if line.strip().startswith("models/refused ")] == ["no"]
     assert any(line.startswith("models/refused: ") and "architectures is ['Other']" in line for line in lines)

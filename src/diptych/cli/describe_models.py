@@ -27,7 +27,7 @@ PLACE_HELP = (
     "Model directory, GGUF file, folder of models, or a name of the Hub that is in its cache. Default: the models of "
     "this machine, which are those in the Hub's cache and in ./models, and the bundled one."
 )
-COLUMNS = ("", "architecture", "parameters", "size", "context", "served")
+COLUMNS = ("", "architecture", "parameters", "size", "in memory", "KV a token", "context", "served")
 GGUF_MAGIC = b"GGUF"
 
 
@@ -45,8 +45,8 @@ def models(
             _print_one(find_model(place), as_json)
 
 
-def _here() -> tuple[list[Path], list[str]]:
-    """(the models of this machine, names in the Hub's cache that have no weights)."""
+def _here() -> tuple[list[Path], list[tuple[str, str]]]:
+    """(the models of this machine; names in the Hub's cache that are not whole, with what is missing)."""
     cached, empty = cached_models(hub_cache(os.environ))
     return [*cached, *models_in(LOCAL.absolute()), Path(BUNDLED_MODEL)], empty
 
@@ -92,11 +92,17 @@ def _is_gguf_file(path: Path) -> bool:
 def _facts(report: "ModelReport") -> Iterable[tuple[str, str]]:
     """What there is to say of the checkpoint."""
     loaded = f", {size_words(report.loaded_bytes)} in memory" if report.loaded_bytes is not None else ""
+    smaller = [f"{size_words(number)} with --quantize {name}" for name, number in report.by_quantize.items()]
     yield "path", report.path
     yield "format", report.format
     yield "architecture", report.architecture or "unknown"
     yield "parameters", _count(report.num_parameters)
     yield "weights", (f"{report.precision}, " if report.precision else "") + size_words(report.size_bytes) + loaded
+    if smaller:
+        yield "smaller weights", ", ".join(smaller)
+    if report.kv_token_bytes is not None and report.context_length is not None:
+        whole = size_words(report.kv_token_bytes * report.context_length)
+        yield "KV cache", f"{size_words(report.kv_token_bytes)} a token, {whole} for its whole context"
     yield "context length", _tokens(report.context_length)
     yield "vocabulary", _tokens(report.vocab_size)
 
@@ -113,7 +119,7 @@ def _words(value: Any) -> str:
     return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value) or "none"
 
 
-def _print_list(found: tuple[Sequence[Path], Sequence[str]], as_json: bool, *, title: str) -> None:
+def _print_list(found: tuple[Sequence[Path], Sequence[tuple[str, str]]], as_json: bool, *, title: str) -> None:
     from diptych.serving.model_report import report_model
 
     paths, empty = found
@@ -124,7 +130,7 @@ def _print_list(found: tuple[Sequence[Path], Sequence[str]], as_json: bool, *, t
     names = _names(reports)
     reasons = {name: (*report.refusals, *report.obstacles) for name, report in zip(names, reports, strict=True)}
     notes = [f"{name}: {reason[0]}" for name, reason in reasons.items() if reason]
-    notes += [f"{name}: its entry in the Hub's cache has no weights" for name in empty]
+    notes += [f"{name}: {why}" for name, why in empty]
     print_tables(
         [Table(title, COLUMNS, tuple(_row(name, report) for name, report in zip(names, reports, strict=True)))], notes
     )
@@ -148,8 +154,10 @@ def _names(reports: "Sequence[ModelReport]") -> list[str]:
 
 def _row(name: str, report: "ModelReport") -> tuple[str, ...]:
     served = "no" if report.refusals else "not here" if report.obstacles else "yes"
+    memory = "" if report.loaded_bytes is None else size_words(report.loaded_bytes)
+    kv = "" if report.kv_token_bytes is None else size_words(report.kv_token_bytes)
     parameters, context = _count(report.num_parameters), _tokens(report.context_length)
-    return name, report.architecture, parameters, size_words(report.size_bytes), context, served
+    return name, report.architecture, parameters, size_words(report.size_bytes), memory, kv, context, served
 
 
 def _record(report: "ModelReport") -> dict[str, Any]:

@@ -46,6 +46,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "diptych serve --both 0 --listen-workers 127.0.0.1:7000 --key-file KEY",
         "diptych worker --join 127.0.0.1:7000 --key-file KEY",
     ),
+    "pull": ("diptych pull Qwen/Qwen3-0.6B", "diptych serve Qwen/Qwen3-0.6B --download"),
     "models": ("diptych models", "diptych models MODEL", "diptych models MODEL --json"),
     "guide": ("diptych guide", "diptych guide --port 9000 --open"),
     "cache": ("diptych serve --kv-disk FOLDER --kv-disk-gb 1", "diptych cache ls FOLDER"),

@@ -46,6 +46,7 @@ from diptych.cli.options import (
     with_objectives,
 )
 from diptych.cli.plan import plan
+from diptych.cli.pull import present_or_downloaded, pull
 from diptych.cli.serve_options import (
     ISA_HELP,
     MACHINE,
@@ -119,6 +120,8 @@ def serve(given: dict[str, Any]) -> None:
         if place is not None and model is not None:
             raise ConfigError(f"the model is given twice: {place} and --model {model}", param="model")
         given = with_objectives(given | {"model": place or model})
+        if given["download"] and given["model"] is not None:
+            present_or_downloaded(given["model"], given["revision"])
         options = engine_options(given)
         workers_here = fleet_options(given)
         if workers_here.roles:
@@ -133,7 +136,7 @@ def serve(given: dict[str, Any]) -> None:
 
 def engine_options(given: dict[str, Any]) -> EngineOptions:
     """The engine's settings from the values of the options of ``serve``. Raises ConfigError."""
-    path = model_path(given["model"])
+    path = model_path(given["model"], given["revision"])
     if given["cores"]:
         parse_cores(given["cores"])
     memory = given["kv_cache_memory"]
@@ -317,7 +320,22 @@ def version() -> None:
     print(f"diptych {__version__} (control code and simulator: {compiled_modules.what_runs()})")
 
 
-for command in (advise, alerts, bench, calibrate, chat, diagnose, front, models, plan, replay, simulate, worker, guide):
+for command in (
+    advise,
+    alerts,
+    bench,
+    calibrate,
+    chat,
+    diagnose,
+    front,
+    models,
+    plan,
+    pull,
+    replay,
+    simulate,
+    worker,
+    guide,
+):
     app.command(cls=Command, epilog=examples(command.__name__))(command)
 app.add_typer(batch, name="batch", epilog=examples("batch"))
 app.add_typer(keys, name="keys", epilog=examples("keys"))

@@ -101,9 +101,9 @@ def tier_memory(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def model_path(model: str | Path | None) -> Path:
+def model_path(model: str | Path | None, revision: str | None = None) -> Path:
     """The directory or GGUF file that was asked for, or the bundled directory. Raises ConfigError."""
-    return find_model(model or BUNDLED_MODEL)
+    return find_model(model or BUNDLED_MODEL, revision=revision)
 
 
 def model_name(path: Path) -> str:

@@ -85,6 +85,8 @@ SHAPE_HELP = (
 PLAN_HELP = "Change roles, shapes and --core-split to fit the load (auto), or only say so (advise). Default: advise."
 
 
+DOWNLOAD_HELP = "Download a model of the Hub that is not in its cache (extra hub), as diptych pull does."
+REVISION_HELP = "Branch, tag or commit of a model of the Hub. Default: main, else the newest that is here."
 NAME_HELP = "Name for clients; repeat it for more, of which replies have the first. Default: the model's own."
 
 
@@ -94,6 +96,8 @@ class ModelOptions:
     place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None
     model: Annotated[Text, option(shared_help.SAME_MODEL, MODEL)] = None
     model_impl: Annotated[ModelImplName, option(MODEL_IMPL_HELP, MODEL)] = "auto"
+    download: Annotated[bool, option(DOWNLOAD_HELP, MODEL)] = False
+    revision: Annotated[Text, option(REVISION_HELP, MODEL)] = None
     served_model_name: Annotated[Strings, option(NAME_HELP, MODEL)] = None
     max_model_len: Annotated[Whole, option(shared_help.MAX_MODEL_LEN, MODEL)] = None
     dtype: Annotated[DTypeName, option(shared_help.DTYPE, MODEL)] = "auto"

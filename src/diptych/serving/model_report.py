@@ -13,7 +13,9 @@ from typing import Any, Literal, TypeVar
 
 from diptych.control.errors import ConfigError, DiptychError
 from diptych.runtime.gguf.gguf_file import GgufFile, is_gguf
+from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.models.config_fields import ConfigFields
+from diptych.runtime.models.decoder import DecoderConfig
 from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.models.model_place import name_of
 from diptych.runtime.models.registry import read_model_config
@@ -22,6 +24,7 @@ from diptych.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from diptych.runtime.weights.safetensors_directory import SafetensorsDirectory
 from diptych.runtime.weights.stored_tensor import StoredTensor
 from diptych.runtime.weights.weight_bytes import loaded_weight_bytes
+from diptych.runtime.weights.weight_format import QUANTIZATIONS
 from diptych.serving.answers.grammar.grammar_checker import is_installed
 from diptych.serving.answers.response.response_template import FieldKind
 from diptych.serving.answers.tokenizer import Tokenizer
@@ -29,6 +32,7 @@ from diptych.serving.embedding_recipe import read_embedding_recipe
 from diptych.serving.start_checks import GPU, most_memory
 
 GIB = 2**30
+BLOCK_SIZE = 32  # tokens; the bytes of a token are the same in every block
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth")
 NO_GRAMMARS = "llguidance is not installed: pip install 'diptych[structured]'"
 IDS_ONLY = "there is no tokenizer.json: prompts and answers are token ids"
@@ -49,8 +53,9 @@ class ModelReport:
     """One checkpoint. What cannot be known (None, "") is what its files do not say, or say in a way that is refused.
 
     precision: how most of its weights are stored. size_bytes: of the files of weights. loaded_bytes: of the weights
-    once a worker on a CPU has loaded them. refusals: why no server can have it. obstacles: why none can have it on
-    this machine as it is. template: what the chat template takes.
+    once a worker on a CPU has loaded them; by_quantize: the same with each --quantize that makes them smaller.
+    kv_token_bytes: of the KV cache, for each token that all layers keep. refusals: why no server can have it.
+    obstacles: why none can have it on this machine as it is. template: what the chat template takes.
     """
 
     name: str
@@ -61,6 +66,8 @@ class ModelReport:
     precision: str = ""
     size_bytes: int = 0
     loaded_bytes: int | None = None
+    by_quantize: Mapping[str, int] = field(default_factory=dict)
+    kv_token_bytes: int | None = None
     context_length: int | None = None
     vocab_size: int | None = None
     num_layers: int | None = None
@@ -82,6 +89,7 @@ def report_model(path: Path) -> ModelReport:
     checkpoint = _tried(lambda: open_checkpoint(config), refusals) if config else _unconfigured(path)
     tokenizer = _tried(lambda: Tokenizer(path), refusals)
     loaded_bytes = loaded_weight_bytes(path, "auto", "none") if config and checkpoint else None
+    kv = _tried(lambda: read_kv_geometry(path, "auto", BLOCK_SIZE), refusals) if loaded_bytes is not None else None
     known: dict[str, Any] = _config_facts(config) if config else _raw_facts(path)
     return ModelReport(
         name=name_of(path),
@@ -92,11 +100,25 @@ def report_model(path: Path) -> ModelReport:
         precision=_precision(checkpoint.tensors) if checkpoint else "",
         size_bytes=_size(path, checkpoint),
         loaded_bytes=loaded_bytes,
+        by_quantize=_smaller(path, config, loaded_bytes),
+        kv_token_bytes=kv.token_bytes if kv else None,
         abilities=_abilities(path, tokenizer) if tokenizer else {},
         template=_template(tokenizer) if tokenizer else None,
         refusals=tuple(refusals),
         obstacles=_obstacles(loaded_bytes),
     )
+
+
+def _smaller(path: Path, config: ModelConfig | None, loaded_bytes: int | None) -> dict[str, int]:
+    """Bytes of the weights with each --quantize that makes them smaller than the one before it."""
+    found: dict[str, int] = {}
+    if loaded_bytes is None or not isinstance(config, DecoderConfig):
+        return found
+    for name in QUANTIZATIONS:
+        num_bytes = loaded_weight_bytes(path, "auto", name)
+        if num_bytes < min([loaded_bytes, *found.values()]):
+            found[name] = num_bytes
+    return found
 
 
 def _tried(read: Callable[[], Found], refusals: list[str]) -> Found | None:
