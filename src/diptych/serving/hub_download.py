@@ -175,15 +175,17 @@ class HubCache:
             self.on_progress(f"downloading {file.name}", done + count, model.num_bytes)
 
         url = hub.hf_hub_url(model.wanted.name, file.name, revision=model.commit, endpoint=self.endpoint)
-        with partial.open("ab") as opened:
-            begun = opened.tell()
-            http_get(
-                url,
-                _CountedFile(opened, on_bytes),  # type: ignore[arg-type]
-                resume_size=begun,
-                headers=hub.utils.build_hf_headers(library_name="diptych"),
-                expected_size=file.num_bytes,
-            )
+        headers = hub.utils.build_hf_headers(library_name="diptych")
+        while True:
+            begun = _size(partial)
+            try:
+                with partial.open("ab") as opened:
+                    counted = _CountedFile(opened, on_bytes)
+                    http_get(url, counted, resume_size=begun, headers=headers, expected_size=file.num_bytes)  # type: ignore[arg-type]
+                break
+            except _reaching():
+                if _size(partial) <= begun:  # a connection that breaks is made again, while it brings something
+                    raise
         if not self._is_right(model, file, partial, done):
             partial.unlink()
             raise ConfigError(_changed(model, file), param="model")
@@ -331,9 +333,6 @@ def _errors_in_words(wanted: HubName, folder: Path, endpoint: str | None) -> Ite
     from huggingface_hub import constants, errors
 
     place = endpoint or constants.ENDPOINT
-    reaching = cast(
-        "tuple[type[Exception], ...]", errors.HfHubHTTPError.__bases__
-    )  # those of the library's HTTP client, and of the system
     try:
         yield
     except ConfigError:
@@ -351,8 +350,15 @@ def _errors_in_words(wanted: HubName, folder: Path, endpoint: str | None) -> Ite
         raise ConfigError(f"{wanted} cannot be downloaded: HF_HUB_OFFLINE is set", param="model") from None
     except errors.HFValidationError as error:
         raise ConfigError(f"{wanted} is no name of the Hub: {error}", param="model") from None
-    except reaching as error:
+    except _reaching() as error:
         raise ConfigError(_failure(wanted, folder, place, error), param="model") from None
+
+
+def _reaching() -> tuple[type[Exception], ...]:
+    """The errors of the library's HTTP client, and of the system: which client it is, depends on its release."""
+    from huggingface_hub import errors
+
+    return cast("tuple[type[Exception], ...]", errors.HfHubHTTPError.__bases__)
 
 
 def _failure(wanted: HubName, folder: Path, place: str, error: BaseException) -> str:
