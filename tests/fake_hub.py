@@ -18,8 +18,8 @@ LFS = (".safetensors", ".gguf", ".bin", "tokenizer.json")
 
 @dataclass
 class FakeRepo:
-    """A model. revisions: files by name, by branch or tag. cuts: replies to break off after so many bytes, by the name
-    of the file, each once. changed: files that come with other bytes than their digest. is_gated: a token is needed."""
+    """A model. revisions: files by name, by branch or tag. cuts: after how many bytes replies break off, by the name of
+    the file, each once. changed: files that come with other bytes than their digest. is_gated: a token is needed."""
 
     revisions: dict[str, dict[str, bytes]]
     cuts: dict[str, list[int]] = field(default_factory=dict)

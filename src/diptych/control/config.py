@@ -60,8 +60,8 @@ class TierConfig:
 
 
 def watermark_of(num_blocks: int, num_groups: int) -> int:
-    """Blocks that admission leaves free for running decodes, in a cache of this size: few, and never so many that no
-    sequence fits, which takes one of each of its groups of layers (0: one for all layers)."""
+    """Blocks that admission leaves free for running decodes, in a cache of this size: few, and in a small cache fewer,
+    as a sequence takes one of each of its groups of layers (0 groups: one block for all layers)."""
     return min(4, max(0, num_blocks - max(1, num_groups)))
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
@@ -363,9 +363,7 @@ def _reaching() -> tuple[type[Exception], ...]:
 
 def _failure(wanted: HubName, folder: Path, place: str, error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        with suppress(OSError):
-            free = size_words(shutil.disk_usage(_existing(folder)).free)
-            return f"the disk of {folder} is full ({free} free): make room, and the same command goes on with {wanted}"
+        return f"the disk of {folder} is full: make room, and the same command goes on with {wanted}"
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
         return f"{folder} cannot be written to: {error.strerror} (HF_HUB_CACHE names another folder)"
     response = getattr(error, "response", None)
