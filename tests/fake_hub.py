@@ -69,7 +69,7 @@ def fake_hub(**repos: FakeRepo) -> Iterator[FakeHub]:
     class Handler(_Handler):
         served = hub
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
@@ -80,6 +80,11 @@ def fake_hub(**repos: FakeRepo) -> Iterator[FakeHub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that have left, as those do whose disk is full."""
 
 
 class _Handler(BaseHTTPRequestHandler):

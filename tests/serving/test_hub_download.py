@@ -212,7 +212,7 @@ def test_a_disk_that_fills_up_meanwhile_is_said_and_what_has_come_stays(
     with fake_hub(model=FakeRepo({"main": SINGLE})) as hub:
         with monkeypatch.context() as patched:
             patched.setattr(hub_download._CountedFile, "write", full)
-            with pytest.raises(ConfigError, match=r"the disk of .* is full .* goes on with org/model"):
+            with pytest.raises(ConfigError, match=r"the disk of .* is full: .* goes on with org/model"):
                 pull(hub, tmp_path)
         (partial,) = tmp_path.rglob("*.incomplete")
         assert partial.stat().st_size == MIB
