@@ -38,6 +38,7 @@ _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+_LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
 
 
 class ClientGoneError(Exception):
@@ -60,6 +61,15 @@ def _prompt_size(stream: AnswerStream) -> int:
 
 def _logprobs_size(count: int | None) -> int:
     return 0 if count is None else LOGPROB_SIZE * (1 + count)
+
+
+def with_whole_lines(events: bytes) -> bytes:
+    """Events whose JSON has no character that some readers take for the end of a line. Only CR and LF end one in
+    server-sent events; Python's ``str.splitlines`` knows more, and clients that read lines of text cut events there."""
+    if b"\xe2\x80" in events or b"\xc2\x85" in events:
+        for end, escaped in _LINE_ENDS:
+            events = events.replace(end, escaped)
+    return events
 
 
 class Writer(Protocol):
@@ -206,12 +216,13 @@ class GenerationResponse(WholeResponse):
                 raise
             failures.error(kind_of(error), "a stream failed", error=error)
             tail = writer.failure(DiptychError("internal error; the server's log has the details"))
-        await send({"type": "http.response.body", "body": tail + self._flavour.done, "more_body": False})
+        body = with_whole_lines(tail) + self._flavour.done
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _send_events(self, send: Send, on_new: Callable[[], bool] | None) -> bytes:
         """Send everything but the last events, which are returned. Raises the request's error."""
         generation, writer = self._generation, self._writer
-        events = writer.opening()
+        events = with_whole_lines(writer.opening())
         if deltas := generation.take():
             events += await self._events(deltas)
         while not generation.is_exhausted:
@@ -224,8 +235,8 @@ class GenerationResponse(WholeResponse):
 
     async def _events(self, deltas: Sequence[Delta]) -> bytes:
         if not self._has_long_events:
-            return self._writer.events(deltas)
-        return await self.written(lambda: self._writer.events(deltas))
+            return with_whole_lines(self._writer.events(deltas))
+        return await self.written(lambda: with_whole_lines(self._writer.events(deltas)))
 
     async def _last_events(self) -> bytes:
         return self._writer.last_events()
@@ -254,7 +265,7 @@ class GenerationResponse(WholeResponse):
             return None
 
         def take() -> bytes:
-            if events := writer.events(generation.take()):
+            if events := with_whole_lines(writer.events(generation.take())):
                 self._on_sent(SILENCE_S)
             return events
 

@@ -440,4 +440,4 @@ class RelayResponse(GenerationResponse):
             return None
         generation.count_unsent = body.count_unsent
         generation.relay.write_chunk = body.write_chunk
-        return body.writes(generation.take_data)
+        return body.writes(lambda: responses.with_whole_lines(generation.take_data()))
