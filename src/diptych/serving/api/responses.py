@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.base.limited_log import LimitedLog, kind_of
+from diptych.base.whole_lines import with_whole_lines
 from diptych.control.errors import DiptychError
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 from diptych.serving.answers.native_panic import is_failure
@@ -38,7 +39,6 @@ _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-_LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
 
 
 class ClientGoneError(Exception):
@@ -61,15 +61,6 @@ def _prompt_size(stream: AnswerStream) -> int:
 
 def _logprobs_size(count: int | None) -> int:
     return 0 if count is None else LOGPROB_SIZE * (1 + count)
-
-
-def with_whole_lines(events: bytes) -> bytes:
-    """Events whose JSON has no character that some readers take for the end of a line. Only CR and LF end one in
-    server-sent events; Python's ``str.splitlines`` knows more, and clients that read lines of text cut events there."""
-    if b"\xe2\x80" in events or b"\xc2\x85" in events:
-        for end, escaped in _LINE_ENDS:
-            events = events.replace(end, escaped)
-    return events
 
 
 class Writer(Protocol):
