@@ -75,9 +75,8 @@ class Expected:
         if registration.version != self.version:
             return f"the front end is diptych {self.version}, the worker diptych {registration.version}"
         if registration.model_impl != self.model_impl:
-            return (
-                f"model_impl is {self.model_impl} at the front end, {registration.model_impl} at the worker (--model-impl)"
-            )
+            own, other = self.model_impl, registration.model_impl
+            return f"model_impl is {own} at the front end, {other} at the worker (--model-impl)"
         if registration.model != self.model:
             here, there = self.model[:12], registration.model[:12]
             return (

@@ -53,10 +53,11 @@ ABANDONED = 0  # the life of a process without a front end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOptions:
-    """host, port: of the front end. model, model_impl: as the front end's. device, kv_cache_bytes: of this host (kv_cache_bytes None: as the front end says).
-    kv_listen: "tcp://ADDRESS:PORT" of the KV connector ("": the address from which the front end is dialled). grace_s:
-    how long the process is kept without a front end. drain_s: for running requests after a request to end. agent: by
-    which the front end knows it (b"": any). ends_with_stdin: it ends at once when its standard input is closed."""
+    """host, port: of the front end. model, model_impl: as at the front end. device, kv_cache_bytes: of this host
+    (kv_cache_bytes None: as the front end says). kv_listen: "tcp://ADDRESS:PORT" of the KV connector ("": the address
+    from which the front end is dialled). grace_s: how long the process is kept without a front end. drain_s: for
+    running requests after a request to end. agent: by which the front end knows it (b"": any). ends_with_stdin: it ends
+    at once when its standard input is closed."""
 
     host: str
     port: int
