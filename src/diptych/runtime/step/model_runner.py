@@ -19,7 +19,7 @@ Owns the tokens, the decode batch and the KV memory. Never decides what runs, ne
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -98,8 +98,9 @@ class RunnerConfig:
     """
 
     model: str | Path
-    model_impl: str = "auto"
     dtype: str = "auto"
+    _: KW_ONLY
+    model_impl: str = "auto"
     device: str = "cpu"
     block_size: int = 32
     kv_bytes: int = 1 << 30
