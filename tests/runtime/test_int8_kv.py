@@ -21,7 +21,7 @@ from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 from diptych.runtime.transfer.codec.kv_codec import KVCodec
 from diptych.runtime.transfer.codec.wire_format import WireEncoding, wire_encoding
 from diptych.runtime.transfer.kv_format import KVFormat
-from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions, MemoryOptions
+from diptych.serving.link.engine_options import BUNDLED_MODEL, DeviceOptions, EngineOptions, MemoryOptions
 from diptych.serving.start_checks import check_start
 from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy, hand_off
@@ -325,6 +325,9 @@ def test_what_a_cache_of_whole_numbers_cannot_be_is_named(tmp_path: Path) -> Non
     disk = MemoryOptions(kv_dtype="int8", disk=str(tmp_path), disk_bytes=1 << 20, disk_codec="int8")
     with pytest.raises(ConfigError, match="kv_disk_codec is int8 and kv_dtype is int8: blocks are in 8 bits already"):
         check_start(EngineOptions(model=str(BUNDLED_MODEL), memory=disk))
+    cuda = DeviceOptions(device="cuda")  # refused before a process is started, whether there is one or not
+    with pytest.raises(ConfigError, match="kv_dtype is 'int8' and device is cuda; supported: cpu"):
+        check_start(EngineOptions(model=str(BUNDLED_MODEL), device=cuda, memory=MemoryOptions(kv_dtype="int8")))
     with pytest.raises(ConfigError, match="kv_dtype is 'int8' and device is cuda; supported: cpu"):
         load_runner(RunnerConfig(reference("llama").directory, device="cuda", kv_dtype="int8"))
     with pytest.raises(ConfigError, match="kv_dtype is int8; heads of this model have 33 values"):

@@ -141,6 +141,14 @@ def read_model_config(path: str | Path, model_impl: str = "auto") -> ModelConfig
     return replace(config, text_part=TextPart(wrapper.others), notes=(*config.notes, note))
 
 
+def check_quantize(config: ModelConfig, quantize: str) -> None:
+    """Raises ConfigError for whole numbers (see QUANTIZATIONS) as weights of a model that transformers computes."""
+    if isinstance(config, TransformersConfig) and quantize != "none":
+        raise ConfigError(
+            f"quantize is {quantize} and model_impl is {TRANSFORMERS}; supported with it: none", param="quantize"
+        )
+
+
 def family_of(config: ModelConfig) -> type[LanguageModel]:
     """What computes the model of a config that read_model_config has read."""
     return TransformersModel if isinstance(config, TransformersConfig) else MODELS[config.architecture]
