@@ -22,7 +22,9 @@ from diptych.runtime.transfer.codec.kv_codec import KVCodec
 from diptych.runtime.transfer.codec.wire_format import WireEncoding, wire_encoding
 from diptych.runtime.transfer.kv_format import KVFormat
 from diptych.serving.link.engine_options import BUNDLED_MODEL, DeviceOptions, EngineOptions, MemoryOptions
+from diptych.serving.llm import LLM
 from diptych.serving.start_checks import check_start
+from diptych.serving.worker.load_engine import kv_format
 from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy, hand_off
 from tests.runtime.gathering_engine import GatheringEngine
@@ -285,6 +287,21 @@ def test_an_answer_that_is_handed_over_is_that_of_one_runner(chunk_tokens: int) 
             assert torch.equal(computed[20:26], arrived[10:16])
     for side in (prefill, decode):
         side.connector.close()
+
+
+def test_blocks_that_were_computed_in_another_dtype_are_others() -> None:
+    config = RunnerConfig(reference("llama").directory, num_blocks=4, kv_dtype="int8")
+    for quantize in ("none", "int8"):  # with int8 the formats of the weights do not say it
+        found = [
+            kv_format(load_runner(replace(config, dtype=dtype, quantize=quantize))) for dtype in ("float32", "bfloat16")
+        ]
+        assert found[0].model != found[1].model and found[0].dtype == found[1].dtype == "int8"
+
+
+def test_the_start_says_that_the_cache_is_in_8_bits() -> None:
+    memory = MemoryOptions(kv_dtype="int8", kv_cache_bytes=1 << 24)
+    with LLM(options=EngineOptions(memory=memory, warm_up=False)) as llm:
+        assert "GiB, int8)" in llm.ready.description
 
 
 FORMAT = KVFormat("m", 2, 2, 32, "int8", 32, "cpu")

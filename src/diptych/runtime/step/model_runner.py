@@ -124,11 +124,12 @@ class RunnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights. weights: their formats, in words. instruction_set: the kernels that compute. note: what
-    the loader wants people to know ("" if nothing)."""
+    """A model with its weights. weights: their formats, in words. dtype: of the activations. instruction_set: the
+    kernels that compute. note: what the loader wants people to know ("" if nothing)."""
 
     model: LanguageModel
     weights: str
+    dtype: str
     instruction_set: str
     note: str = ""
 
@@ -561,9 +562,9 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
     num_blocks = _num_blocks(config, model, attention, max_model_len, instruction_set)
     kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool, config.shared_host)
-    empty = attention.geometry.layers.note
+    notes = (note, why_private, *model_config.notes, attention.geometry.layers.note)
     loaded = LoadedModel(
-        model, formats, instruction_set, "; ".join(filter(None, (note, why_private, *model_config.notes, empty)))
+        model, formats, str(dtype).removeprefix("torch."), instruction_set, "; ".join(filter(None, notes))
     )
     drafted = DraftTokens(drafts=speculates(config.speculation, instruction_set if is_own else TORCH))
     sampler = sampler_of(device, instruction_set)
@@ -589,7 +590,7 @@ def _num_blocks(
         return config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
 
     def trial_runner(num_blocks: int) -> ModelRunner:
-        loaded, sampler = LoadedModel(model, "", instruction_set), sampler_of(attention.device, instruction_set)
+        loaded, sampler = LoadedModel(model, "", "", instruction_set), sampler_of(attention.device, instruction_set)
         kv = KVTensors(attention, num_blocks)
         return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, None, sampler)
 
