@@ -2,12 +2,14 @@
 
     python benchmarks/engine.py MODEL_DIR [--quantize int8] [--vllm VENV] [--llamacpp FOLDER] [--json engine-NAME.json]
     python benchmarks/engine.py MODEL_DIR --isa avx2 --torch [--json engine-NAME-avx2.json]
+    python benchmarks/engine.py MODEL_DIR --kv-dtype int8 --context 8192 --batches 1,8 [--quantize int4]
 
 MODEL_DIR is a Hugging Face directory (scripts/make_random_model.py makes one of a real shape with random weights).
 --vllm VENV and --llamacpp FOLDER (scripts/bench-peers makes both) measure these in the same run: the engines take
 turns, so that a noisy machine disturbs all alike. vLLM computes in bf16; llama.cpp has bf16 weights, or q8_0 beside
-int8 and q4_0 beside int4. Quantised weights are measured beside our own bf16, too. --torch: torch's own kernels, kept
-to the instructions of --isa (with AVX2 alone, oneDNN has no fast product in bf16: it would be faster in fp32).
+int8 and q4_0 beside int4. Quantised weights are measured beside our own bf16, too, and a KV cache of 8 bits beside one
+of the dtype of the model. --torch: torch's own kernels, kept to the instructions of --isa (with AVX2 alone, oneDNN has
+no fast product in bf16: it would be faster in fp32).
 Reported: medians, spreads, ratios of medians, and for each rate the share of its ceiling and what limits it. The
 ceilings are measured in this run, with as many threads:
 
@@ -142,16 +144,17 @@ def vllm_environment(venv: Path) -> dict[str, str]:
     }
 
 
-def measure(engines: Sequence[Engine], repetitions: int) -> list[dict[str, Any]]:
-    """Every command to every engine in turn, ``repetitions`` times. The ratios are of the first to the others."""
+def measure(engines: Sequence[Engine], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every command to every engine in turn, several times. The ratios are of the first to the others."""
     commands: list[dict[str, Any]] = [{"do": "prefill", "tokens": tokens} for tokens in PREFILLS]
-    commands += [{"do": "decode", "batch": batch, "context": CONTEXT, "steps": STEPS} for batch in BATCHES]
+    decode = {"do": "decode", "context": options.context, "steps": STEPS}
+    commands += [decode | {"batch": batch} for batch in options.batches]
     for engine in engines:
         engine.ask(do="prefill", tokens=512)
     rows = []
     for command in commands:
         samples: dict[str, list[float]] = {engine.name: [] for engine in engines}
-        for _ in range(repetitions):
+        for _ in range(options.repetitions):
             for engine in engines:
                 samples[engine.name].append(engine.ask(**command))
                 time.sleep(0.3)
@@ -220,13 +223,17 @@ def add_limits(rows: list[dict[str, Any]], model: Path, options: argparse.Namesp
     for row in rows:
         kind, size = row["what"].split()
         tokens = int(size.removeprefix("b"))
-        before, new, num_seqs = (0, tokens, 1) if kind == "prefill" else (CONTEXT + STEPS // 2, 1, tokens)
-        call, layers, _ = attention_calls(shape, before, new, num_seqs, instruction_set)
+        before, new, num_seqs = (0, tokens, 1) if kind == "prefill" else (options.context + STEPS // 2, 1, tokens)
+        call, layers, _ = attention_calls(shape, before, new, num_seqs, instruction_set, options.kv_dtype)
         attention_s = best_of([call], options.repetitions)[0] / layers * spec.layers
         operations = 2.0 * (tokens * spec.layer_parameters() + num_seqs * spec.head_parameters)
         row |= StepWork(tokens, weight_bytes, operations, attention_s).limit(ceilings, products)
         row["share"] = round(row["diptych"] / row["ceiling"], 2)
     return {"ceilings": ceilings, "instruction_set": instruction_set, "weight_bytes": weight_bytes}
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def main() -> None:
@@ -236,6 +243,9 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path)
     parser.add_argument("--llamacpp", type=Path)
     parser.add_argument("--quantize", choices=sorted(GGUF_TYPES), default="none", help="weights, as for diptych serve")
+    parser.add_argument("--kv-dtype", choices=("auto", "int8"), default="auto", help="KV cache, as for diptych serve")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens before a decode step")
+    parser.add_argument("--batches", type=_numbers, default=BATCHES, help="sequences of a decode step, such as 1,8")
     parser.add_argument("--isa", default="auto", help="instruction set of the native kernels")
     parser.add_argument("--torch", action="store_true", help="beside torch's kernels, on the instructions of --isa")
     parser.add_argument("--repetitions", type=int, default=5)
@@ -243,23 +253,32 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     script, threads = HERE / "peers" / "diptych_child.py", str(options.threads)
-    ours = [sys.executable, str(script), str(options.model), threads, options.isa, options.quantize]
-    engines: list[Engine] = [Child("diptych", ours)]
+    length = str(max(8192, options.context + STEPS + 1))
+
+    def child(name: str, isa: str, quantize: str, kv_dtype: str, env: dict[str, str] | None = None) -> Child:
+        words = [sys.executable, str(script), str(options.model), threads, isa, quantize, kv_dtype, length]
+        return Child(name, words, env)
+
+    engines: list[Engine] = [child("diptych", options.isa, options.quantize, options.kv_dtype)]
+    if options.kv_dtype != "auto":
+        engines.append(child("diptych, KV bf16", options.isa, options.quantize, "auto"))
     if options.quantize != "none":
-        engines.append(Child("diptych bf16", [*ours[:-1], "none"]))
+        engines.append(child("diptych bf16", options.isa, "none", options.kv_dtype))
     if options.torch:
-        engines.append(Child("torch", [*ours[:-2], "torch", "none"], TORCH_ON.get(options.isa)))
+        engines.append(child("torch", "torch", "none", "auto", TORCH_ON.get(options.isa)))
     if options.vllm:
         theirs = [str(options.vllm / "bin/python"), str(HERE / "peers" / "vllm_child.py"), str(options.model)]
         engines.append(Child("vllm", theirs, vllm_environment(options.vllm)))
     if options.llamacpp:
         engines.append(LlamaCpp(options.llamacpp, options.model, options.quantize, options.threads))
-    rows = measure(engines, options.repetitions)
+    rows = measure(engines, options)
     for engine in engines:
         engine.close()
     limits = add_limits(rows, options.model, options)
     name = f"engine {options.model.name}" + (f", {options.quantize}" if options.quantize != "none" else "")
-    report(name, rows, options.json, threads=options.threads, quantize=options.quantize, **limits)
+    name += f", KV {options.kv_dtype}" if options.kv_dtype != "auto" else ""
+    made = {"quantize": options.quantize, "kv_dtype": options.kv_dtype, "context": options.context}
+    report(name, rows, options.json, threads=options.threads, **made, **limits)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from common import report
 
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.input_batch import InputBatch
+from diptych.runtime.attention.layout import write_cpu
 from diptych.runtime.kernels.instruction_set import TORCH, choose
 from diptych.runtime.kernels.native import NativeKernels, load_native
 from diptych.runtime.models.model_config import AttentionConfig, LayerAttention
@@ -149,20 +150,21 @@ def make_batch(before: int, new: int, num_seqs: int, block_size: int) -> InputBa
 
 
 def attention_calls(
-    shape: tuple[int, int, int], before: int, new: int, num_seqs: int, instruction_set: str
+    shape: tuple[int, int, int], before: int, new: int, num_seqs: int, instruction_set: str, kv_dtype: str = "auto"
 ) -> tuple[Callable[[], None], int, int]:
     """(call, layers that it computes, bytes of KV of each): paged attention of one layer of ``shape`` (heads, KV heads,
     head_dim) for ``num_seqs`` sequences of ``new`` tokens after ``before``."""
     heads, kv_heads, dim = shape
     how = LayerAttention(dim**-0.5)
     config = AttentionConfig(heads, kv_heads, dim, (how,))
-    backend = make_attention(config, BLOCK_SIZE, BF16, CPU, instruction_set)
+    backend = make_attention(config, BLOCK_SIZE, BF16, CPU, instruction_set, kv_dtype=kv_dtype)
     batch = make_batch(before, new, num_seqs, BLOCK_SIZE)
     blocks = batch.block_tables[0].numel()
-    size = blocks * BLOCK_SIZE * kv_heads * dim * 4
+    size = blocks * backend.geometry.block_bytes
     caches = [backend.allocate(blocks) for _ in range(1 if new > 1 else max(1, int(COLD_BYTES / size)))]
+    k, v = torch.randn(2, blocks * BLOCK_SIZE, kv_heads, dim).to(BF16)
     for k_cache, v_cache in caches:
-        k_cache.normal_(), v_cache.normal_()
+        write_cpu(k, v, k_cache, v_cache, torch.arange(blocks * BLOCK_SIZE))
     q, plan = torch.randn(num_seqs * new, heads, dim).to(BF16), backend.plan(batch, how)
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""What weights in whole numbers cost in quality: bits per byte of text that the model has not seen.
+"""What weights and a KV cache in whole numbers cost in quality: bits per byte of text that the model has not seen.
 
     python benchmarks/quantization.py [MODEL] [--text FILE ...] [--tokens 60000] [--json quantization.json]
 
@@ -9,6 +9,7 @@ windows.
 """
 
 import argparse
+import itertools
 import math
 import sys
 import tempfile
@@ -55,9 +56,10 @@ def windows(texts: list[str], tokenizer: Tokenizer, limit: int) -> tuple[list[li
     return found, num_bytes
 
 
-def bits(model: Path, quantize: str, sequences: list[list[int]]) -> tuple[float, str]:
+def bits(model: Path, quantize: str, kv_dtype: str, sequences: list[list[int]]) -> tuple[float, str]:
     """(bits of all tokens, the formats of the weights). A window begins behind an end-of-text token."""
-    runner = load_runner(RunnerConfig(model, max_num_seqs=8, kv_bytes=1 << 29, quantize=quantize))
+    config = RunnerConfig(model, max_num_seqs=8, kv_bytes=1 << 29, quantize=quantize, kv_dtype=kv_dtype)
+    runner = load_runner(config)
     engine = LocalEngine(EngineCore(engine_config(runner, enable_prefix_cache=False)), runner)
     first = runner.model_config.eos_token_ids[0]
     total = 0.0
@@ -67,7 +69,7 @@ def bits(model: Path, quantize: str, sequences: list[list[int]]) -> tuple[float,
         while (step := engine.step()) is not None:
             for _, entries in step.tokens.prompt_logprobs.values():
                 total -= sum(entry.logprob for entry in entries)
-        print(f"\r{quantize}: {index + 1} of {len(sequences)} windows", end="", file=sys.stderr)
+        print(f"\r{quantize}, KV {kv_dtype}: {index + 1} of {len(sequences)} windows", end="", file=sys.stderr)
     print(file=sys.stderr)
     return total / math.log(2), runner.loaded.weights
 
@@ -83,14 +85,23 @@ def main() -> None:
     texts = [path.read_text(encoding="utf-8") for path in options.text] if options.text else held_out()
     sequences, num_bytes = windows(texts, Tokenizer(options.model), options.tokens)
     rows: list[dict[str, Any]] = []
-    for quantize in QUANTIZATIONS:
-        total, formats = bits(options.model, quantize, sequences)
-        row = {"quantize": quantize, "weights": formats, "bits per byte": round(total / num_bytes, 4)}
+    exact = 0.0
+    for kv_dtype, quantize in itertools.product(("auto", "int8"), QUANTIZATIONS):
+        total, formats = bits(options.model, quantize, kv_dtype, sequences)
+        exact = exact or total
+        row = {"quantize": quantize, "weights": formats, "kv_dtype": kv_dtype}
         rows.append(
-            row | {"change %": round(100 * (row["bits per byte"] / rows[0]["bits per byte"] - 1), 2) if rows else 0}
+            row | {"bits per byte": round(total / num_bytes, 4), "change %": round(100 * (total / exact - 1), 3)}
         )
     tokens = sum(map(len, sequences))
-    report("quality of quantised weights", rows, options.json, model=options.model.name, tokens=tokens, bytes=num_bytes)
+    report(
+        "quality of quantised weights and KV",
+        rows,
+        options.json,
+        model=options.model.name,
+        tokens=tokens,
+        bytes=num_bytes,
+    )
 
 
 if __name__ == "__main__":

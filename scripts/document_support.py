@@ -70,6 +70,13 @@ REAL = {
     "Gemma3ForCausalLM": "a real checkpoint (Gemma 3 270M, GGUF)",
     "LlamaForCausalLM": "a real checkpoint (SmolLM2-135M)",
 }
+OTHERS = """
+Other architectures whose attention goes through the attention interface of the package transformers are computed by
+it with `--model-impl transformers`, at PyTorch's speed and without the promise of equal bits
+([checkpoints.md](checkpoints.md#other-classes-of-transformers)). Proven by random weights against transformers, in
+fp32: Apertus, Arcee, BitNet, Cohere, Cohere2, Dots1, Ernie4_5, Ernie4_5_Moe, Exaone4, FlexOlmo, GPTNeoX, Gemma, Glm,
+Glm4, Helium, HunYuanDenseV1, Jais2, MiniMaxM2, OPT, Olmo, Persimmon, Phi, Qwen2Moe and Starcoder2.
+"""
 GGUF_NOTES = {  # beside the architecture of that name, or instead of one
     "MistralForCausalLM": "as `llama`, with a window",
     "MixtralForCausalLM": "as `llama`, with experts",
@@ -184,6 +191,7 @@ def _models() -> Iterator[str]:
         proofs = [*([REAL[name]] if name in REAL else []), RANDOM]
         stored = ", ".join([*kept, *([GGUF_NOTES[name]] if name in GGUF_NOTES else [])])
         yield table_row(f"`{name}`", PUBLISHED[name], "; ".join(proofs), stored)
+    yield OTHERS
     types = [kind.name for kind in GGML_TYPES.values() if kind.num_bytes is not None]
     rows = {
         "dtypes of weights": ", ".join(f"`{name}`" for name in DTYPES),

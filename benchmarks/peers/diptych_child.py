@@ -1,6 +1,6 @@
 """Diptych's engine behind the line protocol of vllm_child.py: the whole loop of scheduler and model, no sockets.
 
-diptych_child.py MODEL_DIR THREADS [INSTRUCTION_SET [QUANTIZE]]
+diptych_child.py MODEL_DIR THREADS [INSTRUCTION_SET [QUANTIZE [KV_DTYPE [MAX_MODEL_LEN]]]]
 """
 
 import json
@@ -24,11 +24,13 @@ def main() -> None:
     configure_threads(int(sys.argv[2]), bind=True)
     quantize = sys.argv[4] if len(sys.argv) > 4 else "none"
     weights: dict[str, Any] = {} if quantize == "none" else {"quantize": quantize}
+    if len(sys.argv) > 5 and sys.argv[5] != "auto":
+        weights["kv_dtype"] = sys.argv[5]
     config = RunnerConfig(
         model=Path(sys.argv[1]),
         dtype="bfloat16",
         max_num_seqs=32,
-        max_model_len=8192,
+        max_model_len=int(sys.argv[6]) if len(sys.argv) > 6 else 8192,
         kv_bytes=2 << 30,
         instruction_set=sys.argv[3] if len(sys.argv) > 3 else AUTO,
         **weights,

@@ -309,7 +309,12 @@ def reference(family: str, dtype: str = "float32") -> Reference:
 
 @lru_cache(MOST_RUNNERS)
 def runner(
-    family: str, instruction_set: str = AUTO, dtype: str = "float32", num_blocks: int = 700, quantize: str = "none"
+    family: str,
+    instruction_set: str = AUTO,
+    dtype: str = "float32",
+    num_blocks: int = 700,
+    quantize: str = "none",
+    kv_dtype: str = "auto",
 ) -> ModelRunner:
     """A runner of that checkpoint, shared by tests until MOST_RUNNERS others were asked for; tests leave it without
     requests."""
@@ -321,6 +326,7 @@ def runner(
         max_num_seqs=64,
         block_size=32,
         quantize=quantize,
+        kv_dtype=kv_dtype,
     )
     return load_runner(config)
 

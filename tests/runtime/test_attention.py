@@ -56,6 +56,7 @@ class Shape:
     head_dim: int
     block_size: int
     dtype_name: str
+    kv_dtype: str = "auto"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,7 +71,9 @@ class Shape:
         return AttentionConfig(self.num_heads, self.num_kv_heads, self.head_dim, layers or (self.how(),))
 
     def backend(self, instruction_set: str = TORCH, *layers: LayerAttention) -> AttentionBackend:
-        return make_attention(self.config(*layers), self.block_size, self.dtype, CPU, instruction_set)
+        return make_attention(
+            self.config(*layers), self.block_size, self.dtype, CPU, instruction_set, kv_dtype=self.kv_dtype
+        )
 
 
 class Sequences:
@@ -96,7 +99,8 @@ class Sequences:
         size = self.shape.block_size
         for k, v, table in zip(self.k, self.v, self.tables, strict=True):
             slots = torch.tensor([table[p // size] * size + p % size for p in range(len(k))])
-            write = write_cuda if k_cache.dim() == 4 else write_cpu
+            is_cuda = k_cache.dim() == 4 and k_cache.dtype is not torch.int8
+            write = write_cuda if is_cuda else write_cpu
             write(k, v, k_cache, v_cache, slots)
         return k_cache, v_cache
 

@@ -30,7 +30,7 @@ BLOCK_SIZE = 32
 
 
 @lru_cache(16)
-def freeing(family: str, instruction_set: str = AUTO, dtype: str = "float32") -> ModelRunner:
+def freeing(family: str, instruction_set: str = AUTO, dtype: str = "float32", kv_dtype: str = "auto") -> ModelRunner:
     """A runner of a shared checkpoint whose cache was not a number before anything was written."""
     found = load_runner(
         RunnerConfig(
@@ -40,6 +40,7 @@ def freeing(family: str, instruction_set: str = AUTO, dtype: str = "float32") ->
             num_host_blocks=64,
             max_num_seqs=64,
             block_size=BLOCK_SIZE,
+            kv_dtype=kv_dtype,
             frees_windows=True,
         )
     )
@@ -49,9 +50,10 @@ def freeing(family: str, instruction_set: str = AUTO, dtype: str = "float32") ->
 
 
 def spoil(found: ModelRunner) -> None:
+    """Let nothing in a cache be a number: of whole numbers, no scale."""
     for region in found.kv.regions:
         for cache in region:
-            cache.fill_(float("nan"))
+            cache.fill_(-1 if cache.dtype is torch.int8 else float("nan"))
 
 
 def chunked(tokens: int, preemption: str = "recompute") -> SchedulerConfig:

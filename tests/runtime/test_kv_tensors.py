@@ -11,17 +11,23 @@ from diptych.runtime.kv_cache.kv_tensors import KVTensors
 from diptych.runtime.models.model_config import AttentionConfig, LayerAttention
 
 
-def make_backend(num_layers: int) -> AttentionBackend:
+def make_backend(num_layers: int, kv_dtype: str = "auto") -> AttentionBackend:
     """2 heads of 16 values, blocks of 32 tokens."""
     config = AttentionConfig(4, 2, 16, (LayerAttention(0.25),) * num_layers)
-    return make_attention(config, 32, torch.bfloat16, torch.device("cpu"))
+    return make_attention(config, 32, torch.bfloat16, torch.device("cpu"), kv_dtype=kv_dtype)
 
 
-def test_blocks_survive_the_way_to_the_host_and_back() -> None:
-    kv = KVTensors(make_backend(num_layers=2), num_blocks=6, num_host_blocks=3)
+def fill(kv: KVTensors) -> None:
+    """Random values in all blocks."""
     for layer in kv.layers:
         for cache in layer:
-            cache.normal_()
+            cache.random_(-100, 100)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_blocks_survive_the_way_to_the_host_and_back(kv_dtype: str) -> None:
+    kv = KVTensors(make_backend(2, kv_dtype), num_blocks=6, num_host_blocks=3)
+    fill(kv)
     before = [[cache.clone() for cache in layer] for layer in kv.layers]
     kv.copy_to_host([(4, 0), (1, 2)])
     for layer in kv.layers:
@@ -35,11 +41,10 @@ def test_blocks_survive_the_way_to_the_host_and_back() -> None:
             assert not cache[4].any()
 
 
-def test_blocks_are_copied_within_the_memory_of_a_worker() -> None:
-    kv = KVTensors(make_backend(num_layers=2), num_blocks=6)
-    for layer in kv.layers:
-        for cache in layer:
-            cache.normal_()
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_blocks_are_copied_within_the_memory_of_a_worker(kv_dtype: str) -> None:
+    kv = KVTensors(make_backend(2, kv_dtype), num_blocks=6)
+    fill(kv)
     before = [[cache.clone() for cache in layer] for layer in kv.layers]
     kv.copy_within([(4, 0), (1, 5)])
     for layer, old_layer in zip(kv.layers, before, strict=True):
@@ -47,8 +52,9 @@ def test_blocks_are_copied_within_the_memory_of_a_worker() -> None:
             assert torch.equal(cache, old[[4, 1, 2, 3, 4, 1]])
 
 
-def test_bytes_per_block_is_what_a_block_takes() -> None:
-    backend = make_backend(num_layers=3)
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_bytes_per_block_is_what_a_block_takes(kv_dtype: str) -> None:
+    backend = make_backend(3, kv_dtype)
     kv = KVTensors(backend, num_blocks=5)
     total = sum(cache.nbytes for layer in kv.layers for cache in layer)
     geometry = backend.geometry

@@ -44,7 +44,7 @@ NAMES = {"tcp": "tcp", "unix": "tcp", "shared_memory": "shared_memory"}
 PROMPTS = {f"r{length}": prompt_of(length, seed=length) for length in (5, 31, 96, 150, 300, 601)}
 
 
-def runner_of(family: str, pool: SharedPool | None = None) -> ModelRunner:
+def runner_of(family: str, kv_dtype: str, pool: SharedPool | None = None) -> ModelRunner:
     """A worker's runner; its own memory is not a number at first."""
     config = RunnerConfig(
         model=reference(family, DTYPE).directory,
@@ -52,6 +52,7 @@ def runner_of(family: str, pool: SharedPool | None = None) -> ModelRunner:
         num_blocks=NUM_BLOCKS,
         max_num_seqs=16,
         block_size=BLOCK_SIZE,
+        kv_dtype=kv_dtype,
         frees_windows=True,
         shared_pool=pool,
     )
@@ -175,20 +176,20 @@ class Pair:
 
 
 @cache
-def pool_of(family: str) -> tuple[ModelRunner, ModelRunner]:
+def pool_of(family: str, kv_dtype: str) -> tuple[ModelRunner, ModelRunner]:
     """Two runners in one memory."""
-    geometry = runners_of(family)[0].attention.geometry
+    geometry = runners_of(family, kv_dtype)[0].attention.geometry
     fd = os.memfd_create("test", os.MFD_CLOEXEC)
     os.ftruncate(fd, geometry.pool_bytes(2 * NUM_BLOCKS))
-    first, second = [runner_of(family, SharedPool(fd, 2 * NUM_BLOCKS, start)) for start in (0, NUM_BLOCKS)]
+    first, second = [runner_of(family, kv_dtype, SharedPool(fd, 2 * NUM_BLOCKS, start)) for start in (0, NUM_BLOCKS)]
     os.close(fd)
     return first, second
 
 
 @cache
-def runners_of(family: str) -> tuple[ModelRunner, ModelRunner]:
+def runners_of(family: str, kv_dtype: str) -> tuple[ModelRunner, ModelRunner]:
     """Two runners with memory of their own."""
-    return runner_of(family), runner_of(family)
+    return runner_of(family, kv_dtype), runner_of(family, kv_dtype)
 
 
 @contextmanager
@@ -200,9 +201,10 @@ def pair_of(
     runs_ahead: bool = False,
     tokens: int = 70,
     codec: CodecName = "none",
+    kv_dtype: str = "auto",
 ) -> Iterator[Pair]:
     """Workers with empty caches; ``tokens`` of prompts in a step."""
-    runners = pool_of(family) if name == "shared_memory" else runners_of(family)
+    runners = pool_of(family, kv_dtype) if name == "shared_memory" else runners_of(family, kv_dtype)
     for each in runners:
         spoil(each)
     listens = ["tcp://127.0.0.1:0"] * 2 if name == "tcp" else [f"unix://{tmp_path}/{side}" for side in ("p", "d")]
@@ -222,10 +224,10 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is shar
 @needs_linux
 @pytest.mark.parametrize("tokens", [33, 2000])
 @pytest.mark.parametrize("name", ["tcp", "shared_memory"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_workers_give_the_bits_of_one(family: str, name: str, tokens: int, tmp_path: Path) -> None:
-    expected = logprobs_of(runner(family, SET, DTYPE), PROMPTS, chunked(2000))
-    with pair_of(family, name, tmp_path, tokens=tokens, runs_ahead=tokens == 33) as pair:
+@pytest.mark.parametrize(("family", "kv_dtype"), [*((family, "auto") for family in FAMILIES), ("gemma3", "int8")])
+def test_two_workers_give_the_bits_of_one(family: str, kv_dtype: str, name: str, tokens: int, tmp_path: Path) -> None:
+    expected = logprobs_of(runner(family, SET, DTYPE, kv_dtype=kv_dtype), PROMPTS, chunked(2000))
+    with pair_of(family, name, tmp_path, tokens=tokens, runs_ahead=tokens == 33, kv_dtype=kv_dtype) as pair:
         for index, (request, prompt) in enumerate(PROMPTS.items()):
             pair.start(request, prompt, 40 + index)
             pair.decode.turn()

@@ -34,7 +34,8 @@ class Server:
             max_model_len=512,
             warm_up=False,
         )
-        geometry = kv_geometry_of(options)
+        asked = MemoryOptions(**memory)  # type: ignore[arg-type]
+        geometry = kv_geometry_of(replace_memory(options, asked))
         num_blocks = {1: 18}.get(len(geometry.layers.groups), 26 * len(geometry.layers.groups))
         sizes = MemoryOptions(kv_cache_bytes=num_blocks * geometry.block_bytes, **memory)  # type: ignore[arg-type]
         loaded: LoadedEngine[object] = load_engine(replace_memory(options, sizes), lambda *_: None)  # type: ignore[assignment]
@@ -66,23 +67,24 @@ def replace_memory(options: EngineOptions, memory: MemoryOptions) -> EngineOptio
     return msgspec.structs.replace(options, memory=memory)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_host_and_disk_give_the_tokens_that_were_computed(family: str, tmp_path: Path) -> None:
-    computed = Server(family, prefix_cache=False)
+@pytest.mark.parametrize(("family", "kv_dtype"), [*((family, "auto") for family in FAMILIES), ("gemma3", "int8")])
+def test_host_and_disk_give_the_tokens_that_were_computed(family: str, kv_dtype: str, tmp_path: Path) -> None:
+    computed = Server(family, kv_dtype=kv_dtype, prefix_cache=False)
     expected = [computed.answer(prompt) for prompt in PROMPTS]
-    host = Server(family, host_bytes=1 << 24)
+    host = Server(family, kv_dtype=kv_dtype, host_bytes=1 << 24)
     for _ in range(2):
         assert [host.answer(prompt) for prompt in PROMPTS] == expected
     assert host.last_cached == BOUNDARY and host.core.kv.tiers.host_hit_tokens > 0
-    first = Server(family, disk=str(tmp_path), disk_bytes=10**9)
+    first = Server(family, kv_dtype=kv_dtype, disk=str(tmp_path), disk_bytes=10**9)
     assert [first.answer(prompt) for prompt in PROMPTS] == expected
     first.engine.close()
-    again = Server(family, disk=str(tmp_path), disk_bytes=10**9)
+    again = Server(family, kv_dtype=kv_dtype, disk=str(tmp_path), disk_bytes=10**9)
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         assert again.answer(prompt) == tokens
         assert again.last_cached == BOUNDARY
     again.engine.close()
-    other = Server("gemma3" if family != "gemma3" else "mistral-window", disk=str(tmp_path), disk_bytes=10**9)
+    stranger = "gemma3" if family != "gemma3" or kv_dtype != "auto" else "mistral-window"
+    other = Server(stranger, disk=str(tmp_path), disk_bytes=10**9)
     other.answer(PROMPTS[0])
     assert other.last_cached == 0
     other.engine.close()

@@ -73,7 +73,7 @@ INSTEAD = {
     "--cpu-offload-gb": f"{_NONE}: weights stay on the device that computes",
     "--enable-chunked-prefill": "prompts are computed in chunks by default; here: --shape chunked",
     "--no-enable-chunked-prefill": "here: --shape unified",
-    "--kv-cache-dtype": f"{_NONE}: the KV cache has the dtype of the model",
+    "--kv-cache-dtype": "here: --kv-dtype int8 makes a KV cache of 8 bits on a CPU (default: the dtype of the model)",
     "--quantization": "the format is read from the checkpoint; here: --quantize int8 makes weights of 8 bits on a CPU",
     "-q": "the format is read from the checkpoint; here: --quantize int8 makes weights of 8 bits on a CPU",
     "--load-format": f"{_NONE}: safetensors and GGUF are recognised",

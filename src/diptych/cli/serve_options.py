@@ -10,7 +10,16 @@ from diptych.cli import shared_help
 from diptych.cli.http_options import SERVER
 from diptych.cli.options import KERNEL_NAMES, Number, Strings, Text, Whole, option
 from diptych.control.cluster.cluster_config import OnFailure
-from diptych.control.config import BudgetName, DTypeName, OrderName, PreemptionName, PresetName, QuantizeName
+from diptych.control.config import (
+    BudgetName,
+    DTypeName,
+    KVDTypeName,
+    ModelImplName,
+    OrderName,
+    PreemptionName,
+    PresetName,
+    QuantizeName,
+)
 from diptych.control.planner.planner_config import PlanMode
 from diptych.control.router.routing import Disaggregate, LocalPrefill, RoutingName
 from diptych.runtime.tiers.extent_format import DiskCodecName
@@ -79,6 +88,7 @@ class ModelOptions:
 
     place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None
     model: Annotated[Text, option(shared_help.SAME_MODEL, MODEL)] = None
+    model_impl: Annotated[ModelImplName, option(shared_help.MODEL_IMPL, MODEL)] = "auto"
     served_model_name: Annotated[Strings, option(NAME_HELP, MODEL)] = None
     max_model_len: Annotated[Whole, option(shared_help.MAX_MODEL_LEN, MODEL)] = None
     dtype: Annotated[DTypeName, option(shared_help.DTYPE, MODEL)] = "auto"
@@ -168,6 +178,7 @@ class ServeOptions:
     preempt_for_priority: Annotated[bool, option("Displace running requests of lower priority.", SCHEDULER)] = False
     block_size: Annotated[int, option("Tokens per KV block.", MEMORY)] = 32
     kv_cache_memory: Annotated[Text, option(KV_CACHE_HELP, MEMORY)] = None
+    kv_dtype: Annotated[KVDTypeName, option(shared_help.KV_DTYPE, MEMORY)] = "auto"
     kv_host_gb: Annotated[float, option(KV_HOST_HELP, MEMORY)] = 0.0
     kv_disk: Annotated[
         Path | None, option("Folder that keeps KV over restarts, such as ~/.cache/kv. Default: none.", MEMORY)

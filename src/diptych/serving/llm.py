@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from diptych.base.terminal_text import own
-from diptych.control.config import DTypeName, PresetName, QuantizeName, shape_preset
+from diptych.control.config import DTypeName, KVDTypeName, ModelImplName, PresetName, QuantizeName, shape_preset
 from diptych.control.errors import BrokenInvariantError, ConfigError, CoreFailedError, WorkerError
 from diptych.control.events import Event, RequestAdmitted, RequestFinished
 from diptych.control.request import FinishReason, Pooling, SamplingParams
@@ -60,19 +60,21 @@ class LLM:
     shape: chunked or unified.
     threads: of the model while it computes; the program keeps its own, and its CPUs (but where ``options`` name cores:
     then it is kept to these until ``close``, which ``with`` calls). kv_cache_bytes None: a share of the free memory.
-    instruction_set, quantize: see DeviceOptions. speculation: see EngineOptions. ``ready`` says what was loaded. Raises
-    ConfigError for what cannot be loaded.
+    instruction_set, quantize: see DeviceOptions. kv_dtype: see MemoryOptions. model_impl, speculation: see
+    EngineOptions. ``ready`` says what was loaded. Raises ConfigError for what cannot be loaded.
     """
 
     def __init__(
         self,
         model: str | Path | None = None,
         *,
+        model_impl: str = "auto",
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
         instruction_set: str = "auto",
         quantize: str = "none",
+        kv_dtype: str = "auto",
         speculation: str = "auto",
         shape: str = "chunked",
         max_model_len: int | None = None,
@@ -82,6 +84,7 @@ class LLM:
         if options is None:
             options = EngineOptions(
                 model=str(find_model(model or BUNDLED_MODEL)),
+                model_impl=cast(ModelImplName, model_impl),
                 device=DeviceOptions(
                     device=cast(DeviceName, device),
                     dtype=cast(DTypeName, dtype),
@@ -89,7 +92,7 @@ class LLM:
                     instruction_set=cast(InstructionSetName, instruction_set),
                     quantize=cast(QuantizeName, quantize),
                 ),
-                memory=MemoryOptions(),
+                memory=MemoryOptions(kv_dtype=cast(KVDTypeName, kv_dtype)),
                 scheduler=shape_preset(cast(PresetName, shape), max_waiting=2**31),
                 max_model_len=max_model_len,
                 speculation=cast(SpeculationName, speculation),

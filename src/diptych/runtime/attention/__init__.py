@@ -21,10 +21,13 @@ def make_attention(
     device: torch.device,
     instruction_set: str = TORCH,
     layers: LayerGroups | None = None,
+    kv_dtype: str = "auto",
 ) -> AttentionBackend:
     """The backend for a device, with the kernels that instruction_set.choose has named. On a CPU plain torch takes what
-    the native kernels do not cover. layers: how they share blocks (None: each has its place in all of them)."""
-    geometry = KVGeometry.of(config, block_size, str(dtype).removeprefix("torch."), layers)
+    the native kernels do not cover. dtype: of queries. layers: how they share blocks (None: each has its place in all
+    of them). kv_dtype: of the cache, auto (as dtype) or int8."""
+    cache_dtype = str(dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
+    geometry = KVGeometry.of(config, block_size, cache_dtype, layers)
     if instruction_set == TRITON:
         from diptych.runtime.attention.triton_attention import TritonAttention  # half a second, where it is used
 

@@ -8,6 +8,8 @@ CPU layout, with v = 4 // itemsize (2 for bf16, 1 for fp32), chosen so that 16 n
 fill a vector register and v values that are multiplied together share 32 bits:
     K [num_blocks, num_kv_heads, block_size / 16, head_dim / v, 16, v]
     V [num_blocks, num_kv_heads, block_size / v, head_dim, v]
+A cache of whole numbers of 8 bits has the order of bf16, whatever is computed in, and for each head of a block the
+values first, then an fp32 scale for each token, by which its values are multiplied.
 CUDA layout: K and V [num_blocks, block_size, num_kv_heads, head_dim].
 """
 
@@ -21,7 +23,7 @@ from diptych.runtime.models.model_config import LayerAttention
 
 
 class AttentionBackend(Protocol):
-    """Paged attention for one model on one device. fits_cuda_graphs: see LanguageModel."""
+    """Paged attention for one model on one device. dtype: of the cache. fits_cuda_graphs: see LanguageModel."""
 
     name: str
     geometry: KVGeometry
@@ -34,8 +36,8 @@ class AttentionBackend(Protocol):
         ...
 
     def laid_out(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(k_cache, v_cache) of one layer over 1-d memory of the caller: block_size * num_kv_heads * head_dim elements
-        a block. What lies in a block behind its last token is never used, so the memory need not be cleared."""
+        """(k_cache, v_cache) of one layer over 1-d memory of the caller: geometry.tensor_block_bytes a block. What lies
+        in a block behind its last token is never used, so the memory need not be cleared."""
         ...
 
     def plan(self, batch: InputBatch, how: LayerAttention, group: int = 0) -> Any:

@@ -7,6 +7,7 @@ import torch
 
 from diptych.runtime.attention.input_batch import InputBatch
 from diptych.runtime.attention.layout import allocate_cpu, lay_out_cpu
+from diptych.runtime.dtypes import INT8
 from diptych.runtime.kernels.native import NativeKernels
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.models.model_config import LayerAttention
@@ -53,9 +54,9 @@ class NativeCpuAttention:
     def plan(self, batch: InputBatch, how: LayerAttention, group: int = 0) -> _Plan:
         kv, tables = self.geometry, batch.block_tables[group]
         row = (self.num_heads + 2 * kv.num_kv_heads) * kv.head_dim
-        sizes = (ctypes.c_int64 * 9)(
+        sizes = (ctypes.c_int64 * 10)(
             row, tables.stride(0), batch.num_seqs, batch.num_decodes, self.num_heads, kv.num_kv_heads,
-            kv.head_dim, kv.block_size, how.window or 0,
+            kv.head_dim, kv.block_size, how.window or 0, kv.dtype == INT8,
         )  # fmt: skip
         return _Plan(batch, tables, how, sizes, self.partials(batch))
 

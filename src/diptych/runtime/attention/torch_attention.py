@@ -98,7 +98,7 @@ def attend_gathered(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for sequence in plan.sequences:
         k, v = (part.transpose(0, 1)[None] for part in read(sequence.slots))  # [1, num_kv_heads, num_keys, head_dim]
-        queries = q[sequence.rows].transpose(0, 1)[None]
+        queries = q[sequence.rows].to(k.dtype).transpose(0, 1)[None]
         if plan.how.softcap is None and sinks is None:
             attended = F.scaled_dot_product_attention(
                 queries, k, v, attn_mask=sequence.mask, scale=plan.how.scale, enable_gqa=True

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from diptych.base.byte_size import size_words
 from diptych.control.errors import ConfigError
-from diptych.runtime.dtypes import DTYPES
+from diptych.runtime.dtypes import INT8, kv_row_bytes
 from diptych.runtime.kv_cache.layer_groups import LayerGroups
 from diptych.runtime.models.model_config import AttentionConfig
 
@@ -17,7 +17,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """The KV cache of one model in blocks of ``block_size`` tokens; dtype: a name in dtypes.DTYPES.
+    """The KV cache of one model in blocks of ``block_size`` tokens; dtype: of the cache, one of dtypes.KV_DTYPES.
 
     A pool is one file: for each place of a block (see LayerGroups) the region of K, then that of V. A region holds the
     pool's blocks in order, each in the attention backend's layout, and begins at a whole huge page.
@@ -33,7 +33,13 @@ class KVGeometry:
     def of(
         cls, attention: AttentionConfig, block_size: int, dtype: str, layers: LayerGroups | None = None
     ) -> "KVGeometry":
-        """The cache that these layers need. layers: how they share blocks (None: each has its place in all of them)."""
+        """The cache that these layers need. layers: how they share blocks (None: each has its place in all of them).
+        Raises ConfigError for heads that a cache of 8 bits does not hold."""
+        if dtype == INT8 and attention.head_dim % 2:
+            raise ConfigError(
+                f"kv_dtype is {INT8}; heads of this model have {attention.head_dim} values; supported: an even number",
+                param="kv_dtype",
+            )
         layers = layers or LayerGroups.dense(len(attention.layers), block_size)
         return cls(layers, attention.num_kv_heads, attention.head_dim, block_size, dtype)
 
@@ -45,7 +51,7 @@ class KVGeometry:
     @property
     def tensor_block_bytes(self) -> int:
         """Bytes of one block in one region: K or V of one layer."""
-        return self.block_size * self.num_kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
+        return self.block_size * self.num_kv_heads * kv_row_bytes(self.head_dim, self.dtype)
 
     @property
     def block_bytes(self) -> int:

@@ -23,8 +23,10 @@ from diptych.runtime.layers.parts import (
     RopeAndCache,
 )
 from diptych.runtime.layers.rope import RotaryTables
+from diptych.runtime.layers.transformers_layers import TransformersLayers
 from diptych.runtime.models.experts import ExpertNames, ExpertsConfig
 from diptych.runtime.models.model_config import AttentionConfig, LayerAttention, RopeConfig
+from diptych.runtime.models.transformers_config import TransformersConfig
 from diptych.runtime.ops.ops import Activation, Linear, Ops
 from diptych.runtime.weights.loader import Weights
 from diptych.runtime.weights.quantized_weight import QuantizedSource, QuantizedWeight, quantize
@@ -84,6 +86,11 @@ class LayerLoader:
         self._attention = attention
         self._rotary = rotary
         self._embedding = ""  # the name of the embedding, once it is loaded
+
+    def transformers_layers(self, config: TransformersConfig) -> TransformersLayers:
+        """A whole model of the package transformers, which reads the checkpoint by itself."""
+        self._weights.ignore_all()
+        return TransformersLayers(config, self.rope(None), self._attention, self._weights.dtype)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """A tensor as it is in the checkpoint, in the model's dtype."""

@@ -12,6 +12,7 @@ import torch
 
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.attention.native_attention import NativeCpuAttention
+from diptych.runtime.dtypes import INT8
 from diptych.runtime.kernels.native import NativeGate, NativeWeight
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
@@ -77,7 +78,7 @@ class _Step(ctypes.Structure):
         ("norm", _Norm),
         *_record(
             "residual x qkv attended gates inner partials positions slots block_tables query_start context_lens",
-            "num_layers rows hidden heads kv_heads dim block_size table_stride",
+            "num_layers rows hidden heads kv_heads dim block_size table_stride is_int8",
             "multiplier",
         ),
     )
@@ -106,7 +107,7 @@ class NativeStep:
             hidden=norm.weight.shape[0], heads=attention.num_heads,
             kv_heads=geometry.num_kv_heads, dim=geometry.head_dim, block_size=geometry.block_size,
             multiplier=multiplier, slots=ctypes.addressof(self._slots),
-            block_tables=ctypes.addressof(self._block_tables),
+            block_tables=ctypes.addressof(self._block_tables), is_int8=geometry.dtype == INT8,
         )  # fmt: skip
 
     def __call__(self, residual: torch.Tensor, step: ForwardPass) -> torch.Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from diptych.control.errors import ConfigError
 from diptych.runtime.gguf.gguf_config import read_gguf_fields
 from diptych.runtime.gguf.gguf_file import is_gguf
 from diptych.runtime.models.config_fields import ConfigFields
@@ -32,6 +35,8 @@ from diptych.runtime.models.qwen3 import Qwen3
 from diptych.runtime.models.qwen3_moe import Qwen3Moe
 from diptych.runtime.models.seed_oss import SeedOss
 from diptych.runtime.models.smollm3 import SmolLM3
+from diptych.runtime.models.transformers_config import TransformersConfig
+from diptych.runtime.models.transformers_model import TransformersModel
 from diptych.runtime.models.wrappers import WRAPPERS, TextPart, read_text_fields
 
 if TYPE_CHECKING:
@@ -99,18 +104,48 @@ MODELS: dict[str, type[LanguageModel]] = {
 }
 
 
-def read_model_config(path: str | Path) -> ModelConfig:
-    """Read the config of the checkpoint ``path``, a directory or a GGUF file.
+TRANSFORMERS = "transformers"
+MODEL_IMPLS = ("auto", TRANSFORMERS)  # auto: the families above
+SETTLED_NS = 10**9  # a file that was written longer ago than that has another time when it is written again
+
+
+def read_model_config(path: str | Path, model_impl: str = "auto") -> ModelConfig:
+    """Read the config of the checkpoint ``path``, a directory or a GGUF file. model_impl: one of MODEL_IMPLS.
 
     Raises ConfigError when the file is missing or not JSON, UnsupportedModelError when it asks for something that
     this engine does not have.
     """
     path = Path(path)
-    fields = read_gguf_fields(path) if is_gguf(path) else ConfigFields.of_file(path / "config.json")
+    if model_impl not in MODEL_IMPLS:
+        raise ConfigError(f"model_impl is {model_impl!r}; one of {', '.join(MODEL_IMPLS)}", param="model_impl")
+    if model_impl == TRANSFORMERS:
+        if is_gguf(path):
+            raise ConfigError(f"model_impl is {TRANSFORMERS}; it reads directories, not {path}", param="model_impl")
+        return TransformersModel.read_config(ConfigFields.of_file(path / "config.json"))
+    if not is_gguf(path):
+        return _config_of(ConfigFields.of_file(path / "config.json"))
+    status = path.stat() if path.is_file() else None
+    if status is None or time.time_ns() - status.st_mtime_ns < SETTLED_NS:
+        return _config_of(read_gguf_fields(path))
+    return _config_of_file(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(maxsize=2)
+def _config_of_file(path: Path, identity: tuple[int, ...]) -> ModelConfig:
+    """The config of a GGUF file. A start asks for it ten times, and each time a whole vocabulary would be walked
+    through."""
+    return _config_of(read_gguf_fields(path))
+
+
+def _config_of(fields: ConfigFields) -> ModelConfig:
     names = fields.values.get("architectures")
     known = dict.fromkeys((*MODELS, *WRAPPERS))
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
-        raise fields.unsupported("architectures", "one of " + ", ".join(known))
+        raise fields.unsupported(
+            "architectures",
+            f"one of {', '.join(known)}; others that the package transformers has may be computed by it "
+            f"(model_impl {TRANSFORMERS})",
+        )
     architecture = names[0]
     wrapper = WRAPPERS.get(architecture)
     if wrapper is not None:
@@ -122,3 +157,16 @@ def read_model_config(path: str | Path) -> ModelConfig:
         return config
     note = f"{names[0]} is served as a model of text: its other parts ({', '.join(wrapper.others)}) are not loaded"
     return replace(config, text_part=TextPart(wrapper.others), notes=(*config.notes, note))
+
+
+def check_quantize(config: ModelConfig, quantize: str) -> None:
+    """Raises ConfigError for whole numbers (see QUANTIZATIONS) as weights of a model that transformers computes."""
+    if isinstance(config, TransformersConfig) and quantize != "none":
+        raise ConfigError(
+            f"quantize is {quantize} and model_impl is {TRANSFORMERS}; supported with it: none", param="quantize"
+        )
+
+
+def family_of(config: ModelConfig) -> type[LanguageModel]:
+    """What computes the model of a config that read_model_config has read."""
+    return TransformersModel if isinstance(config, TransformersConfig) else MODELS[config.architecture]

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from diptych.runtime.attention.layout import head_shape_cpu
+from diptych.runtime.attention.layout import block_size_cpu, head_shape_cpu
 from diptych.runtime.kernels.native import NativeKernels
 from diptych.runtime.models.experts import ExpertRouting
 from diptych.runtime.ops.native_experts import NativeExperts, choose_experts, native_layers
@@ -146,7 +146,8 @@ class NativeOps:
         self._kernels.functions.diptych_rope_and_cache(
             self._kernels.handle, qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), _pointer(query_scale),
             slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _pointer(q_norm), _pointer(k_norm), is_wide,
-            norms_rows, rows, heads, kv_heads, dim, cos_sin.shape[1], k_cache.shape[2] * k_cache.shape[4], eps,
+            norms_rows, rows, heads, kv_heads, dim, cos_sin.shape[1], block_size_cpu(k_cache),
+            k_cache.dtype is torch.int8, eps,
         )  # fmt: skip
         return qkv.view(rows, -1, dim)[:, :heads]
 

@@ -19,7 +19,7 @@ Owns the tokens, the decode batch and the KV memory. Never decides what runs, ne
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +42,7 @@ from diptych.control.step import (
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.attention.input_batch import InputBatch
+from diptych.runtime.device.cpu_only import CPU_ONLY, check_cpu_only
 from diptych.runtime.device.host_copies import ToDevice, memory_of
 from diptych.runtime.kernels.instruction_set import AUTO, TORCH, TRITON, choose
 from diptych.runtime.kv_cache.kv_tensors import KVTensors
@@ -51,7 +52,8 @@ from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.layer_loader import LayerLoader
 from diptych.runtime.layers.rope import RotaryTables
 from diptych.runtime.models.model_config import ModelConfig
-from diptych.runtime.models.registry import MODELS, LanguageModel, read_model_config
+from diptych.runtime.models.registry import LanguageModel, check_quantize, family_of, read_model_config
+from diptych.runtime.models.transformers_model import TransformersModel
 from diptych.runtime.ops import make_ops
 from diptych.runtime.sampling.batch_sampler import BatchSampler
 from diptych.runtime.sampling.batched_step import BatchedStepSampling, PendingStep
@@ -81,22 +83,25 @@ SCORED_ROWS_AT_ONCE = 64  # logits of prompt tokens are computed in slices: a wh
 class RunnerConfig:
     """What to load and how much memory it may use.
 
-    dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless ``num_blocks`` says it in blocks, or
-    ``memory_share`` what share of a GPU's memory is this worker's: then the cache gets what is left of that beside the
-    weights, a step of ``max_step_tokens`` prompt tokens (None: of max_model_len) and CUDA graphs.
+    model_impl: see read_model_config. dtype: auto | bfloat16 | float32. kv_bytes: memory of the KV cache, unless
+    ``num_blocks`` says it in blocks, or ``memory_share`` what share of a GPU's memory is this worker's: then the cache
+    gets what is left of that beside the weights, a step of ``max_step_tokens`` prompt tokens (None: of max_model_len)
+    and CUDA graphs.
     max_model_len: None for what the checkpoint supports. instruction_set: the kernels, a name that
     instruction_set.choose takes for the device. quantize: weights in floating point become whole numbers, one of
-    QUANTIZATIONS. shared_pool: the KV cache lies in a pool that other workers map, too; ``num_blocks`` of its blocks
-    are this worker's. shared_weights: the descriptor of a file in memory that holds the weights for all workers, or
-    will when the first of them has loaded. shared_host: of one for the host blocks, which other workers read. These
-    four on the cpu only.
+    QUANTIZATIONS. kv_dtype: of the KV cache, auto (as dtype) or int8. shared_pool: the KV cache lies in a pool that
+    other workers map, too; ``num_blocks`` of its blocks are this worker's. shared_weights: the descriptor of a file in
+    memory that holds the weights for all workers, or will when the first of them has loaded. shared_host: of one for
+    the host blocks, which other workers read. These five on the cpu only.
     speculation: see SPECULATIONS. frees_windows: layers are dealt into groups, and blocks that lie before the window of
-    a group are free for other sequences; then prefixes of prompts are found at boundaries alone (see Hit), and none is
-    handed off. windows_below: a window of that many tokens or more is none (None: of max_model_len).
+    a group are free for other sequences; then prefixes of prompts are found at boundaries alone (see Hit).
+    windows_below: a window of that many tokens or more is none (None: of max_model_len).
     """
 
     model: str | Path
     dtype: str = "auto"
+    _: KW_ONLY
+    model_impl: str = "auto"
     device: str = "cpu"
     block_size: int = 32
     kv_bytes: int = 1 << 30
@@ -108,6 +113,7 @@ class RunnerConfig:
     max_model_len: int | None = None
     instruction_set: str = AUTO
     quantize: str = "none"
+    kv_dtype: str = "auto"
     shared_pool: SharedPool | None = None
     shared_weights: int | None = None
     shared_host: int | None = None
@@ -118,11 +124,12 @@ class RunnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights. weights: their formats, in words. instruction_set: the kernels that compute. note: what
-    the loader wants people to know ("" if nothing)."""
+    """A model with its weights. weights: their formats, in words. dtype: of the activations. instruction_set: the
+    kernels that compute. note: what the loader wants people to know ("" if nothing)."""
 
     model: LanguageModel
     weights: str
+    dtype: str
     instruction_set: str
     note: str = ""
 
@@ -519,29 +526,34 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
 
     Raises ConfigError or UnsupportedModelError when the directory, its config or a tensor is not what it should be.
     """
-    model_config = read_model_config(config.model)
+    model_config = read_model_config(config.model, config.model_impl)
+    check_quantize(model_config, config.quantize)
     max_model_len = _max_model_len(config.max_model_len, model_config)
     model_config = model_config.for_context(max_model_len)
     checkpoint = open_checkpoint(model_config)
     dtype, note = resolve_dtype(config.dtype, model_config, checkpoint)
     device = torch.device(config.device)
-    _check_cpu_only(config, device)
+    check_cpu_only({name: getattr(config, name) for name in CPU_ONLY}, str(device))
     instruction_set = choose(dtype, config.instruction_set, device.type)
     ops = make_ops(dtype, instruction_set)
     below = config.windows_below or max_model_len
     layers = deal(model_config.attention.layers, config.block_size, below) if config.frees_windows else None
-    attention = make_attention(model_config.attention, config.block_size, dtype, device, instruction_set, layers)
+    attention = make_attention(
+        model_config.attention, config.block_size, dtype, device, instruction_set, layers, config.kv_dtype
+    )
     quantization = QUANTIZATIONS[config.quantize]
+    family = family_of(model_config)
     rotary = RotaryTables(model_config.attention.head_dim, max_model_len, device)
 
     def load(memory: WeightMemory) -> tuple[LanguageModel, str]:
         weights = Weights(checkpoint, dtype, device, progress, memory)
         layer_loader = LayerLoader(weights, ops, attention, rotary, quantization)
-        model = MODELS[model_config.architecture](model_config, layer_loader)
+        model = family(model_config, layer_loader)
         weights.finish()
         return model, ", ".join(map(str, layer_loader.formats)) or str(dtype).removeprefix("torch.")
 
-    if config.shared_weights is None:
+    is_own = family is not TransformersModel  # which reads the files by itself
+    if config.shared_weights is None or not is_own:
         (model, formats), why_private = load(PrivateMemory(device)), ""
     else:
         key = weights_key(model_config, checkpoint, dtype, f"{ops.name} {config.quantize}")
@@ -550,11 +562,11 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
     num_blocks = _num_blocks(config, model, attention, max_model_len, instruction_set)
     kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool, config.shared_host)
-    empty = attention.geometry.layers.note
+    notes = (note, why_private, *model_config.notes, attention.geometry.layers.note)
     loaded = LoadedModel(
-        model, formats, instruction_set, "; ".join(filter(None, (note, why_private, *model_config.notes, empty)))
+        model, formats, str(dtype).removeprefix("torch."), instruction_set, "; ".join(filter(None, notes))
     )
-    drafted = DraftTokens(drafts=speculates(config.speculation, instruction_set))
+    drafted = DraftTokens(drafts=speculates(config.speculation, instruction_set if is_own else TORCH))
     sampler = sampler_of(device, instruction_set)
     return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, drafted, sampler)
 
@@ -578,7 +590,7 @@ def _num_blocks(
         return config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
 
     def trial_runner(num_blocks: int) -> ModelRunner:
-        loaded, sampler = LoadedModel(model, "", instruction_set), sampler_of(attention.device, instruction_set)
+        loaded, sampler = LoadedModel(model, "", "", instruction_set), sampler_of(attention.device, instruction_set)
         kv = KVTensors(attention, num_blocks)
         return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, None, sampler)
 
@@ -600,17 +612,6 @@ def speculates(speculation: str, instruction_set: str) -> bool:
     if speculation not in SPECULATIONS:
         raise ConfigError(f"speculation is {speculation!r}; {', '.join(SPECULATIONS)}", param="speculation")
     return speculation == "on" or (speculation == "auto" and instruction_set != TORCH)
-
-
-def _check_cpu_only(config: RunnerConfig, device: torch.device) -> None:
-    for name, default in (
-        ("quantize", "none"),
-        ("shared_pool", None),
-        ("shared_weights", None),
-        ("shared_host", None),
-    ):
-        if device.type != "cpu" and (value := getattr(config, name)) != default:
-            raise ConfigError(f"{name} is {value!r} and device is {device}; supported: cpu", param=name)
 
 
 def _max_model_len(wanted: int | None, model_config: ModelConfig) -> int:

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.dtypes import COMPUTE_DTYPES, DTYPES
+from diptych.runtime.dtypes import KV_DTYPES, kv_row_bytes
 
 PROTOCOL_VERSION = 1  # of the frames and of the codec's bytes
 MAX_DIMENSION = 1 << 20
@@ -21,7 +21,7 @@ class KVFormat:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: str  # of the cache: "bfloat16" or "float32"
+    dtype: str  # of the cache: "bfloat16", "float32" or "int8"
     block_size: int  # tokens per block
     layout: str  # of a block: "cpu" or "cuda" (see attention/attention_backend.py)
     protocol_version: int = PROTOCOL_VERSION
@@ -34,8 +34,8 @@ class KVFormat:
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= MAX_DIMENSION:
                 raise ConfigError(f"{name} of the KV format is {value!r}; it must be 1 to {MAX_DIMENSION}", param=name)
-        if self.dtype not in COMPUTE_DTYPES:
-            known = ", ".join(COMPUTE_DTYPES)
+        if self.dtype not in KV_DTYPES:
+            known = ", ".join(KV_DTYPES)
             raise ConfigError(f"dtype of the KV cache is {self.dtype!r}, not one of {known}", param="dtype")
         if self.windows and len(self.windows) != self.num_layers:
             message = f"windows of the KV format are of {len(self.windows)} layers; it has {self.num_layers}"
@@ -47,7 +47,7 @@ class KVFormat:
     @property
     def bytes_per_layer_block(self) -> int:
         """Bytes of one block of K (or of V) in one layer."""
-        return self.block_size * self.num_kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
+        return self.block_size * self.num_kv_heads * kv_row_bytes(self.head_dim, self.dtype)
 
     @property
     def bytes_per_block(self) -> int:

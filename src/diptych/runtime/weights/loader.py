@@ -131,6 +131,10 @@ class Weights:
         """A tensor that the checkpoint may hold but the model does not need."""
         self._left.pop(name, None)
 
+    def ignore_all(self) -> None:
+        """All tensors are read by other code."""
+        self._left.clear()
+
     def leave_out(self, prefix: str) -> None:
         """Tensors with such names that the checkpoint may hold but the model does not need."""
         for name in [name for name in self._left if name.startswith(prefix)]:

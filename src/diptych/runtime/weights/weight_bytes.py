@@ -19,15 +19,16 @@ WIDE = (CORRECTION, ".sinks")  # the ends of names of vectors in fp32, whatever 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def loaded_weight_bytes(model: str | Path, dtype: str, quantize: str) -> int:
+def loaded_weight_bytes(model: str | Path, dtype: str, quantize: str, model_impl: str = "auto") -> int:
     """Bytes of all weights in the formats that ``dtype`` and ``quantize`` (a name in QUANTIZATIONS) give them.
 
     An embedding in floating point that the lm_head shares is there twice: as rows to look up, and packed to multiply.
     """
-    config = read_model_config(model)
-    assert isinstance(config, DecoderConfig), "as all families are"
+    config = read_model_config(model, model_impl)
     checkpoint, quantization = open_checkpoint(config), QUANTIZATIONS[quantize]
     itemsize = DTYPES[resolve_dtype_name(dtype, config, checkpoint)[0]].itemsize
+    if not isinstance(config, DecoderConfig):  # transformers keeps each tensor once, in one dtype
+        return sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values()) * itemsize
     total = 0
     for name, tensor in checkpoint.tensors.items():
         if _is_left_out(name, config):
@@ -52,12 +53,12 @@ def loaded_weight_bytes(model: str | Path, dtype: str, quantize: str) -> int:
     return total
 
 
-def scratch_bytes(model: str | Path, dtype: str, num_tokens: int) -> int:
+def scratch_bytes(model: str | Path, dtype: str, num_tokens: int, model_impl: str = "auto") -> int:
     """Bytes that a worker needs beside its weights to compute this many tokens of a mixture at once: what each expert
-    of each token is given, and gives (0 without experts)."""
-    config = read_model_config(model)
-    assert isinstance(config, DecoderConfig), "as all families are"
-    if config.experts is None:
+    of each token is given, and gives (0 without experts, and where transformers computes: what it takes is not
+    known)."""
+    config = read_model_config(model, model_impl)
+    if not isinstance(config, DecoderConfig) or config.experts is None:
         return 0
     itemsize = DTYPES[resolve_dtype_name(dtype, config, open_checkpoint(config))[0]].itemsize
     pairs = num_tokens * config.experts.routing.top_k

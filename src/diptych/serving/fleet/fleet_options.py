@@ -10,6 +10,7 @@ from typing import get_args
 
 from diptych.control.cluster.cluster_config import ClusterConfig
 from diptych.control.cluster.core_split import CoreSplit
+from diptych.control.config import KVDTypeName
 from diptych.control.errors import ConfigError
 from diptych.control.planner.planner_config import PlannerConfig
 from diptych.control.router.topology import ROLES, Role
@@ -194,8 +195,13 @@ class FleetOptions:
             )
 
 
-def check_codec(transfer: str, kv_codec: CodecName) -> None:
-    """Raises ConfigError for a codec that would have no effect with this connector."""
+def check_codec(transfer: str, kv_codec: CodecName, kv_dtype: KVDTypeName = "auto") -> None:
+    """Raises ConfigError for a codec that would have no effect with this connector, or on a cache of 8 bits."""
+    if kv_codec not in ("auto", "none") and kv_dtype != "auto":
+        raise ConfigError(
+            f"kv_codec is {kv_codec} and kv_dtype is {kv_dtype}: KV is in 8 bits already; supported: auto, none",
+            param="kv_codec",
+        )
     if kv_codec not in ("auto", "none") and not CONNECTORS[transfer].packs:
         packing = ", ".join(name for name, kind in CONNECTORS.items() if kind.packs)
         raise ConfigError(

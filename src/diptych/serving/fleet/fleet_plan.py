@@ -204,7 +204,7 @@ def _transfer(options: EngineOptions, fleet: FleetOptions) -> str:
     if device == "cuda" and not CONNECTORS[name].serves_cuda:
         others = ", ".join(name for name, kind in CONNECTORS.items() if kind.serves_cuda)
         raise ConfigError(f"transfer is {name}, which does not serve GPUs ({others} do)", param="transfer")
-    check_codec(name, fleet.kv_codec)
+    check_codec(name, fleet.kv_codec, options.memory.kv_dtype)
     return name
 
 

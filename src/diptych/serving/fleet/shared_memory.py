@@ -88,9 +88,9 @@ def default_num_blocks(options: EngineOptions, geometry: KVGeometry, num_workers
     num_groups = len(layout.groups)
     longest = longest_sequence_of(options) // geometry.block_size * geometry.block_size
     useful = DEFAULT_FULL_SEQUENCES * (layout.peak_pages(longest) + 2 * num_groups)
-    weights = loaded_weight_bytes(options.model, options.device.dtype, options.device.quantize)
+    weights = loaded_weight_bytes(options.model, options.device.dtype, options.device.quantize, options.model_impl)
     free_bytes = memory_beside_weights(options.model, weights, available_memory_bytes(root))
     num_tokens = options.scheduler.budget.max_batched_tokens
-    free_bytes -= num_workers * scratch_bytes(options.model, options.device.dtype, num_tokens)
+    free_bytes -= num_workers * scratch_bytes(options.model, options.device.dtype, num_tokens, options.model_impl)
     share = min(free_bytes // (4 * num_workers), DEFAULT_KV_BYTES) // geometry.block_bytes
     return max(min(share, useful), MIN_BLOCKS * num_groups)

@@ -10,7 +10,7 @@ import msgspec
 
 import diptych
 from diptych.base.processor import parse_cpu_list
-from diptych.control.config import DTypeName, QuantizeName, SchedulerConfig
+from diptych.control.config import DTypeName, KVDTypeName, ModelImplName, QuantizeName, SchedulerConfig
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
 from diptych.control.slo import Slo
@@ -44,10 +44,12 @@ class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache and the tiers below it. kv_cache_bytes None: a share of the free memory. host_bytes: host memory of
     each worker for evicted blocks and preempted requests. disk: a folder for KV (None: none), which all its files
     together fill up to disk_bytes at most, also those of other workers and other servers. disk_codec: how blocks lie
-    there. frees_windows: where layers attend to a window, what lies before it is free for other sequences.
-    windows_below: a window of that many tokens or more is none (None: of the longest sequence)."""
+    there. kv_dtype: of the cache; int8: whole numbers of 8 bits, with a scale for each token of a head, on a cpu.
+    frees_windows: where layers attend to a window, what lies before it is free for other sequences. windows_below: a
+    window of that many tokens or more is none (None: of the longest sequence)."""
 
     block_size: int = 32
+    kv_dtype: KVDTypeName = "auto"
     kv_cache_bytes: int | None = None
     host_bytes: int = 0
     disk: str | None = None
@@ -99,7 +101,8 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a worker needs to load a model and to serve it. record: a file for its recording (None: none).
+    """Everything a worker needs to load a model and to serve it. model_impl: what computes it, this engine's families
+    or the package transformers with this engine's attention. record: a file for its recording (None: none).
     failures: the folder for what a core leaves that fails (empty: one of this user in the folder for temporary files).
     speculation: whether tokens are guessed and verified several at a time; auto: where answers stay bitwise the same.
     place: None for a worker that is alone (it takes no part in handoffs). explains_misses: report what enters and
@@ -107,6 +110,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     template says, else generic), generic, none, or the name of a format (serving/answers/response/answer_format.py)."""
 
     model: str = str(BUNDLED_MODEL)
+    model_impl: ModelImplName = "auto"
     device: DeviceOptions = DeviceOptions()
     memory: MemoryOptions = MemoryOptions()
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)

@@ -8,6 +8,9 @@
 // Memory is asked for ahead of its use, into the L2 cache: a core has few outstanding misses for L1, and blocks lie at
 // random places, where the hardware does not guess. Scores become powers of 2 (the scale includes log2 e).
 //
+// A cache of whole numbers is multiplied as T, which holds them exactly: those of a segment are written out once for all
+// vectors that go through it. Scales of keys are multiplied to the scores, those of values to the weights.
+//
 // All query heads that share a KV head, and the neighbouring tokens of a prompt, are multiplied against the same vectors
 // of keys or values together. A prompt's vectors are cut into equal parts whatever token they belong to, so that tiles
 // are full for every number of heads.
@@ -37,7 +40,10 @@ template <class S> struct Scratch {
     alignas(64) typename S::Factor weights[S::VECTORS * SEGMENT];
     alignas(64) float out[S::VECTORS * MAX_DIM];
     const char *k[GROUPS], *v[GROUPS];
-    const char *next_k[GROUPS];  // keys that this thread will read after these
+    const char *then_v[GROUPS];  // what to ask for while keys are read: the values
+    const char *next_k[GROUPS];  // and while values are: keys that this thread will read after these
+    const float *k_scales[GROUPS], *v_scales[GROUPS];
+    alignas(64) typename S::T numbers[SEGMENT * MAX_DIM];  // whole numbers, written out
     int first;                   // the groups before it are seen by no vector, and are not read
     alignas(64) char tail[32 * MAX_DIM * 4];  // the last values of a sequence, zeros behind them
 };
@@ -82,7 +88,7 @@ INLINE void score_tile(const Attention &a, const Vectors<S> &v, Scratch<S> &s, i
         multiply_add<S>(
             sum, [&](int i) { return v.q[vector + i] + u * S::LANES; }, [&](int g) { return s.k[group + g] + u * 64; });
         if (first)
-            for (int g = 0; g < G; g++) _mm_prefetch(s.v[group + g] + u * 64, _MM_HINT_T1);
+            for (int g = 0; g < G; g++) _mm_prefetch(s.then_v[group + g] + u * 64, _MM_HINT_T1);
     }
     for (int i = 0; i < R; i++)
         for (int g = 0; g < G; g++) store(s.scores + (vector + i) * SEGMENT + (group + g) * 16, sum[i][g]);
@@ -135,8 +141,8 @@ INLINE void score_tiled(const Attention &a, typename S::Tiles &tiles, const Vect
             tiles, (const char *)(v.copy + vector * a.dim), a.dim * 2, a.dim / 32, [&](int64_t step) -> TileUnits {
                 if (vector == 0)  // see score_tile
                     for (int line = 0; line < 16; line++) {
-                        _mm_prefetch(s.v[group] + step * 1024 + line * 64, _MM_HINT_T1);
-                        _mm_prefetch(s.v[group + 1] + step * 1024 + line * 64, _MM_HINT_T1);
+                        _mm_prefetch(s.then_v[group] + step * 1024 + line * 64, _MM_HINT_T1);
+                        _mm_prefetch(s.then_v[group + 1] + step * 1024 + line * 64, _MM_HINT_T1);
                     }
                 return {first + step * 1024, second + step * 1024, 64};
             });
@@ -179,6 +185,9 @@ INLINE bool soften(const Attention &a, const Vectors<S> &v, Scratch<S> &s, int v
         memset(weights + s.first * 16, 0, (groups - s.first) * 16 * sizeof(*weights));
         return false;
     }
+    if (a.is_int8)
+        for (int64_t group = low / 16; group * 16 < high; group++)
+            store(scores + group * 16, load((const float *)scores + group * 16) * load(s.k_scales[group]));
     if (a.softcap > 0.0f)
         for (int64_t group = low / 16; group * 16 < high; group++) cap_scores(a, scores + group * 16);
     auto visible = [&](int group) { return lanes(low - group * 16, high - group * 16); };
@@ -193,15 +202,23 @@ INLINE bool soften(const Attention &a, const Vectors<S> &v, Scratch<S> &s, int v
     top = largest_of(best) * factor;
     const Vec scale = all(factor), shift = all(top);
     Vec sum = zeros();
-    auto put = [&](int group, Vec w) {
-        sum = sum + w;
-        store(weights + group * 16, w);
-    };
     auto power = [&](int group) { return exp2_ps<typename S::T>(fmsub(load(scores + group * 16), scale, shift)); };
+    auto put = [&](int group) {
+        const Vec w = power(group);
+        sum = sum + w;
+        store(weights + group * 16, a.is_int8 ? w * load(s.v_scales[group]) : w);
+    };
+    // scales of keys that nobody sees may be anything
+    auto put_visible = [&](int group) {
+        const Lanes seen = visible(group);
+        const Vec w = only(seen, power(group));
+        sum = sum + w;
+        store(weights + group * 16, a.is_int8 ? only(seen, w * load(s.v_scales[group])) : w);
+    };
     const int before = (int)minimum(full, groups);
-    for (int group = s.first; group < before; group++) put(group, only(visible(group), power(group)));
-    for (int group = full; group < end; group++) put(group, power(group));
-    for (int group = end; group < groups; group++) put(group, only(visible(group), power(group)));
+    for (int group = s.first; group < before; group++) put_visible(group);
+    for (int group = full; group < end; group++) put(group);
+    for (int group = end; group < groups; group++) put_visible(group);
     total = sum_of(sum);
     return true;
 }
@@ -236,6 +253,18 @@ INLINE const char *end_of_values(const Attention &a, Scratch<S> &s, const char *
     return s.tail;
 }
 
+// the first byte of what a block holds for a KV head, and which of its tokens a group begins with
+struct Place {
+    const char *head;
+    int64_t offset;
+};
+
+INLINE Place place_of(const Attention &a, const Segment &from, int group, const char *cache, int64_t head_bytes) {
+    const int64_t token = from.start + group * 16;
+    const int64_t head = (int64_t)from.table[token / a.block_size] * a.kv_heads + from.kv_head;
+    return {cache + head * head_bytes, token % a.block_size};
+}
+
 // where the groups of a segment lie, and those of the next one. low: the first key that a vector sees. What lies before
 // it may be a block that a window has given up: it belongs to another sequence, and may hold a NaN, which must not meet
 // a weight of 0. Groups never cross blocks, so that none of those from the first on lies there. A sum is the same
@@ -243,25 +272,51 @@ INLINE const char *end_of_values(const Attention &a, Scratch<S> &s, const char *
 template <class S>
 INLINE int find_groups(const Attention &a, const Segment &segment, const Segment &next, int64_t low, Scratch<S> &s) {
     constexpr int STEP = S::IS_TILED ? 2 : 1;
+    const int64_t bytes = a.is_int8 ? 1 : 4 / S::LANES;
+    const int64_t head_bytes = a.is_int8 ? int8_head_bytes(a.block_size, a.dim) : a.block_size * a.dim * bytes;
+    const int64_t scales = numbers_of_head(a.block_size, a.dim);  // where they lie, in whole numbers
     auto place = [&](const Segment &from, int group, const char *cache) {
-        const int64_t token = from.start + group * 16, offset = token % a.block_size;
-        const int64_t base = ((int64_t)from.table[token / a.block_size] * a.kv_heads + from.kv_head) * a.block_size;
-        return cache + (base + offset) * a.dim * (4 / S::LANES);
+        return place_of(a, from, group, cache, head_bytes);
     };
+    auto rows = [&](const Place &p) { return p.head + p.offset * a.dim * bytes; };
     const int groups = num_groups<S>(segment), next_groups = num_groups<S>(next);
     s.first = (int)(maximum(low - segment.start, 0) / (16 * STEP) * STEP);
     for (int group = s.first; group < groups; group++) {
-        s.k[group] = place(segment, group, a.k_cache);
-        s.v[group] = place(segment, group, a.v_cache);
-        s.next_k[group] = group < next_groups ? place(next, group, a.k_cache) : s.k[group];
+        const Place k = place(segment, group, a.k_cache), v = place(segment, group, a.v_cache);
+        s.k[group] = rows(k);
+        s.v[group] = s.then_v[group] = rows(v);
+        s.next_k[group] = group < next_groups ? rows(place(next, group, a.k_cache)) : s.k[group];
+        s.k_scales[group] = (const float *)(k.head + scales) + k.offset;
+        s.v_scales[group] = (const float *)(v.head + scales) + v.offset;
     }
+    if (a.is_int8) return groups;  // no whole number is a NaN, and scales of keys that nobody sees are not used
     const int last = groups - STEP;
     const int64_t left = segment.end - segment.start - last * 16;
     if (left < 16 * STEP) {
         s.v[last] = end_of_values(a, s, s.v[last], (int)left, 16 * STEP);
-        if (S::IS_TILED) s.v[last + 1] = s.v[last] + a.dim * 32;
+        s.then_v[last] = s.v[last];
+        if (S::IS_TILED) s.v[last + 1] = s.then_v[last + 1] = s.v[last] + a.dim * 32;
     }
     return groups;
+}
+
+// the whole numbers of all groups of K or V as they are multiplied; `next` is asked for meanwhile
+template <class S, bool IS_K>
+INLINE void write_out(const Attention &a, Scratch<S> &s, const char **rows, const char **next, int groups) {
+    constexpr bool IS_WIDE = sizeof(typename S::T) == 4;
+    // of 32 numbers in a row, fp32 has those at even places in one row (of 16 tokens of K, or of a token's V) and those
+    // at odd ones in the next
+    const int64_t apart = IS_K ? 16 : a.dim, in_row = IS_WIDE && !IS_K ? a.dim * 2 : 32;
+    for (int group = s.first; group < groups; group++) {
+        typename S::T *out = s.numbers + group * 16 * a.dim;
+        const char *in = rows[group];
+        for (int64_t begin = 0; begin < 16 * a.dim; begin += in_row)
+            for (int64_t at = 0; at < in_row; at += 32)
+                widen_numbers(out + begin + (IS_WIDE && !IS_K ? at / 2 : at), in + begin + at, apart);
+        for (int64_t at = 0; at < 16 * a.dim; at += 64) _mm_prefetch(next[group] + at, _MM_HINT_T1);
+        rows[group] = (const char *)out;
+        next[group] = (const char *)out;  // the tiles need ask for nothing
+    }
 }
 
 template <class S>
@@ -294,10 +349,12 @@ template <class S>
 void add_segment(const Attention &a, typename S::Tiles &tiles, const Segment &segment, const Segment &next, Vectors<S> &v,
                  Scratch<S> &s) {
     const int groups = find_groups<S>(a, segment, next, v.low[0], s);  // later vectors see later keys
+    if (a.is_int8) write_out<S, true>(a, s, s.k, s.then_v, groups);
     score<S>(a, tiles, v, s, groups);
     float top[S::VECTORS], total[S::VECTORS];
     bool any[S::VECTORS];
     for (int i = 0; i < v.count; i++) any[i] = soften(a, v, s, i, segment.start, groups, top[i], total[i]);
+    if (a.is_int8) write_out<S, false>(a, s, s.v, s.next_k, groups);
     weigh_values<S>(a, tiles, v, s, groups);
     for (int i = 0; i < v.count; i++)
         if (any[i]) combine(v.maximum[i], v.sum[i], v.out + i * a.dim, top[i], total[i], s.out + i * a.dim, a.dim);

@@ -80,11 +80,11 @@ void run_decode_step(const Kernels &kernels, const Step &s) {
             const Layer &l = s.layers[index];
             project(input_of(l.input_norm), l.qkv, s.qkv, width, s.hidden, NOT_GATED);
             rope_and_cache<T>({s.qkv, s.positions, l.cos_sin, l.query_scale, s.slots[l.group], l.k_cache, l.v_cache, l.q_norm,
-                               l.k_norm, s.rows, s.heads, s.kv_heads, s.dim, l.rotary, s.block_size, l.norms_rows});
+                               l.k_norm, s.rows, s.heads, s.kv_heads, s.dim, l.rotary, s.block_size, l.norms_rows, s.is_int8});
             meet();
             const Attention attention{s.qkv, l.k_cache, l.v_cache, s.block_tables[l.group], s.query_start, s.context_lens,
                                       s.attended, s.partials, width, s.table_stride, s.rows, s.rows, s.heads,
-                                      s.kv_heads, s.dim, s.block_size, l.window, l.scale, l.softcap, l.sinks};
+                                      s.kv_heads, s.dim, s.block_size, l.window, s.is_int8, l.scale, l.softcap, l.sinks};
             attend_segments<S>(attention);
             meet();
             combine_segments<S>(attention);

@@ -1,5 +1,6 @@
 // Norms, activation and rotation around attention. Sums are in fp32 and in a fixed order per row.
 #pragma once
+#include "arithmetic.h"
 #include "exponential.h"
 
 namespace {
@@ -126,6 +127,39 @@ INLINE void write_kv(const Rope &r, int64_t row, int64_t head, const T *k, const
     for (int64_t d = 0; d < r.dim; d++) vc[d * L + offset % L] = v[d];
 }
 
+// a row of K or V of one head as whole numbers from -127 to 127: put(d, number) for each of `dim` values. Returns what they
+// are multiplied with, which is not a number where one of the values is none, or none that is finite
+template <typename T, typename P>
+INLINE float put_numbers(const T *x, int64_t dim, P put) {
+    Vec most = zeros(), broken = zeros();
+    for (int64_t i = 0; i < dim; i += 16) {
+        const Vec v = load(x + i, dim - i);
+        most = larger(most, larger(v, zeros() - v));
+        broken = fmadd(v, zeros(), broken);
+    }
+    const float largest = largest_of(most);
+    const Vec steps = all(largest > 1e-30f ? 127.0f / largest : 0.0f);
+    for (int64_t i = 0; i < dim; i += 16) {
+        char numbers[16];
+        store_bytes(numbers, rounded(load(x + i, dim - i) * steps));
+        for (int64_t d = 0; d < minimum(dim - i, 16); d++) put(i + d, numbers[d]);
+    }
+    return largest / 127.0f + sum_of(broken);
+}
+
+template <typename T>
+INLINE void write_int8(const Rope &r, int64_t row, int64_t head, const T *k, const T *v) {
+    const int64_t slot = r.slots[row], block = slot / r.block_size, offset = slot % r.block_size;
+    const int64_t base = (block * r.kv_heads + head) * int8_head_bytes(r.block_size, r.dim);
+    const int64_t scales = base + numbers_of_head(r.block_size, r.dim);
+    char *kc = r.k_cache + base + offset / 16 * 16 * r.dim + offset % 16 * 2;
+    char *vc = r.v_cache + base + offset / 2 * 2 * r.dim + offset % 2;
+    ((float *)(r.k_cache + scales))[offset] =
+        put_numbers(k, r.dim, [&](int64_t d, char number) { kc[d / 2 * 32 + d % 2] = number; });
+    ((float *)(r.v_cache + scales))[offset] =
+        put_numbers(v, r.dim, [&](int64_t d, char number) { vc[d * 2] = number; });
+}
+
 // for a team of threads: see decode_step.h
 template <typename T>
 void rope_and_cache(const Rope &r) {
@@ -149,7 +183,9 @@ void rope_and_cache(const Rope &r) {
             for (int64_t i = 0; i < r.heads * r.dim; i += 16)
                 store(q + i, load((const T *)q + i, r.heads * r.dim - i) * scale, r.heads * r.dim - i);
         }
-        for (int64_t h = 0; h < r.kv_heads; h++) write_kv(r, row, h, k + h * r.dim, v + h * r.dim);
+        for (int64_t h = 0; h < r.kv_heads; h++)
+            r.is_int8 ? write_int8(r, row, h, k + h * r.dim, v + h * r.dim)
+                      : write_kv(r, row, h, k + h * r.dim, v + h * r.dim);
     }
 }
 

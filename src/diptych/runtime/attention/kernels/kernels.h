@@ -20,6 +20,14 @@ typedef uint16_t bf16;
 constexpr int64_t SEGMENT = 256;  // tokens of attention that are one part of a sum, see attention.h
 constexpr int64_t MAX_DIM = 256;  // of an attention head
 
+// What a block of K or V takes for one head: values in T, or whole numbers of 8 bits, behind which lies the scale of each
+// token. These have the order of bf16, in whichever T is computed: K [block_size / 16, dim / 2, 16, 2] and V
+// [block_size / 2, dim, 2]
+INLINE int64_t numbers_of_head(int64_t block_size, int64_t dim) { return block_size * dim; }
+INLINE int64_t int8_head_bytes(int64_t block_size, int64_t dim) {
+    return numbers_of_head(block_size, dim) + block_size * (int64_t)sizeof(float);
+}
+
 // packed; bits 0: in T, as diptych_pack leaves it; 8 or 4: in whole numbers, see quantized_gemm.h
 struct Weight {
     const char *w;
@@ -147,6 +155,7 @@ struct Rope {
     NormWeight q_norm, k_norm;  // [dim] each, or of all heads side by side
     int64_t rows, heads, kv_heads, dim, rotary, block_size;  // rotary: the values of a head that are rotated
     int64_t norms_rows;  // whether a norm is over all heads together
+    int64_t is_int8;     // whether the cache holds whole numbers
 };
 
 struct Attention {
@@ -158,6 +167,7 @@ struct Attention {
     char *out;                    // [tokens, heads, dim]
     float *partials;              // [decode tasks, group, dim + 2]
     int64_t q_stride, table_stride, seqs, decodes, heads, kv_heads, dim, block_size, window;
+    int64_t is_int8;      // see Rope
     float scale, softcap;  // softcap 0: none
     const float *sinks;    // [heads] or null: a score of each head that has a share of the weights and no value
 };
@@ -189,6 +199,7 @@ struct Step {
     const int32_t *const *block_tables;  // by group of layers, see Attention
     const int32_t *query_start, *context_lens;  // see Attention
     int64_t num_layers, rows, hidden, heads, kv_heads, dim, block_size, table_stride;
+    int64_t is_int8;                 // see Rope
     float multiplier;                // of what is added to residual
 };
 

@@ -74,10 +74,10 @@ void diptych_rope_and_cache(const Kernels *kernels, void *qkv, const int64_t *po
                             const float *query_scale, const int64_t *slots, void *k_cache, void *v_cache,
                             const void *q_norm, const void *k_norm, int64_t norms_are_wide, int64_t norms_rows,
                             int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t rotary,
-                            int64_t block_size, float eps) {
+                            int64_t block_size, int64_t is_int8, float eps) {
     kernels->rope_and_cache({(char *)qkv, positions, cos_sin, query_scale, slots, (char *)k_cache, (char *)v_cache,
                              {(const char *)q_norm, norms_are_wide, eps}, {(const char *)k_norm, norms_are_wide, eps},
-                             rows, heads, kv_heads, dim, rotary, block_size, norms_rows});
+                             rows, heads, kv_heads, dim, rotary, block_size, norms_rows, is_int8});
 }
 
 // floats that `partials` must hold
@@ -90,7 +90,7 @@ void diptych_attention(const Kernels *kernels, const void *q, const void *k_cach
                        float *partials, const int64_t *sizes, float scale, float softcap, const float *sinks) {
     kernels->attention({(const char *)q, (const char *)k_cache, (const char *)v_cache, block_tables, query_start,
                         context_lens, (char *)out, partials, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-                        sizes[5], sizes[6], sizes[7], sizes[8], scale, softcap, sinks});
+                        sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], scale, softcap, sinks});
 }
 
 void diptych_decode_step(const Kernels *kernels, const Step *step) { kernels->decode_step(*kernels, *step); }
@@ -99,5 +99,5 @@ void diptych_choose(const Kernels *kernels, const Choice *choice) { kernels->cho
 
 void diptych_experts(const Kernels *kernels, const Experts *experts) { kernels->experts(*kernels, *experts); }
 
-int64_t diptych_abi() { return 10; }
+int64_t diptych_abi() { return 11; }
 }

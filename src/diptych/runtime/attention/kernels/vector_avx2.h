@@ -182,6 +182,25 @@ INLINE Ints broadcast_4_bytes(const char *p) {
     memcpy(&unit, p, 4);
     return all_ints(unit);
 }
+
+// see vector_avx512.h
+INLINE void widen_numbers(bf16 *p, const char *bytes, int64_t) {
+    for (int part = 0; part < 2; part++, bytes += 16, p += 16) {
+        const auto eight = [&](int at) {
+            const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(bytes + at)));
+            return _mm256_srli_epi32(_mm256_castps_si256(_mm256_cvtepi32_ps(wide)), 16);
+        };
+        const __m256i mixed = _mm256_packus_epi32(eight(0), eight(8));
+        _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(mixed, 0xd8));
+    }
+}
+INLINE void widen_numbers(float *p, const char *bytes, int64_t stride) {
+    for (int part = 0; part < 2; part++, bytes += 16, p += 8) {
+        const __m256i pairs = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)bytes));
+        _mm256_storeu_ps(p, _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 24), 24)));
+        _mm256_storeu_ps(p + stride, _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 24)));
+    }
+}
 #ifdef HAS_VNNI
 INLINE Ints dot(Ints sum, Ints unsigned_bytes, Ints bytes) {
     return ints(_mm256_dpbusd_avx_epi32(low_of(sum), low_of(unsigned_bytes), low_of(bytes)),

@@ -88,6 +88,25 @@ INLINE void store_even_then_odd(char *p, Ints v) {  // as 16 bits, of each four
     const __m512i ordered = _mm512_shuffle_epi32((__m512i)v, (_MM_PERM_ENUM)0xd8);
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(ordered));
 }
+
+// whole numbers of 8 bits as they are multiplied: 32 neighbours as bf16, which holds them exactly; as fp32 those at even
+// places, and those at odd ones `stride` behind them
+INLINE void widen_numbers(bf16 *p, const char *bytes, int64_t) {
+    const Vec first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
+    const Vec second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes + 1)));
+#ifdef HAS_AVX512_BF16
+    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+#else
+    const auto cut = [](Vec v) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(v), 16)); };
+    _mm256_storeu_si256((__m256i *)p, cut(first));
+    _mm256_storeu_si256((__m256i *)p + 1, cut(second));
+#endif
+}
+INLINE void widen_numbers(float *p, const char *bytes, int64_t stride) {
+    const __m512i pairs = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)bytes));
+    _mm512_storeu_ps(p, _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(pairs, 24), 24)));
+    _mm512_storeu_ps(p + stride, _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(pairs, 16), 24)));
+}
 #ifdef HAS_VNNI
 INLINE Ints dot(Ints sum, Ints unsigned_bytes, Ints bytes) {
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)unsigned_bytes, (__m512i)bytes);

@@ -37,6 +37,7 @@ import torch
 
 from diptych.control.errors import ConfigError
 from diptych.runtime.attention.layout import allocate_cpu, read_cpu, read_cuda, write_cpu, write_cuda
+from diptych.runtime.dtypes import COMPUTE_DTYPES, INT8, SCALE_BYTES
 from diptych.runtime.kernels.native import load_native
 from diptych.runtime.kernels.triton_kernels import has_triton
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
@@ -74,7 +75,8 @@ class KVCodec:
         library = load_native() if native is not False else None
         dim = kv_format.head_dim
         can_run = library is not None and CODEC_FEATURE in library.features
-        is_covered = can_run and self._on_cpu and kv_format.layout == "cpu" and dim % 16 == 0 and dim <= MAX_NATIVE_DIM
+        is_floating = kv_format.dtype in COMPUTE_DTYPES and kv_format.layout == "cpu"
+        is_covered = can_run and self._on_cpu and is_floating and dim % 16 == 0 and dim <= MAX_NATIVE_DIM
         self._native = library if is_covered else None
         is_on_gpu = kv_format.layout == "cuda" and not self._on_cpu
         self.uses_triton = encoding is WireEncoding.INT8 and is_on_gpu and has_triton()
@@ -254,7 +256,7 @@ class KVCodec:
 
     def _decode_torch(self, slots: torch.Tensor, wire: torch.Tensor, span: range) -> None:
         write, form = write_cpu if self.format.layout == "cpu" else write_cuda, self.format
-        dtype = self._caches[0][0].dtype
+        dtype = torch.float32 if form.dtype == INT8 else self._caches[0][0].dtype
         tiles = self._tiles(wire.to(slots.device), len(slots), span)
         for layer, k_wire, v_wire in zip(span, tiles[::2], tiles[1::2], strict=True):
             k = decode_rows(k_wire, len(slots), form.head_dim, True, self.encoding, dtype)
@@ -310,7 +312,9 @@ def _check_caches(caches: Sequence[LayerCache], form: KVFormat) -> None:
     lanes = 4 // getattr(torch, form.dtype).itemsize
     k_shape: tuple[int, ...]
     v_shape: tuple[int, ...]
-    if form.layout == "cpu":
+    if form.dtype == INT8:
+        k_shape = v_shape = (form.num_kv_heads, form.block_size, form.head_dim + SCALE_BYTES)
+    elif form.layout == "cpu":
         k_shape = (form.num_kv_heads, form.block_size // TILE_TOKENS, form.head_dim // lanes, TILE_TOKENS, lanes)
         v_shape = (form.num_kv_heads, form.block_size // lanes, form.head_dim, lanes)
     else:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from diptych.control.errors import ConfigError
-from diptych.runtime.dtypes import DTYPES
+from diptych.runtime.dtypes import INT8, kv_row_bytes
 from diptych.runtime.transfer.kv_format import KVFormat
 
 TILE_TOKENS = 16
@@ -49,7 +49,8 @@ def wire_encoding(codec: str, sender: KVFormat, receiver: KVFormat) -> WireEncod
     check_tiles(receiver)
     if codec != "none":
         return WireEncoding[codec.upper()]
-    return WireEncoding.FP32 if sender.dtype == receiver.dtype == "float32" else WireEncoding.BF16
+    exact = ("float32", INT8)  # whole numbers times a scale of fp32
+    return WireEncoding.FP32 if sender.dtype in exact and receiver.dtype in exact else WireEncoding.BF16
 
 
 def check_tiles(kv_format: KVFormat) -> None:
@@ -86,7 +87,7 @@ def wire_share(codec: str, dtype: str = "bfloat16", head_dim: int = 64) -> float
         return 1.0
     encoding = WireEncoding[codec.upper()]
     per_pair = sum(tile_bytes(head_dim, is_k, encoding) for is_k in (True, False))
-    return per_pair / (2 * TILE_TOKENS * head_dim * DTYPES[dtype].itemsize)
+    return per_pair / (2 * TILE_TOKENS * kv_row_bytes(head_dim, dtype))
 
 
 def transfer_seconds(

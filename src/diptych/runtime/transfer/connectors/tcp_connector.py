@@ -5,6 +5,7 @@ Where the two caches differ, or a codec is asked for, the bytes are those of cod
 
 from collections.abc import Iterator, Sequence
 
+from diptych.runtime.dtypes import INT8
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.transfer.codec.kv_codec import KVCodec, measure_rates
 from diptych.runtime.transfer.codec.wire_format import WireEncoding, choose_codec, wire_encoding
@@ -59,6 +60,8 @@ class CodecBodies:
     def _fastest(self, num_tokens: int, link_bytes_per_s: float) -> str:
         assert self._rates is not None
         form, rates = self._format, self._rates
+        if form.dtype == INT8:  # less than the codecs make of it would be no KV
+            return "none"
         kv_bytes = num_tokens * form.bytes_per_block // form.block_size
         return choose_codec(
             link_bytes_per_s, kv_bytes, rates.encode_bytes_per_s, rates.decode_bytes_per_s, AUTOMATIC, dtype=form.dtype,
