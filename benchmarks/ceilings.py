@@ -55,8 +55,14 @@ READ = r"""
 extern "C" long run(const float *p, long n) {
     typedef float V __attribute__((vector_size(32)));
     V s[8] = {};
-    for (; n >= 64; n -= 64, p += 64)
-        for (int i = 0; i < 8; i++) s[i] += *(const V *)(p + i * 8);
+    const long each = n / 8 / 32 * 32;  // eight places at once: one alone does not keep the memory busy everywhere
+    for (long at = 0; at < each; at += 32)
+        for (int place = 0; place < 8; place++) {
+            const float *q = p + place * each + at;
+            __builtin_prefetch(q + 1024);
+            __builtin_prefetch(q + 1040);
+            for (int i = 0; i < 4; i++) s[place] += *(const V *)(q + i * 8);
+        }
     float r = 0;
     for (int i = 0; i < 8; i++) r += s[i][0];
     return (long)r;
@@ -126,7 +132,6 @@ def measure_ceilings(repetitions: int) -> dict[str, float]:
     if shutil.which("g++") is None:
         return {}
     flags, threads = _flags(), torch.get_num_threads()
-    big = torch.ones(READ_FLOATS)
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(threads) as pool:
         for loop in PEAK_LOOPS:
@@ -136,14 +141,33 @@ def measure_ceilings(repetitions: int) -> dict[str, float]:
                 (seconds,) = best_of([lambda run=run: _together(pool, threads, lambda _: run(STEPS))], repetitions)
                 gflops = round(threads * loop.operations * STEPS / seconds / 1e9, 1)
                 found[f"{loop.kind}_gflops"] = max(gflops, found.get(f"{loop.kind}_gflops", 0.0))
-        read = _compiled(Path(folder), PeakLoop("read", "", "avx2", 0, READ))
-        if read is not None:
-            read.argtypes = [ctypes.c_void_p, ctypes.c_long]
-            share = READ_FLOATS // threads // 64 * 64
-            starts = [big.data_ptr() + 4 * share * number for number in range(threads)]
-            call = lambda: _together(pool, threads, lambda number: read(starts[number], share))  # noqa: E731
-            found["read_gbps"] = round(4 * share * threads / best_of([call], repetitions)[0] / 1e9, 1)
+        if (read := plain_read()) is not None:
+            found["read_gbps"] = round(read.num_bytes / best_of([read], repetitions)[0] / 1e9, 1)
     return found
+
+
+class PlainRead:
+    """Streams ``num_bytes`` from memory when it is called, in as many threads as torch has."""
+
+    def __init__(self, run: Any) -> None:
+        run.argtypes = [ctypes.c_void_p, ctypes.c_long]
+        self._run, self._threads, self._floats = run, torch.get_num_threads(), torch.ones(READ_FLOATS)
+        self._share = READ_FLOATS // self._threads // 256 * 256
+        self._pool = ThreadPoolExecutor(self._threads)
+        self.num_bytes = 4 * self._share * self._threads
+
+    def __call__(self) -> None:
+        begin, share = self._floats.data_ptr(), self._share
+        _together(self._pool, self._threads, lambda number: self._run(begin + 4 * share * number, share))
+
+
+def plain_read() -> PlainRead | None:
+    """A PlainRead; None without a compiler."""
+    if shutil.which("g++") is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        run = _compiled(Path(folder), PeakLoop("read", "", "avx2", 0, READ))
+    return None if run is None else PlainRead(run)
 
 
 def _together(pool: ThreadPoolExecutor, threads: int, work: Callable[[int], Any]) -> None:

@@ -53,7 +53,7 @@ SERVING_WITH_TORCH = ("worker", "llm.py")
 # table of connectors.
 TORCH_FREE_RUNTIME = {
     "dtypes", "required_packages",
-    "device.garbage", "device.thread_limits",
+    "device.cpu_only", "device.garbage", "device.thread_limits",
     "kv_cache.checkpoint_geometry", "kv_cache.kv_geometry", "kv_cache.layer_groups",
     "weights.checkpoint", "weights.mapped_file", "weights.safetensors_directory", "weights.safetensors_file",
     "weights.stored_tensor", "weights.weight_bytes", "weights.weight_format",

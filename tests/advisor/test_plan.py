@@ -4,17 +4,19 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from diptych.advisor.device_layout import LayoutName, PlannedDevice, WorkerKind
+from diptych.advisor.device_layout import FleetLayout, LayoutGroup, LayoutName, PlannedDevice, WorkerKind
 from diptych.advisor.layout_runs import RunOptions
 from diptych.advisor.layout_space import FleetBudget, LayoutSpace, spread
 from diptych.advisor.phase_search import PhaseRates, phase_settings
 from diptych.advisor.plan_search import PlanQuestion, PlanSearch
 from diptych.cli import main as cli
+from diptych.cli.plan import commands
 from diptych.control.errors import ConfigError
 from diptych.search.goodput_search import SearchConfig
 from diptych.simulation.parallelism import Parallelism
@@ -52,6 +54,28 @@ def question(where: LayoutSpace, rate: float | None = 4.0) -> PlanQuestion:
     return PlanQuestion(
         base=load(rate), space=where, options=RunOptions(search=SearchConfig(tolerance=0.5), probe_s=1.0)
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "command"),
+    [
+        ("cpu-epyc-9004-2c", {}, "diptych serve --model llama-3-8b --both 2"),
+        (
+            "cpu-epyc-9004-2c",
+            {"quantize": "int4", "kv_bits": 8},
+            "diptych serve --model llama-3-8b --quantize int4 --kv-dtype int8 --both 2",
+        ),
+        ("h100", {"kv_bits": 8}, "diptych simulate "),  # serve keeps 16 bits there
+    ],
+)
+def test_the_command_of_a_fleet_has_the_numbers_that_were_simulated(
+    device: str, settings: dict[str, Any], command: str
+) -> None:
+    kind = WorkerKind(PlannedDevice(device, None, 100.0), Parallelism(1))
+    layout = FleetLayout("unified", (LayoutGroup("both", 2, kind),))
+    measured = SimpleNamespace(layout=layout, point={"settings": {"workload": {}}})
+    base = settings_from({"model": "llama-3-8b", "hardware": device, **settings})
+    assert commands(measured, settings, base)["command"].startswith(command)  # type: ignore[arg-type]
 
 
 def invoke(*words: str) -> Any:

@@ -146,6 +146,16 @@ def test_an_answer_that_its_first_token_completes_here_ends_with_its_delivery() 
     assert worker.kv.pool.num_used == 0
 
 
+def test_an_answer_is_not_cut_by_the_context_of_the_worker_that_computes_its_prompt() -> None:
+    """The worker that writes it may have a longer one."""
+    worker = EngineCore(EngineConfig(CacheConfig(32, BLOCK), max_model_len=101))
+    request = Request("a", 100, 8)
+    request.hands_off = True
+    prefill(worker, request)
+    assert (request.num_output_tokens, request.max_tokens) == (1, 8)
+    assert worker.drop("a", 5) == [HandoffReleased(5, "a")]  # it waited for its delivery
+
+
 def test_a_finished_prefill_that_is_dropped_is_released() -> None:
     worker = core()
     request = Request("a", 100, 8)

@@ -1,7 +1,6 @@
 """Checkpoints in FP8 stand for each value times the scale of its tensor, row or block, whoever wrote them, and what is
 not read is refused by field or tensor before a weight is."""
 
-import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from diptych.runtime.weights.quantized_weight import quantize
 from diptych.runtime.weights.weight_bytes import loaded_weight_bytes
 from diptych.runtime.weights.weight_format import QUANTIZATIONS
 from tests.runtime.quantized_checkpoints import LLAMA, MODULES, Tensors, write_model
-from tests.runtime.test_quantized_checkpoints import CPU, QKV, load, logprobs
+from tests.runtime.test_quantized_checkpoints import CPU, QKV, check_scheme_is_refused, load, logprobs
 
 E4M3 = torch.float8_e4m3fn
 E8M0 = getattr(torch, "float8_e8m0fnu", None)  # not in the oldest torch
@@ -262,14 +261,7 @@ GROUP = ("config_groups", "group_0")
 def test_a_scheme_that_is_not_read_is_refused_by_field_and_value(
     config: dict[str, Any], path: tuple[str, ...], value: Any, message: str, tmp_path: Path
 ) -> None:
-    changed = target = copy.deepcopy(config)
-    for key in path[:-1]:
-        target = target[key]
-    target[path[-1]] = value
-    with pytest.raises(UnsupportedModelError) as caught:
-        read_model_config(write_model(tmp_path, {}, changed))
-    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: quantization_config.")
-    assert message in str(caught.value)
+    check_scheme_is_refused(tmp_path, config, path, value, message)
 
 
 def test_what_modelopt_says_beside_the_config_is_refused_by_its_file(tmp_path: Path) -> None:

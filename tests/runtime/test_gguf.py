@@ -1,5 +1,6 @@
 """GGUF files: the model in one is the model that its checkpoint is, and whatever is wrong with one is said by name."""
 
+import os
 import random
 import re
 import shutil
@@ -17,7 +18,7 @@ from gguf import GGMLQuantizationType as Kind
 from diptych.cli.options import model_name, model_path
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.gguf.ggml_types import GGML_TYPES
-from diptych.runtime.gguf.gguf_config import HARMLESS, NEUTRAL, READ
+from diptych.runtime.gguf.gguf_config import HARMLESS, NEUTRAL, READ, GgufFields, read_gguf_fields
 from diptych.runtime.gguf.gguf_decoding import read_float, read_quantized
 from diptych.runtime.gguf.gguf_families import GGUF_FAMILIES
 from diptych.runtime.gguf.gguf_file import GgufFile
@@ -25,6 +26,7 @@ from diptych.runtime.gguf.gguf_model import GgufModel
 from diptych.runtime.kernels.instruction_set import TORCH
 from diptych.runtime.kv_cache.checkpoint_geometry import read_kv_geometry
 from diptych.runtime.layers.rope import inverse_frequencies
+from diptych.runtime.models import registry
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 from diptych.runtime.weights.checkpoint import open_checkpoint
@@ -148,6 +150,26 @@ def test_floating_point_is_read_in_its_own_dtype(kind: Kind, dtype: str, tmp_pat
 
 def test_the_front_end_sizes_a_cache_from_a_file(model: Path) -> None:
     assert read_kv_geometry(model, "auto", 32) == read_kv_geometry(reference("llama").directory, "auto", 32)
+
+
+def test_metadata_is_walked_through_once_until_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, walked = write_model(tmp_path / "m.gguf"), []
+
+    def counting(path: Path) -> GgufFields:
+        walked.append(path)
+        return read_gguf_fields(path)
+
+    monkeypatch.setattr(registry, "read_gguf_fields", counting)
+    os.utime(path, (1e9, 1e9))
+    expected = read_model_config(path)
+    assert read_model_config(path) == expected and len(walked) == 1
+    write_model(path, **{"llama.context_length": 128})
+    assert [read_model_config(path).max_position_embeddings for _ in range(2)] == [128, 128]
+    assert len(walked) == 3  # what was written just now may be written again at the same time
+    os.utime(path, (2e9, 2e9))
+    assert read_model_config(path).max_position_embeddings == 128 and len(walked) == 4
 
 
 def test_stop_tokens_are_those_of_the_metadata_and_those_known_by_their_text(model: Path) -> None:

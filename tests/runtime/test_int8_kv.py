@@ -21,8 +21,10 @@ from diptych.runtime.step.model_runner import RunnerConfig, load_runner
 from diptych.runtime.transfer.codec.kv_codec import KVCodec
 from diptych.runtime.transfer.codec.wire_format import WireEncoding, wire_encoding
 from diptych.runtime.transfer.kv_format import KVFormat
-from diptych.serving.link.engine_options import BUNDLED_MODEL, EngineOptions, MemoryOptions
+from diptych.serving.link.engine_options import BUNDLED_MODEL, DeviceOptions, EngineOptions, MemoryOptions
+from diptych.serving.llm import LLM
 from diptych.serving.start_checks import check_start
+from diptych.serving.worker.load_engine import kv_format
 from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy, hand_off
 from tests.runtime.gathering_engine import GatheringEngine
@@ -287,6 +289,21 @@ def test_an_answer_that_is_handed_over_is_that_of_one_runner(chunk_tokens: int) 
         side.connector.close()
 
 
+def test_blocks_that_were_computed_in_another_dtype_are_others() -> None:
+    config = RunnerConfig(reference("llama").directory, num_blocks=4, kv_dtype="int8")
+    for quantize in ("none", "int8"):  # with int8 the formats of the weights do not say it
+        found = [
+            kv_format(load_runner(replace(config, dtype=dtype, quantize=quantize))) for dtype in ("float32", "bfloat16")
+        ]
+        assert found[0].model != found[1].model and found[0].dtype == found[1].dtype == "int8"
+
+
+def test_the_start_says_that_the_cache_is_in_8_bits() -> None:
+    memory = MemoryOptions(kv_dtype="int8", kv_cache_bytes=1 << 24)
+    with LLM(options=EngineOptions(memory=memory, warm_up=False)) as llm:
+        assert "GiB, int8)" in llm.ready.description
+
+
 FORMAT = KVFormat("m", 2, 2, 32, "int8", 32, "cpu")
 
 
@@ -325,6 +342,9 @@ def test_what_a_cache_of_whole_numbers_cannot_be_is_named(tmp_path: Path) -> Non
     disk = MemoryOptions(kv_dtype="int8", disk=str(tmp_path), disk_bytes=1 << 20, disk_codec="int8")
     with pytest.raises(ConfigError, match="kv_disk_codec is int8 and kv_dtype is int8: blocks are in 8 bits already"):
         check_start(EngineOptions(model=str(BUNDLED_MODEL), memory=disk))
+    cuda = DeviceOptions(device="cuda")  # refused before a process is started, whether there is one or not
+    with pytest.raises(ConfigError, match="kv_dtype is 'int8' and device is cuda; supported: cpu"):
+        check_start(EngineOptions(model=str(BUNDLED_MODEL), device=cuda, memory=MemoryOptions(kv_dtype="int8")))
     with pytest.raises(ConfigError, match="kv_dtype is 'int8' and device is cuda; supported: cpu"):
         load_runner(RunnerConfig(reference("llama").directory, device="cuda", kv_dtype="int8"))
     with pytest.raises(ConfigError, match="kv_dtype is int8; heads of this model have 33 values"):

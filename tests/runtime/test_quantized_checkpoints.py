@@ -32,6 +32,20 @@ def weights_of(directory: Path) -> Weights:
     return Weights(open_checkpoint(read_model_config(directory)), torch.float32, CPU)
 
 
+def check_scheme_is_refused(
+    directory: Path, config: dict[str, Any], path: tuple[str, ...], value: Any, message: str
+) -> None:
+    """A quantization_config with ``value`` at ``path`` is refused with ``message``, under its field."""
+    changed = target = copy.deepcopy(config)
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_model_config(write_model(directory, {}, changed))
+    assert str(caught.value).startswith(f"{directory / 'config.json'}: quantization_config.")
+    assert message in str(caught.value)
+
+
 def write(directory: Path, scheme: Scheme, **changes: Any) -> Path:
     """A checkpoint in this scheme; ``changes`` add tensors, replace them, or (None) remove them."""
     tensors = {name: tensor for name, tensor in (tensors_of(scheme)[0] | changes).items() if tensor is not None}
@@ -190,15 +204,7 @@ ACTIVATIONS = ("config_groups", "group_0", "input_activations")
 def test_a_scheme_that_is_not_read_is_refused_by_field_and_value(
     config: dict[str, Any], path: tuple[str, ...], value: Any, message: str, tmp_path: Path
 ) -> None:
-    changed = target = copy.deepcopy(config)
-    for key in path[:-1]:
-        target = target[key]
-    target[path[-1]] = value
-    with pytest.raises(UnsupportedModelError) as caught:
-        read_model_config(write_model(tmp_path, {}, changed))
-    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: quantization_config.") and message in str(
-        caught.value
-    )
+    check_scheme_is_refused(tmp_path, config, path, value, message)
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,10 @@ def test_an_attention_that_asks_for_more_is_refused() -> None:
     ("changes", "message"),
     [
         ({"model_impl": "vllm"}, "model_impl is 'vllm'; one of auto, transformers"),
-        ({"model_impl": "transformers", "quantize": "int8"}, "quantize has no effect"),
+        (
+            {"model_impl": "transformers", "quantize": "int8"},
+            "quantize is int8 and model_impl is transformers; supported with it: none",
+        ),
     ],
 )
 def test_options_that_it_has_not_are_named(changes: dict[str, Any], message: str) -> None:

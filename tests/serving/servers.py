@@ -19,7 +19,7 @@ import pytest
 from diptych.serving.fleet.fleet import Fleet
 from diptych.serving.fleet.supervisor import Supervisor
 
-CLI = (sys.executable, "-c", "from diptych.cli.entry_point import main; main()")
+CLI = (sys.executable, "-m", "diptych")
 FAKE_SERVER = Path(__file__).parent / "fake_server.py"
 
 

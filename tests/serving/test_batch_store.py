@@ -1,5 +1,6 @@
 """Files and batches on disk: what the tables say is true of the files, whatever happened in between."""
 
+import json
 import os
 import random
 import subprocess
@@ -99,6 +100,11 @@ def test_lines_are_read_where_they_are_and_give_way_to_others(tmp_path: Path) ->
 
 def test_a_reply_of_several_lines_becomes_one_row() -> None:
     assert reply_row("r", "a\n", 200, "q", b'{\n "x": "a\\nb"\n}').count(b"\n") == 1
+    ends = "a\x85\u2028\u2029b"
+    row = reply_row("r", ends, 200, "q", f'{{"x": "{ends}"}}'.encode()).decode()
+    assert (
+        len(row.splitlines()) == 1 and json.loads(row)["custom_id"] == json.loads(row)["response"]["body"]["x"] == ends
+    )
     assert reply_row("r", "a", 502, "q", b"<html>\n").endswith(b'"body":"<html>\\n"},"error":null}\n')
 
 

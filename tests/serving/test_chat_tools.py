@@ -142,6 +142,10 @@ async def test_a_model_that_writes_calls_in_tags_can_be_made_to_call(tmp_path: P
     llm = FakeLLM(answer=answer, tokenizer=Tokenizer(tmp_path / "hermes"))
     async with client_of(llm) as client:
         reply = await client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS, tool_choice="required")
+        as_mistral: Any = "any"
+        same = await client.chat.completions.create(model="fake", messages=ASK, tools=TOOLS, tool_choice=as_mistral)
+        assert same.choices[0].message.tool_calls
+        assert llm.submitted[0].sampling.grammar == llm.submitted[1].sampling.grammar != ""
         with pytest.raises(openai.BadRequestError, match=r"properties\.city\.pattern: it cannot be") as refused:
             wrong = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^a|b$"}}}
             tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": wrong, "strict": True}}]

@@ -43,6 +43,7 @@ async def test_texts_and_token_ids_alone_and_in_lists() -> None:
         ):
             reply = await client.embeddings.create(model="fake", input=given)  # type: ignore[arg-type]
             assert llm.submitted[-1].prompts == prompts
+            assert (reply.model_extra or {})["id"] == llm.submitted[-1].generation.request_id
             assert [item.index for item in reply.data] == list(range(len(prompts)))
             for item, prompt in zip(reply.data, prompts, strict=True):  # (asked for as base64 by this client)
                 assert item.embedding == pytest.approx([(len(prompt) + place) / 100 for place in range(8)])

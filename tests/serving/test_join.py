@@ -47,11 +47,12 @@ SILENCE_S = 2.0  # more than this process stands still on a busy machine
 @asynccontextmanager
 async def front_end(port: int = 0, wait: bool = False, **settings: Any) -> AsyncIterator[AsyncLLM]:
     """A front end without workers of its own."""
+    options = settings.pop("options", OPTIONS)
     decisions = cluster_config(disaggregate=settings.pop("disaggregate", "auto"))
     join = JoinOptions(f"127.0.0.1:{port}", KEY)
     settings = {"both": 0, "heartbeat_timeout_s": SILENCE_S, **settings}
     fleet = FleetOptions(join=join, cluster=decisions, **settings)
-    llm = AsyncLLM(OPTIONS, Fleet(OPTIONS, fleet, LocalLauncher(fake_command())))
+    llm = AsyncLLM(options, Fleet(options, fleet, LocalLauncher(fake_command())))
     await llm.start(wait=wait)
     try:
         yield llm
@@ -312,6 +313,20 @@ async def test_a_refusal_that_stays_one_ends_the_agent(monkeypatch: pytest.Monke
         assert llm.fleet.door is not None and llm.fleet.door.refused == {"incompatible": 1}
 
 
+@pytest.mark.system
+@pytest.mark.asyncio
+async def test_both_sides_have_a_model_computed_by_transformers_or_none() -> None:
+    pytest.importorskip("transformers")
+    options = EngineOptions(memory=MEMORY, model_impl="transformers")
+    async with front_end(options=options) as llm, agent(port_of(llm), model_impl="transformers") as worker:
+        await ready(llm)
+        assert tokens(await ask(llm)) == expected()
+        assert worker._worker.options is not None and worker._worker.options.model_impl == "transformers"
+        other = WorkerAgent(AgentOptions(host="127.0.0.1", port=port_of(llm), key=KEY, model=str(BUNDLED_MODEL)))
+        with pytest.raises(ConfigError, match="model_impl is transformers at the front end, auto at the worker"):
+            await asyncio.wait_for(other.run(), 60)
+
+
 @pytest.mark.asyncio
 async def test_who_does_not_know_the_key_stays_outside_on_either_side() -> None:
     async with front_end() as llm:
@@ -440,6 +455,8 @@ def test_skew_is_refused_with_the_values_of_both_sides() -> None:
     assert "1.2" in (words := wanted.refusal(registration(**fitting | {"version": "1.3"}))) and "1.3" in words
     words = wanted.refusal(registration(**fitting | {"model": "b" * 32, "model_name": "qwen"}))
     assert "llama (aaaaaaaaaaaa)" in words and "qwen (bbbbbbbbbbbb)" in words
+    words = wanted.refusal(registration(**fitting | {"model_impl": "transformers", "model": "b" * 32}))
+    assert words == "model_impl is auto at the front end, transformers at the worker (--model-impl)"
     assert "protocol" in wanted.refusal(registration(**fitting | {"protocol": 99}))
     with pytest.raises(ConfigError, match="host is"):
         registration(host="x" * 65)

@@ -135,6 +135,31 @@ async def test_what_a_connection_takes_at_once_is_written_at_once(is_full: bool)
     assert sent == b"".join(sorted([*b"head;2;3;4;5;usage;".split(b";"), DONE]))
 
 
+class Lines(Words):
+    """A Writer of events whose texts have what ``str.splitlines`` takes for the end of a line."""
+
+    text = "a\x85b\u2028c\u2029d\u2027é"
+
+    def opening(self) -> bytes:
+        return self.last_events()
+
+    def events(self, deltas: Iterable[Delta]) -> bytes:
+        return b"".join(self.last_events() for delta in deltas for _ in delta.token_ids)
+
+    def last_events(self) -> bytes:
+        return b"data: " + json.dumps({"text": self.text}, ensure_ascii=False).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("direct", [None, Direct()])
+async def test_events_are_whole_lines_for_every_reader(direct: Direct | None) -> None:
+    client = Client()
+    extensions = {DIRECT_BODY: {"body": direct}} if direct else {}
+    await run(response(FakeLLM(), stream=True, writer=Lines()), client, **extensions)
+    text = (client.body.removesuffix(DONE) + b"".join(direct.written if direct else [])).decode()
+    lines = [line for line in text.splitlines() if line]
+    assert [json.loads(line.removeprefix("data: ")) for line in lines] == [{"text": Lines.text}] * 6
+
+
 class OddWords(Words):
     """A Writer that keeps even tokens to itself."""
 

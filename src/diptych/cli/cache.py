@@ -13,7 +13,7 @@ from diptych.cli.error_messages import errors_in_words
 from diptych.cli.examples import examples
 from diptych.cli.options import GB, KERNEL_NAMES, model_path, tier_memory
 from diptych.cli.output import print_tables
-from diptych.control.config import DTypeName, KVDTypeName, QuantizeName
+from diptych.control.config import DTypeName, KVDTypeName, ModelImplName, QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.report.text import Table
 from diptych.runtime.tiers import folder_view
@@ -25,6 +25,7 @@ from diptych.serving.link.engine_options import (
     InstructionSetName,
     MemoryOptions,
 )
+from diptych.serving.start_checks import check_start
 
 NS_PER_HOUR = 3600 * 10**9
 
@@ -95,6 +96,7 @@ def warm(
     model: Annotated[
         Path | None, typer.Option(help="Model directory, or GGUF file. Default: the bundled model.")
     ] = None,
+    model_impl: Annotated[ModelImplName, typer.Option(help=shared_help.MODEL_IMPL)] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 32,
     kv_dtype: Annotated[KVDTypeName, typer.Option(help=shared_help.KV_DTYPE)] = "auto",
     dtype: Annotated[DTypeName, typer.Option(help=shared_help.DTYPE)] = "auto",
@@ -104,7 +106,7 @@ def warm(
 ) -> None:
     """Compute prompts ahead of time, so that a server that starts on this folder finds them.
 
-    Model, block size, arithmetic, kernels, quantization and dtype of the cache must be those of the server.
+    Model, what computes it, block size, arithmetic, kernels, quantization and dtype of the cache must be the server's.
     """
     with errors_in_words():
         entries = read_prompts(file)
@@ -112,9 +114,11 @@ def warm(
         given = {"kv_host_gb": 0.0, **disk, "prefix_cache": True}
         options = EngineOptions(
             model=str(model_path(model)),
+            model_impl=model_impl,
             device=DeviceOptions(dtype=dtype, threads=threads, instruction_set=instruction_set, quantize=quantize),
             memory=MemoryOptions(block_size=block_size, kv_dtype=kv_dtype, **tier_memory(given)),
         )
+        check_start(options)
         from diptych.control.request import SamplingParams
         from diptych.serving.llm import LLM
 

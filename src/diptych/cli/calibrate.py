@@ -20,7 +20,7 @@ from diptych.cli import shared_help
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.options import KERNEL_NAMES, Text, model_name, model_path
 from diptych.cli.output import check_folders, drawn, progress_bar
-from diptych.control.config import KVDTypeName, QuantizeName
+from diptych.control.config import KVDTypeName, ModelImplName, QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.serving.front.engine_spec import parse_engine
 from diptych.serving.front.kv_events import require_zmq
@@ -95,6 +95,7 @@ BUSY = 0.5  # load average from which a measurement is doubtful
 def calibrate(
     place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
     model: Annotated[Text, typer.Option(help=shared_help.SAME_MODEL)] = None,
+    model_impl: Annotated[ModelImplName, typer.Option(help=shared_help.MODEL_IMPL)] = "auto",
     output: Annotated[Path, typer.Option(help="File for the calibration.")] = Path("calibration.json"),
     seconds: Annotated[
         float, typer.Option(help="Seconds to measure: half for single steps, half for a live server.")
@@ -124,7 +125,7 @@ def calibrate(
             refuse_others(
                 {"model": model, "max_model_len": max_model_len, "kv_cache_memory": kv_cache_memory}
                 | {"threads": threads, "cores": cores, "quantize": quantize != "none", "isa": instruction_set != "auto"}
-                | {"kv_dtype": kv_dtype != "auto"}
+                | {"kv_dtype": kv_dtype != "auto", "model_impl": model_impl != "auto"}
             )
             _show_calibration(calibrate_engine(engine, output, seconds, steps_output), output)
             return
@@ -135,6 +136,7 @@ def calibrate(
         memory = None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "kv_cache_memory")
         options = EngineOptions(
             model=str(path),
+            model_impl=model_impl,
             device=DeviceOptions(threads=threads, cores=cores, instruction_set=instruction_set, quantize=quantize),
             memory=MemoryOptions(block_size=block_size, kv_dtype=kv_dtype, kv_cache_bytes=memory),
             max_model_len=max_model_len,
@@ -176,6 +178,7 @@ def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Cali
             "cores": options.device.cores,
             "quantize": options.device.quantize,
             "kv_dtype": options.memory.kv_dtype,
+            "model_impl": options.model_impl,
         },
     )
 

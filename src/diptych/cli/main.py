@@ -61,7 +61,15 @@ from diptych.cli.terminal_chat import chat
 from diptych.cli.worker import worker
 from diptych.control.cluster.cluster_config import cluster_config
 from diptych.control.cluster.core_split import parse_core_split
-from diptych.control.config import DEFAULT_SHAPE, DTypeName, PresetName, QuantizeName, scheduler_config
+from diptych.control.config import (
+    DEFAULT_SHAPE,
+    DTypeName,
+    KVDTypeName,
+    ModelImplName,
+    PresetName,
+    QuantizeName,
+    scheduler_config,
+)
 from diptych.control.errors import ConfigError
 from diptych.control.planner.planner_config import PlanMode, PlannerConfig
 from diptych.serving.fleet.fleet_options import FleetOptions
@@ -284,6 +292,7 @@ def busy_machine_hint(options: EngineOptions, num_workers: int, processor: Proce
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     model: Annotated[Text, option(MODEL_HELP, MODEL)] = None,
+    model_impl: Annotated[ModelImplName, option(shared_help.MODEL_IMPL, MODEL)] = "auto",
     max_tokens: Annotated[int, option("Most tokens of the answer.", MODEL)] = 128,
     temperature: Annotated[float, option(shared_help.TEMPERATURE, MODEL)] = 0.7,
     top_p: Annotated[float, option("Sample from the likeliest tokens of this total probability.", MODEL)] = 1.0,
@@ -292,6 +301,7 @@ def generate(
     dtype: Annotated[DTypeName, option(shared_help.DTYPE, MODEL)] = "auto",
     instruction_set: Annotated[InstructionSetName, option(ISA_HELP, MACHINE, *KERNEL_NAMES)] = "auto",
     quantize: Annotated[QuantizeName, option(QUANTIZE_HELP, MODEL)] = "none",
+    kv_dtype: Annotated[KVDTypeName, option(shared_help.KV_DTYPE, MODEL)] = "auto",
 ) -> None:
     """Continue one text in this process, without a server; the text appears as it is made."""
     from diptych.control.request import SamplingParams
@@ -302,8 +312,17 @@ def generate(
 
         path = model_path(model)
         device = DeviceOptions(dtype=dtype, threads=threads, instruction_set=instruction_set, quantize=quantize)
-        check_start(EngineOptions(model=str(path), device=device))
-        llm = LLM(path, dtype=dtype, threads=threads, instruction_set=instruction_set, quantize=quantize)
+        memory = MemoryOptions(kv_dtype=kv_dtype)
+        check_start(EngineOptions(model=str(path), model_impl=model_impl, device=device, memory=memory))
+        llm = LLM(
+            path,
+            model_impl=model_impl,
+            dtype=dtype,
+            threads=threads,
+            instruction_set=instruction_set,
+            quantize=quantize,
+            kv_dtype=kv_dtype,
+        )
         print(llm.ready.description, file=sys.stderr)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         out = sys.stdout if sys.stdout.isatty() else own(sys.stdout)  # a file or a program gets the text as it is

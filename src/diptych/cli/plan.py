@@ -269,6 +269,8 @@ def _kinds(devices: "Sequence[PlannedDevice]", given: Mapping[str, Any]) -> "tup
 def commands(fleet: "MeasuredLayout", given: Mapping[str, Any], base: "Settings") -> dict[str, str]:
     """command: starts the fleet (``diptych serve``), or simulates it where serve cannot start such workers.
     simulate_command: gives its figures again."""
+    from diptych.simulation.hardware import load_hardware
+
     layout, workload = fleet.layout, fleet.point["settings"]["workload"]
     simulated = {name: given[name] for name in PASSED_ON if name in given}
     simulated |= {name: workload[name] for name in ("rate", "num_requests") if workload.get(name) is not None}
@@ -285,11 +287,16 @@ def commands(fleet: "MeasuredLayout", given: Mapping[str, Any], base: "Settings"
         ]
         simulated |= {"hardware": layout.groups[-1].kind.device.name, "pool": pools}
     simulate = command_line(simulated)
-    return {"command": _serve(layout, base) if layout.can_be_served() else simulate, "simulate_command": simulate}
+    is_cpu = load_hardware(layout.groups[0].kind.device.name).kind == "cpu"
+    # A GPU keeps KV in the dtype of the model.
+    can_be_served = layout.can_be_served() and (is_cpu or base.kv_bits != 8)
+    return {"command": _serve(layout, base) if can_be_served else simulate, "simulate_command": simulate}
 
 
 def _serve(layout: "FleetLayout", base: "Settings") -> str:
     words = ["diptych", "serve", "--model", str(base.model)]
+    words += ["--quantize", base.quantize] if base.quantize else []
+    words += ["--kv-dtype", "int8"] if base.kv_bits == 8 else []
     for group in layout.groups:
         words += [f"--{group.role}", str(group.count)]
     if layout.shape in ("unified", "chunked"):

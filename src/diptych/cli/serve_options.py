@@ -37,7 +37,6 @@ SCHEDULER, MEMORY, MACHINE = "Scheduler (details; --shape presets them)", "Memor
 MODEL_HELP = "Model directory, GGUF file, or a name of the Hub that is in its cache. Default: the bundled model."
 TRANSFERS = "|".join(("auto", *CONNECTORS))  # FleetOptions refuses other names
 ISA_HELP = "Kernels that compute: instructions of a CPU, triton on a GPU, or torch; auto: this machine's best."
-MODEL_IMPL_HELP = "transformers: any class of that package (extra transformers), at torch's speed. Default: auto."
 QUANTIZE_HELP = "Quantise the checkpoint's weights to 8 or 4 bits at load; on a CPU."
 SPECULATION_HELP = (
     "Draft tokens by n-gram lookup in prompt and answer, and verify several at once; auto: where no token changes."
@@ -95,7 +94,7 @@ class ModelOptions:
 
     place: Annotated[Text, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None
     model: Annotated[Text, option(shared_help.SAME_MODEL, MODEL)] = None
-    model_impl: Annotated[ModelImplName, option(MODEL_IMPL_HELP, MODEL)] = "auto"
+    model_impl: Annotated[ModelImplName, option(shared_help.MODEL_IMPL, MODEL)] = "auto"
     download: Annotated[bool, option(DOWNLOAD_HELP, MODEL)] = False
     revision: Annotated[Text, option(REVISION_HELP, MODEL)] = None
     served_model_name: Annotated[Strings, option(NAME_HELP, MODEL)] = None

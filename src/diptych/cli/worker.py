@@ -13,6 +13,7 @@ from diptych.cli import shared_help
 from diptych.cli.error_messages import errors_in_words
 from diptych.cli.http_options import LogLevel
 from diptych.cli.options import KERNEL_NAMES, Text, Whole, model_path, option
+from diptych.control.config import ModelImplName
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
 from diptych.runtime.transfer.stream.addresses import parse_address
@@ -38,6 +39,7 @@ def worker(
     join: Annotated[str, option(JOIN_HELP, FRONT)],
     key_file: Annotated[Path, option(KEY_HELP, FRONT)],
     model: Annotated[Text, option("The front end's model, on this host. Default: the bundled model.", FRONT)] = None,
+    model_impl: Annotated[ModelImplName, option("What computes the model, as at the front end.", FRONT)] = "auto",
     grace: Annotated[float, option(GRACE_HELP, FRONT)] = 300.0,
     drain_timeout: Annotated[float, option(shared_help.DRAIN_TIMEOUT, FRONT)] = 30.0,
     log_level: Annotated[LogLevel, option("Least severe messages that the worker logs.", FRONT)] = "warning",
@@ -77,6 +79,7 @@ def worker(
             port=port,
             key=read_key_file(key_file),
             model=str(model_path(model)),
+            model_impl=model_impl,
             role=role,
             name=host_name or socket.gethostname(),
             rack=rack,

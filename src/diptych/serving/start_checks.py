@@ -9,8 +9,9 @@ from pathlib import Path
 from diptych.base.cgroups import ROOT, memory_limit_bytes
 from diptych.base.processor import Processor, read_processor
 from diptych.control.errors import ConfigError
+from diptych.runtime.device.cpu_only import check_cpu_only
 from diptych.runtime.device.thread_limits import allowed_threads
-from diptych.runtime.models.registry import read_model_config
+from diptych.runtime.models.registry import check_quantize, read_model_config
 from diptych.runtime.required_packages import require_packages
 from diptych.runtime.weights.checkpoint import open_checkpoint
 from diptych.serving.kv_memory import kv_geometry_of
@@ -22,8 +23,12 @@ GPU = Path("/dev/nvidiactl")  # where there is one, memory may be that of a GPU
 def check_start(options: EngineOptions, processor: Processor | None = None) -> None:
     """Raises ConfigError or UnsupportedModelError for what no worker could serve with."""
     require_packages()
-    open_checkpoint(read_model_config(options.model, options.model_impl))
     device, kv_cache_bytes = options.device, options.memory.kv_cache_bytes
+    config = read_model_config(options.model, options.model_impl)
+    check_quantize(config, device.quantize)
+    open_checkpoint(config)
+    if device.device != "auto":  # what that is, the worker finds out
+        check_cpu_only({"quantize": device.quantize, "kv_dtype": options.memory.kv_dtype}, device.device)
     geometry = kv_geometry_of(options)
     if kv_cache_bytes is not None:
         geometry.blocks_within(kv_cache_bytes)

@@ -50,6 +50,7 @@ class FakeEngine:
     detokenizes: bool = True
     detokenize_s: float = 0.0
     indents: bool = False  # its events, over several lines
+    after: str = ""  # follows every second letter, as it is (not as an escape)
     reasons: bool = False  # the first token of a chat is reasoning
     reports_cache: bool = True
     says_usage: bool = True
@@ -398,7 +399,8 @@ class FakeEngine:
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     async def _event(self, writer: asyncio.StreamWriter, content: Any) -> None:
-        text = content if isinstance(content, str) else json.dumps(content, indent=1 if self.indents else None)
+        indent = 1 if self.indents else None
+        text = content if isinstance(content, str) else json.dumps(content, indent=indent, ensure_ascii=not self.after)
         data = b"data: " + text.replace("\n", "\ndata: ").encode() + b"\n\n"
         writer.write(b"%x\r\n%b\r\n" % (len(data), data))
         await writer.drain()
@@ -471,7 +473,7 @@ class _Reply:
     def _text_of(self, token: int) -> str:
         """What its token adds to the text. After a prompt that ends within a character, the whole prompt comes with it,
         as vLLM has it."""
-        letter = chr(token)
+        letter = chr(token) + self.engine.after * (len(self.ids) % 2)
         if not self.engine.shows_text or letter in self.engine.parts:
             return ""
         text = "".join(map(chr, self.ids))

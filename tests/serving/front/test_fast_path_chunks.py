@@ -110,7 +110,13 @@ def test_a_chunk_that_is_not_decoded_is_what_a_decoded_one_is(style: Style, is_a
             num_read += 1
             named = read_chunk(payload).choices[0].token_ids
             assert found == (named[0] if named else 0, http(without_token_ids(payload)))
-    assert num_read >= (8 if is_ascii else len(TEXTS) - 1)  # all but a control character, and \u
+    assert num_read >= (8 if is_ascii else len(TEXTS) - 2)  # all but a control character, an end of a line, and \u
+
+
+@pytest.mark.parametrize("text", ["\x85", "\u2028", "a\u2029b"])
+def test_a_character_that_some_take_for_the_end_of_a_line_is_left_to_the_decoder(text: str) -> None:
+    form = learned(dumped(chat(" plain", 7)))
+    assert form is not None and form.read(http(dumped(chat(text, 7)))) is None
 
 
 @pytest.mark.parametrize(

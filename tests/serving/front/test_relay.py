@@ -53,6 +53,18 @@ async def test_events_of_several_lines_are_events_of_several_lines(path: str) ->
         await client.idle()
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_events_are_lines_for_readers_that_know_more_ends_of_lines(path: str) -> None:
+    async with fronted(FakeEngine(after="\x85\u2028\u2029")) as client:
+        asked = client.complete if path == "/v1/completions" else client.chat
+        answer = await asked("abc", 8)
+        assert answer.text.count("\x85\u2028\u2029") == 4 and answer.is_done
+        what = {"prompt": "abc"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "abc"}]}
+        reply = await client.http.post(path, json={**what, "max_tokens": 8, "stream": True})
+        assert reply.text.splitlines() == reply.text.removesuffix("\n").split("\n")
+        await client.idle()
+
+
 async def test_what_the_front_asked_for_itself_is_taken_out_again() -> None:
     async with fronted(FakeEngine()) as client:
         answer = await client.complete("abc", 3)

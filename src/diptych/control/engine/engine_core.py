@@ -388,7 +388,8 @@ class EngineCore:
         if request.request_id in self.requests:
             raise ConfigError(f"request id {request.request_id!r} is in use", param="request_id")
         request.arrival_ns = now
-        request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
+        if not request.hands_off:  # else the answer is limited where it is written
+            request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
         request.slo = self._effective_slo(request.slo)
         if error := self._refusal(request):
             return [self._finished_event(request, FinishReason.ERROR, now, 0, ErrorRecord.of(error))]

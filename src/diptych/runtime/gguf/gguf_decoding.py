@@ -14,18 +14,14 @@ from collections.abc import Callable
 import torch
 
 from diptych.runtime.gguf.ggml_types import GgmlType
-from diptych.runtime.weights.quantized_weight import QuantizedWeight, quantize, stack
+from diptych.runtime.weights.quantized_weight import E2M1_VALUES, QuantizedWeight, quantize, stack
 
 VALUES_AT_ONCE = 1 << 18  # decoded together: their temporary fp32, 1 MiB, stays in the processor's cache
 GROUP = 32
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# What the 16 values of 4 bits stand for, counted from -128: (IQ4) the nearest to normally distributed weights, (E2M1) a
-# sign, two bits of exponent and one of mantissa, doubled.
+# What the 16 values of IQ4 stand for, counted from -128: the nearest to normally distributed weights.
 IQ4_VALUES = torch.tensor([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], dtype=torch.uint8)
-E2M1_VALUES = torch.tensor(
-    [128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116], dtype=torch.uint8
-)
 _SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)  # of the values of 2 bits in a byte
 Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # values, scales and mins of blocks: see _GROUPS
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from diptych.control.errors import ConfigError
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.layers.decoder_layers import DecoderLayers
 from diptych.runtime.layers.native_step import DecoderLayer, native_step
@@ -89,10 +88,7 @@ class LayerLoader:
         self._embedding = ""  # the name of the embedding, once it is loaded
 
     def transformers_layers(self, config: TransformersConfig) -> TransformersLayers:
-        """A whole model of the package transformers, which reads the checkpoint by itself. Raises ConfigError where a
-        quantization was asked for."""
-        if self._quantization is not NO_QUANTIZATION:
-            raise ConfigError("quantize has no effect on models that transformers computes: none", param="quantize")
+        """A whole model of the package transformers, which reads the checkpoint by itself."""
         self._weights.ignore_all()
         return TransformersLayers(config, self.rope(None), self._attention, self._weights.dtype)
 

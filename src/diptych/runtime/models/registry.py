@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -104,6 +106,7 @@ MODELS: dict[str, type[LanguageModel]] = {
 
 TRANSFORMERS = "transformers"
 MODEL_IMPLS = ("auto", TRANSFORMERS)  # auto: the families above
+SETTLED_NS = 10**9  # a file that was written longer ago than that has another time when it is written again
 
 
 def read_model_config(path: str | Path, model_impl: str = "auto") -> ModelConfig:
@@ -119,7 +122,22 @@ def read_model_config(path: str | Path, model_impl: str = "auto") -> ModelConfig
         if is_gguf(path):
             raise ConfigError(f"model_impl is {TRANSFORMERS}; it reads directories, not {path}", param="model_impl")
         return TransformersModel.read_config(ConfigFields.of_file(path / "config.json"))
-    fields = read_gguf_fields(path) if is_gguf(path) else ConfigFields.of_file(path / "config.json")
+    if not is_gguf(path):
+        return _config_of(ConfigFields.of_file(path / "config.json"))
+    status = path.stat() if path.is_file() else None
+    if status is None or time.time_ns() - status.st_mtime_ns < SETTLED_NS:
+        return _config_of(read_gguf_fields(path))
+    return _config_of_file(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(maxsize=2)
+def _config_of_file(path: Path, identity: tuple[int, ...]) -> ModelConfig:
+    """The config of a GGUF file. A start asks for it ten times, and each time a whole vocabulary would be walked
+    through."""
+    return _config_of(read_gguf_fields(path))
+
+
+def _config_of(fields: ConfigFields) -> ModelConfig:
     names = fields.values.get("architectures")
     known = dict.fromkeys((*MODELS, *WRAPPERS))
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
@@ -139,6 +157,14 @@ def read_model_config(path: str | Path, model_impl: str = "auto") -> ModelConfig
         return config
     note = f"{names[0]} is served as a model of text: its other parts ({', '.join(wrapper.others)}) are not loaded"
     return replace(config, text_part=TextPart(wrapper.others), notes=(*config.notes, note))
+
+
+def check_quantize(config: ModelConfig, quantize: str) -> None:
+    """Raises ConfigError for whole numbers (see QUANTIZATIONS) as weights of a model that transformers computes."""
+    if isinstance(config, TransformersConfig) and quantize != "none":
+        raise ConfigError(
+            f"quantize is {quantize} and model_impl is {TRANSFORMERS}; supported with it: none", param="quantize"
+        )
 
 
 def family_of(config: ModelConfig) -> type[LanguageModel]:

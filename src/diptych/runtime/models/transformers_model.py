@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TransformersModel:
-    """See LanguageModel."""
+    """A LanguageModel whose layers are a class of transformers, with the engine's attention."""
 
     fits_cuda_graphs = False
 
@@ -26,14 +26,14 @@ class TransformersModel:
 
     @classmethod
     def read_config(cls, fields: ConfigFields) -> TransformersConfig:
-        """See LanguageModel."""
+        """Read a config.json by its class of transformers; raises as read_transformers_config does."""
         return read_transformers_config(fields)
 
     def forward(self, step: ForwardPass) -> torch.Tensor:
-        """See LanguageModel."""
+        """Compute all tokens of the batch; returns the last hidden states of its sample_rows: [num_samples, hidden]."""
         hidden = self._layers.hidden(step)
         return hidden if step.batch.is_decode else hidden[step.batch.sample_rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See LanguageModel."""
+        """[rows, hidden] as from ``forward`` -> [rows, vocab]."""
         return self._layers.logits(hidden)

@@ -10,10 +10,8 @@ import torch
 
 from diptych.control.errors import ConfigError, UnsupportedModelError
 from diptych.runtime.quantization.packed_weight import BLOCKS, SCALES, PackedWeight
-from diptych.runtime.weights.quantized_weight import QuantizedWeight
+from diptych.runtime.weights.quantized_weight import E2M1_VALUES, QuantizedWeight
 
-# Twice what the 16 values of E2M1 stand for (a sign, two bits of exponent, one of mantissa), counted from -128.
-E2M1 = torch.tensor([128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116], dtype=torch.uint8)
 LARGEST_FP16_EXPONENT = 15
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of AWQ the values of eight adjacent rows lie
 
@@ -39,7 +37,7 @@ def _mxfp4(packed: PackedWeight, parts: Mapping[str, torch.Tensor]) -> Quantized
             f"{128 + LARGEST_FP16_EXPONENT}, a weight of 2 ** {LARGEST_FP16_EXPONENT + 4}",
             param="model",
         )
-    values = E2M1[torch.stack((blocks & 15, blocks >> 4), dim=-1).int()].view(packed.rows, packed.columns)
+    values = E2M1_VALUES[torch.stack((blocks & 15, blocks >> 4), dim=-1).int()].view(packed.rows, packed.columns)
     return QuantizedWeight(packed.quantization.format, values, torch.exp2((exponents - 128).float()))
 
 

@@ -19,7 +19,7 @@ Owns the tokens, the decode batch and the KV memory. Never decides what runs, ne
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +42,7 @@ from diptych.control.step import (
 from diptych.runtime.attention import make_attention
 from diptych.runtime.attention.attention_backend import AttentionBackend
 from diptych.runtime.attention.input_batch import InputBatch
+from diptych.runtime.device.cpu_only import CPU_ONLY, check_cpu_only
 from diptych.runtime.device.host_copies import ToDevice, memory_of
 from diptych.runtime.kernels.instruction_set import AUTO, TORCH, TRITON, choose
 from diptych.runtime.kv_cache.kv_tensors import KVTensors
@@ -51,7 +52,7 @@ from diptych.runtime.layers.forward_pass import ForwardPass
 from diptych.runtime.layers.layer_loader import LayerLoader
 from diptych.runtime.layers.rope import RotaryTables
 from diptych.runtime.models.model_config import ModelConfig
-from diptych.runtime.models.registry import LanguageModel, family_of, read_model_config
+from diptych.runtime.models.registry import LanguageModel, check_quantize, family_of, read_model_config
 from diptych.runtime.models.transformers_model import TransformersModel
 from diptych.runtime.ops import make_ops
 from diptych.runtime.sampling.batch_sampler import BatchSampler
@@ -98,8 +99,9 @@ class RunnerConfig:
     """
 
     model: str | Path
-    model_impl: str = "auto"
     dtype: str = "auto"
+    _: KW_ONLY
+    model_impl: str = "auto"
     device: str = "cpu"
     block_size: int = 32
     kv_bytes: int = 1 << 30
@@ -122,11 +124,12 @@ class RunnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights. weights: their formats, in words. instruction_set: the kernels that compute. note: what
-    the loader wants people to know ("" if nothing)."""
+    """A model with its weights. weights: their formats, in words. dtype: of the activations. instruction_set: the
+    kernels that compute. note: what the loader wants people to know ("" if nothing)."""
 
     model: LanguageModel
     weights: str
+    dtype: str
     instruction_set: str
     note: str = ""
 
@@ -524,12 +527,13 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
     Raises ConfigError or UnsupportedModelError when the directory, its config or a tensor is not what it should be.
     """
     model_config = read_model_config(config.model, config.model_impl)
+    check_quantize(model_config, config.quantize)
     max_model_len = _max_model_len(config.max_model_len, model_config)
     model_config = model_config.for_context(max_model_len)
     checkpoint = open_checkpoint(model_config)
     dtype, note = resolve_dtype(config.dtype, model_config, checkpoint)
     device = torch.device(config.device)
-    _check_cpu_only(config, device)
+    check_cpu_only({name: getattr(config, name) for name in CPU_ONLY}, str(device))
     instruction_set = choose(dtype, config.instruction_set, device.type)
     ops = make_ops(dtype, instruction_set)
     below = config.windows_below or max_model_len
@@ -558,9 +562,9 @@ def load_runner(config: RunnerConfig, progress: Progress | None = None) -> Model
         progress(checkpoint.num_bytes, checkpoint.num_bytes)
     num_blocks = _num_blocks(config, model, attention, max_model_len, instruction_set)
     kv = KVTensors(attention, num_blocks, config.num_host_blocks, config.shared_pool, config.shared_host)
-    empty = attention.geometry.layers.note
+    notes = (note, why_private, *model_config.notes, attention.geometry.layers.note)
     loaded = LoadedModel(
-        model, formats, instruction_set, "; ".join(filter(None, (note, why_private, *model_config.notes, empty)))
+        model, formats, str(dtype).removeprefix("torch."), instruction_set, "; ".join(filter(None, notes))
     )
     drafted = DraftTokens(drafts=speculates(config.speculation, instruction_set if is_own else TORCH))
     sampler = sampler_of(device, instruction_set)
@@ -586,7 +590,7 @@ def _num_blocks(
         return config.num_blocks or attention.geometry.blocks_within(config.kv_bytes)
 
     def trial_runner(num_blocks: int) -> ModelRunner:
-        loaded, sampler = LoadedModel(model, "", instruction_set), sampler_of(attention.device, instruction_set)
+        loaded, sampler = LoadedModel(model, "", "", instruction_set), sampler_of(attention.device, instruction_set)
         kv = KVTensors(attention, num_blocks)
         return ModelRunner(loaded, attention, kv, config.max_num_seqs, max_model_len, None, sampler)
 
@@ -608,18 +612,6 @@ def speculates(speculation: str, instruction_set: str) -> bool:
     if speculation not in SPECULATIONS:
         raise ConfigError(f"speculation is {speculation!r}; {', '.join(SPECULATIONS)}", param="speculation")
     return speculation == "on" or (speculation == "auto" and instruction_set != TORCH)
-
-
-def _check_cpu_only(config: RunnerConfig, device: torch.device) -> None:
-    for name, default in (
-        ("quantize", "none"),
-        ("kv_dtype", "auto"),
-        ("shared_pool", None),
-        ("shared_weights", None),
-        ("shared_host", None),
-    ):
-        if device.type != "cpu" and (value := getattr(config, name)) != default:
-            raise ConfigError(f"{name} is {value!r} and device is {device}; supported: cpu", param=name)
 
 
 def _max_model_len(wanted: int | None, model_config: ModelConfig) -> int:

@@ -11,6 +11,10 @@ import torch
 
 from diptych.runtime.weights.weight_format import WeightFormat, common_format
 
+# Twice what the 16 values of E2M1 stand for (a sign, two bits of exponent, one of mantissa), counted from -128.
+E2M1_VALUES = torch.tensor(
+    [128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116], dtype=torch.uint8
+)
 ROWS_AT_ONCE = 1024  # while a weight is quantised: bounds the temporary fp32
 
 

@@ -79,6 +79,7 @@ class EmbeddingsUsage(BaseModel):
 class EmbeddingsReply(BaseModel):
     """The reply of /v1/embeddings."""
 
+    id: str
     object: Literal["list"]
     model: str
     data: list[EmbeddingReply]
@@ -110,7 +111,7 @@ class EmbeddingsResponse(WholeResponse):
             "total_tokens": num_prompt,
             "prompt_tokens_details": {"cached_tokens": sum(stream.cached_tokens for stream in streams)},
         }
-        tail = encode_json({"model": self._model_name, "usage": usage})[1:]
+        tail = encode_json({"model": self._model_name, "usage": usage, "id": self._generation.request_id})[1:]
         return b'{"object":"list","data":[' + b",".join(parts) + b"]," + tail
 
 

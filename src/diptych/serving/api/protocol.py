@@ -238,7 +238,7 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[Turns[Message], Field(min_length=1)]
     tools: Annotated[list[ToolBody], Field(max_length=edge_limits.TOOLS, fail_fast=True)] | None = None
-    tool_choice: str | dict[str, Any] | None = Field(None, description="auto, none, required, or a function.")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="auto, none, required (or any), or a function.")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer.")
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None

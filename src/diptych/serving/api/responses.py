@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.base.limited_log import LimitedLog, kind_of
+from diptych.base.whole_lines import with_whole_lines
 from diptych.control.errors import DiptychError
 from diptych.serving.answers.answer_stream import AnswerStream, Delta, Generation
 from diptych.serving.answers.native_panic import is_failure
@@ -206,12 +207,13 @@ class GenerationResponse(WholeResponse):
                 raise
             failures.error(kind_of(error), "a stream failed", error=error)
             tail = writer.failure(DiptychError("internal error; the server's log has the details"))
-        await send({"type": "http.response.body", "body": tail + self._flavour.done, "more_body": False})
+        body = with_whole_lines(tail) + self._flavour.done
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _send_events(self, send: Send, on_new: Callable[[], bool] | None) -> bytes:
         """Send everything but the last events, which are returned. Raises the request's error."""
         generation, writer = self._generation, self._writer
-        events = writer.opening()
+        events = with_whole_lines(writer.opening())
         if deltas := generation.take():
             events += await self._events(deltas)
         while not generation.is_exhausted:
@@ -224,8 +226,8 @@ class GenerationResponse(WholeResponse):
 
     async def _events(self, deltas: Sequence[Delta]) -> bytes:
         if not self._has_long_events:
-            return self._writer.events(deltas)
-        return await self.written(lambda: self._writer.events(deltas))
+            return with_whole_lines(self._writer.events(deltas))
+        return await self.written(lambda: with_whole_lines(self._writer.events(deltas)))
 
     async def _last_events(self) -> bytes:
         return self._writer.last_events()
@@ -254,7 +256,7 @@ class GenerationResponse(WholeResponse):
             return None
 
         def take() -> bytes:
-            if events := writer.events(generation.take()):
+            if events := with_whole_lines(writer.events(generation.take())):
                 self._on_sent(SILENCE_S)
             return events
 

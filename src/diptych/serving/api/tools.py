@@ -92,6 +92,8 @@ def _choice(given: str | dict[str, Any] | None) -> tuple[str, list[str] | None]:
     """The choice, and the names of the tools that may be called; None for all of them."""
     if given is None:
         return "auto", None
+    if given == "any":  # Mistral's clients say so
+        return "required", None
     if isinstance(given, str):
         if given not in CHOICES:
             known = ", ".join(CHOICES)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from diptych.base.whole_lines import with_whole_lines
 from diptych.serving import edge_limits
 from diptych.serving.batches.batch_records import LineFault
 
@@ -72,13 +73,13 @@ def reply_row(row_id: str, custom_id: str, status: int, request_id: str, body: b
         body = _single_line(body)
     head = _encode({"id": row_id, "custom_id": custom_id})[:-1]
     response = _encode({"status_code": status, "request_id": request_id})[:-1]
-    return b'%b,"response":%b,"body":%b},"error":null}\n' % (head, response, body)
+    return with_whole_lines(b'%b,"response":%b,"body":%b},"error":null}\n' % (head, response, body))
 
 
 def unanswered_row(row_id: str, custom_id: str, code: str, message: str) -> bytes:
     """The row of a line that was not run."""
     error = {"code": code, "message": message}
-    return _encode({"id": row_id, "custom_id": custom_id, "response": None, "error": error}) + b"\n"
+    return with_whole_lines(_encode({"id": row_id, "custom_id": custom_id, "response": None, "error": error}) + b"\n")
 
 
 def _single_line(body: bytes) -> bytes:

@@ -146,7 +146,7 @@ class Fleet:
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         if (join := self.fleet.join) is not None:
             numbers, silence_s = range(len(self.fleet.roles), len(self.fleet.slots)), self.fleet.heartbeat_timeout_s
-            self.door = JoinListener(self, join, expected_of(self.options.model), numbers, silence_s)
+            self.door = JoinListener(self, join, expected_of(self.options), numbers, silence_s)
             await self.door.open()
         try:
             await self._launcher.open(self.door.port if self.door is not None else 0)

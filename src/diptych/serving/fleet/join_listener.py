@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 import diptych
-from diptych.control.config import prefill_scheduler
+from diptych.control.config import ModelImplName, prefill_scheduler
 from diptych.control.errors import ConfigError, DiptychError
 from diptych.runtime.models.registry import read_model_config
 from diptych.runtime.weights.checkpoint import fingerprint
@@ -61,11 +61,12 @@ class JoiningFleet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a worker must be to join: the same version, and the same model."""
+    """What a worker must be to join: the same version, and the same model, computed by the same."""
 
     version: str
     model: str
     model_name: str
+    model_impl: ModelImplName = "auto"
 
     def refusal(self, registration: Registration) -> str:
         """Why this worker cannot join; "" when it can. Both sides' values are in it."""
@@ -73,6 +74,9 @@ class Expected:
             return f"the front end speaks version {PROTOCOL} of the protocol, the worker {registration.protocol}"
         if registration.version != self.version:
             return f"the front end is diptych {self.version}, the worker diptych {registration.version}"
+        if registration.model_impl != self.model_impl:
+            own, other = self.model_impl, registration.model_impl
+            return f"model_impl is {own} at the front end, {other} at the worker (--model-impl)"
         if registration.model != self.model:
             here, there = self.model[:12], registration.model[:12]
             return (
@@ -82,9 +86,10 @@ class Expected:
         return ""
 
 
-def expected_of(model: str) -> Expected:
-    """What workers of a fleet with this model must be. Raises ConfigError for a model that cannot be read."""
-    return Expected(diptych.__version__, fingerprint(read_model_config(model)), Path(model).name)
+def expected_of(options: EngineOptions) -> Expected:
+    """What workers of a fleet with these options must be. Raises ConfigError for a model that cannot be read."""
+    config = read_model_config(options.model, options.model_impl)
+    return Expected(diptych.__version__, fingerprint(config), Path(options.model).name, options.model_impl)
 
 
 class JoinListener:

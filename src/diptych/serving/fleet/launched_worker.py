@@ -145,6 +145,7 @@ class JobLauncher:
                 "join": self._front_end,
                 "key-file": str(self._ray.key_file.absolute()),
                 "model": options.model,
+                "model-impl": options.model_impl,
                 "role": role,
                 "agent": agent.hex(),
                 "device": "cuda" if self._ray.num_gpus else device,

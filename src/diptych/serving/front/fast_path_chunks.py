@@ -14,9 +14,10 @@ MIN_TRIES, READ_A_TRY = 4, 8  # a stream whose chunks are seldom alike is not tr
 MAX_LENGTHS = 128  # of chunks, kept of a form
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,7})\r\n")
 _TEXT = re.compile(
-    rb'(?:[ !#-\[\]-~]+|\\["\\/bfnrt]|[\xc2-\xdf][\x80-\xbf]|[\xe1-\xec\xee\xef][\x80-\xbf]{2}'
+    rb'(?:[ !#-\[\]-~]+|\\["\\/bfnrt]|\xc2[\xa0-\xbf]|[\xc3-\xdf][\x80-\xbf]|\xe2\x80[\x80-\xa7\xaa-\xbf]'
+    rb"|\xe2[\x81-\xbf][\x80-\xbf]|[\xe1\xe3-\xec\xee\xef][\x80-\xbf]{2}"
     rb"|\xf0[\x90-\xbf][\x80-\xbf]{2}|[\xf1-\xf3][\x80-\xbf]{3})+"
-)  # within a JSON string, in UTF-8 (without all of it: what is left out is decoded)
+)  # within a JSON string, in UTF-8 (without all of it: what is left out is decoded, and with_whole_lines sees it)
 _BEFORE_TEXT = re.compile(rb'"(?:text|content)"\s*:\s*"')
 _BEFORE_ID = re.compile(rb'"token_ids"\s*:\s*\[\s*')
 _TEXT_HERE, _ID_HERE = TEXT_HERE.encode(), 987_654_321

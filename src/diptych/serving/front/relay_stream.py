@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from starlette.types import Scope
 
+from diptych.base.whole_lines import with_whole_lines
 from diptych.control.errors import CoreFailedError, DiptychError, RequestError
 from diptych.control.events import RequestFinished
 from diptych.control.request import RequestOptions, SamplingParams
@@ -440,4 +441,4 @@ class RelayResponse(GenerationResponse):
             return None
         generation.count_unsent = body.count_unsent
         generation.relay.write_chunk = body.write_chunk
-        return body.writes(generation.take_data)
+        return body.writes(lambda: with_whole_lines(generation.take_data()))

@@ -7,6 +7,7 @@ are durations.
 
 import msgspec
 
+from diptych.control.config import ModelImplName
 from diptych.control.errors import ConfigError
 from diptych.control.router.topology import Role
 from diptych.serving import edge_limits
@@ -17,13 +18,15 @@ RELAYED, TOLD = b"\x00", b"\x01"
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, tag="registration"):
-    """A worker's first word. model: fingerprint of its checkpoint. agent: random, for the life of the agent. number: of
-    the worker that it was (None: it is new). is_warm: it holds weights and a cache. clock: see host_clock.py."""
+    """A worker's first word. model: fingerprint of its checkpoint as model_impl reads it. agent: random, for the life
+    of the agent. number: of the worker that it was (None: it is new). is_warm: it holds weights and a cache. clock: see
+    host_clock.py."""
 
     protocol: int
     version: str
     model: str
     model_name: str
+    model_impl: ModelImplName = "auto"
     agent: bytes
     host: str
     rack: str

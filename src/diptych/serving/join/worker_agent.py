@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 import diptych
+from diptych.control.config import ModelImplName
 from diptych.control.errors import ConfigError, CoreFailedError, DiptychError, WorkerError
 from diptych.control.router.topology import Role
 from diptych.runtime.models.registry import read_model_config
@@ -52,15 +53,17 @@ ABANDONED = 0  # the life of a process without a front end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOptions:
-    """host, port: of the front end. device, kv_cache_bytes: of this host (kv_cache_bytes None: as the front end says).
-    kv_listen: "tcp://ADDRESS:PORT" of the KV connector ("": the address from which the front end is dialled). grace_s:
-    how long the process is kept without a front end. drain_s: for running requests after a request to end. agent: by
-    which the front end knows it (b"": any). ends_with_stdin: it ends at once when its standard input is closed."""
+    """host, port: of the front end. model, model_impl: as at the front end. device, kv_cache_bytes: of this host
+    (kv_cache_bytes None: as the front end says). kv_listen: "tcp://ADDRESS:PORT" of the KV connector ("": the address
+    from which the front end is dialled). grace_s: how long the process is kept without a front end. drain_s: for
+    running requests after a request to end. agent: by which the front end knows it (b"": any). ends_with_stdin: it ends
+    at once when its standard input is closed."""
 
     host: str
     port: int
     key: SharedKey = field(repr=False)
     model: str
+    model_impl: ModelImplName = "auto"
     role: Role = "both"
     name: str = ""
     rack: str = ""
@@ -99,7 +102,7 @@ class WorkerAgent:
         self.number: int | None = None  # of the worker, once a front end has given it one
         self._options = options
         self._agent = options.agent or secrets.token_bytes(16)
-        self._model = fingerprint(read_model_config(options.model))
+        self._model = fingerprint(read_model_config(options.model, options.model_impl))
         self._tls = options.key.client_tls("worker", "front end")
         self._worker = HostedWorker(options.command, self._relay, self._on_ended)
         self._link: FramedLink | None = None  # of the present front end
@@ -264,6 +267,7 @@ class WorkerAgent:
             version=diptych.__version__,
             model=self._model,
             model_name=own.model.rpartition("/")[2],
+            model_impl=own.model_impl,
             agent=self._agent,
             host=own.name,
             rack=own.rack,

@@ -16,6 +16,7 @@ from diptych.control.engine.recording import RecordingEngineCore
 from diptych.control.errors import ConfigError
 from diptych.control.recent_rows import RecentRows
 from diptych.runtime.device.compute_device import ComputeDevice, UndividedDevice
+from diptych.runtime.dtypes import INT8
 from diptych.runtime.kv_cache.kv_geometry import KVGeometry
 from diptych.runtime.models.model_config import ModelConfig
 from diptych.runtime.required_packages import require_packages
@@ -143,10 +144,12 @@ def _pipeline_of(runner: "ModelRunner") -> "StepPipeline | None":
 
 
 def _cache_words(engine: EngineCore, capacity: int, geometry: KVGeometry) -> str:
-    num_gib, windows = engine.kv.pool.num_blocks * geometry.block_bytes / 2**30, ""
+    words = [f"{engine.kv.pool.num_blocks * geometry.block_bytes / 2**30:.2f} GiB"]
+    if geometry.dtype == INT8:
+        words.append(INT8)
     if not engine.kv.is_dense:
-        windows = ", windows freed"
-    return f"KV cache of {capacity:,} tokens ({num_gib:.2f} GiB{windows})"
+        words.append("windows freed")
+    return f"KV cache of {capacity:,} tokens ({', '.join(words)})"
 
 
 def _capacity_tokens(engine: EngineCore) -> int:
@@ -264,10 +267,12 @@ def connect_peers(options: EngineOptions, runner: "ModelRunner", directory: Path
 
 def kv_format(runner: "ModelRunner") -> KVFormat:
     """What the bytes of this runner's KV cache mean."""
-    model = runner.model_config
+    model, loaded = runner.model_config, runner.loaded
     geometry = runner.attention.geometry
+    # A cache in the dtype of the activations says it itself; numbers of 8 bits are of either.
+    computed = f"{loaded.weights} in {loaded.dtype}" if geometry.dtype == INT8 else loaded.weights
     return KVFormat(
-        model=fingerprint(model, runner.loaded.weights),
+        model=fingerprint(model, computed),
         num_layers=model.num_layers,
         num_kv_heads=model.attention.num_kv_heads,
         head_dim=model.attention.head_dim,
