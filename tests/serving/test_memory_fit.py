@@ -79,7 +79,7 @@ def capacity_of(options: EngineOptions) -> int:
 
 @pytest.mark.parametrize("fleet", [ONE, TWO, SPLIT], ids=["one", "two", "split"])
 @pytest.mark.parametrize("kv", [None, "1GiB", "20GiB"])
-@pytest.mark.parametrize("gib", [2, 6, 10, 17, 40, 100])
+@pytest.mark.parametrize("gib", [2, 6, 17, 100])
 def test_what_is_refused_comes_with_settings_that_are_not(
     llama: Path, tmp_path: Path, gib: int, kv: str | None, fleet: FleetOptions
 ) -> None:
@@ -152,7 +152,7 @@ def test_host_tiers_must_fit_into_the_machine_once_they_are_full(tmp_path: Path)
 
 
 @pytest.mark.parametrize("fleet", [ONE, TWO, SPLIT], ids=["one", "two", "split"])
-@pytest.mark.parametrize("gib", [6, 7, 9, 12, 17, 24, 64, 100])
+@pytest.mark.parametrize("gib", [6, 9, 17, 100])
 def test_what_fit_chooses_fits_and_holds_its_context(
     llama: Path, tmp_path: Path, gib: int, fleet: FleetOptions
 ) -> None:
