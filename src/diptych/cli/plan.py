@@ -15,7 +15,7 @@ import typer
 
 from diptych.cli import shared_help
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import Number, Text, Whole, option, takes, with_objectives
+from diptych.cli.options import Number, Switch, Text, Whole, option, takes, with_objectives
 from diptych.cli.output import check_folders, print_tables, progress_bar, write_file
 from diptych.cli.simulate import INTERRUPTED, command_line
 from diptych.cli.simulate_options import PATHS
@@ -53,6 +53,7 @@ class PlanOptions:
     quantize: Annotated[Text, option("Weights on a CPU: none, int8 or int4. Default: none.", FLEET)] = None
     kv_bits: Annotated[Whole, option(shared_help.KV_BITS, FLEET)] = None
     cost: Annotated[Text, option(shared_help.COST, FLEET)] = None
+    force_calibration: Annotated[Switch, option(shared_help.FORCE_CALIBRATION, FLEET)] = None
     engine: Annotated[Text, option(shared_help.SIMULATED_ENGINE, FLEET)] = None
     link: Annotated[Text, option("Link between workers: ib400, eth100, nvlink4, ... Default: ib400.", FLEET)] = None
     nics: Annotated[Whole, option("Network cards of a worker, each with a link of its own. Default: 1.", FLEET)] = None
@@ -95,8 +96,8 @@ class PlanOptions:
 DEFAULT_PARALLEL = "tp1,tp2,tp4,tp8"
 PLACEMENTS = ("joint", "per-phase")
 PASSED_ON = (  # settings of the load and the devices that the command of a layout repeats as they were given
-    "config", "model", "weight_bits", "quantize", "kv_bits", "cost", "engine", "link", "nics", "rate", "prompt_tokens",
-    "output_tokens", "arrivals", "trace", "num_requests", "seed", "ttft_slo_ms", "tpot_slo_ms", "assign",
+    "config", "model", "weight_bits", "quantize", "kv_bits", "cost", "force_calibration", "engine", "link", "nics",
+    "rate", "prompt_tokens", "output_tokens", "arrivals", "trace", "num_requests", "seed", "ttft_slo_ms", "tpot_slo_ms", "assign",
 )  # fmt: skip
 
 
