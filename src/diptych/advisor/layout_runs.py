@@ -3,13 +3,14 @@
 All runs have the seed of the load, and so the same requests at another rate. Attainment is that of a load that lasts
 (search_runs.lasting_score). The number of processes changes nothing of the result.
 
-Runs that compare layouts are short: SCREENED requests, or as many as come while SERVICES requests take one after
-another, and they end where they cannot reach the wanted share any more. A whole run has all requests of the load.
+Runs that sort out layouts and runs that compare them are short (REQUESTS), but for as many requests as come while
+SERVICES of them take one after another, and they end where they cannot reach the wanted share any more. A whole run has
+all requests of the load. A search of highest rates begins with what is known of sorting runs where that is sure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -24,7 +25,9 @@ from diptych.simulation.settings import Settings, settings_from
 from diptych.simulation.sweep import Task, TaskPool, run_here
 from diptych.workload.description import ArrivalConfig
 
-SCREENED = 600  # requests of a run that compares: a share of 90 % is known to 2.4 points, at a confidence of 95 %
+Length = Literal["sorting", "comparing", "whole"]
+LENGTHS: tuple[Length, ...] = get_args(Length)
+REQUESTS = {"sorting": 200, "comparing": 600}  # a share of 90 % is known within 4.2 and 2.4 points, at 95 % confidence
 SERVICES = 5.0
 ALONE = 32  # requests that are served one by one, to see what is possible at all
 ALONE_RATE = 1e-4  # per second
@@ -107,11 +110,21 @@ class LayoutRuns:
                 highest[layout] = max(rate, highest[layout] or 0.0)
         return highest
 
+    def _is_known(self, key: tuple[FleetLayout, float], length: Length) -> bool:
+        known = self._points.get(key)
+        return known is not None and LENGTHS.index(known["length"]) >= LENGTHS.index(length)
+
+    def _is_sure(self, point: Point) -> bool:
+        low, high = point["attainment_interval"]
+        return point["length"] != "sorting" or not low < self.search.attainment <= high
+
     def judge_by_whole_runs(self, layouts: Sequence[FleetLayout]) -> None:
         """Forget the short runs of these layouts, and make no more of them."""
         self._only_whole.update(layouts)
         self._points = {
-            key: point for key, point in self._points.items() if key[0] not in self._only_whole or point["is_whole"]
+            key: point
+            for key, point in self._points.items()
+            if key[0] not in self._only_whole or point["length"] == "whole"
         }
 
     def alone(self, layouts: Sequence[FleetLayout]) -> dict[FleetLayout, AloneFigures]:
@@ -130,17 +143,16 @@ class LayoutRuns:
         self._service_s = min((alone.e2e_s for alone in figures.values()), default=0.0)
         return figures
 
-    def run(self, asked: Sequence[tuple[FleetLayout, float]], stage: str, *, is_whole: bool = False) -> None:
-        """Simulate what was not, but for layouts that are refused. After an interrupt what is done is kept. is_whole:
-        with all requests of the load, to their end."""
-        new = [
-            key
-            for key in asked
-            if (key not in self._points or (is_whole and not self._points[key]["is_whole"]))
-            and key[0] not in self.refused
-        ]
-        wanted = None if is_whole else self.search.attainment
-        points = [self._settings(*key, is_whole=is_whole or key[0] in self._only_whole) for key in new]
+    def has_run(self, layout: FleetLayout, rate: float) -> bool:
+        """Whether there is a run."""
+        return (layout, rate) in self._points
+
+    def run(self, asked: Sequence[tuple[FleetLayout, float]], stage: str, length: Length = "comparing") -> None:
+        """Simulate what was not, or not at this length, but for layouts that are refused. After an interrupt what is
+        done is kept. Whole runs are made to their end."""
+        new = [key for key in asked if key[0] not in self.refused and not self._is_known(key, length)]
+        wanted = None if length == "whole" else self.search.attainment
+        points = [self._settings(*key, "whole" if key[0] in self._only_whole else length) for key in new]
         found = self._tasks(_run_task, points, stage, wanted)
         for number, point in found.items():
             layout, rate = new[number]
@@ -148,16 +160,19 @@ class LayoutRuns:
             if "refused" in point:
                 self.refused[layout] = point["refused"]
             else:
-                as_long = points[number].workload == self._settings(layout, rate, is_whole=True).workload
-                known = {"rate": rate, "is_whole": is_whole or (as_long and not point["is_cut"])}
-                self._points[layout, rate] = {**point, **known}
+                length_of_run = length
+                if not point["is_cut"]:  # as good as the longest that has the same requests
+                    workload = points[number].workload
+                    same = [each for each in LENGTHS if self._settings(layout, rate, each).workload == workload]
+                    length_of_run = max([length, *same], key=LENGTHS.index)
+                self._points[layout, rate] = {**point, "rate": rate, "length": length_of_run}
         if len(found) < len(new):
             raise KeyboardInterrupt
 
     def shares(self, layouts: Sequence[FleetLayout], rate: float) -> dict[FleetLayout, float]:
         """Attainment at a rate, of the layouts that can be simulated."""
         shapes = ", ".join(dict.fromkeys(layout.shape for layout in layouts))
-        self.run([(layout, rate) for layout in layouts], f"{shapes}: {rate:.3g} requests/s")
+        self.run([(layout, rate) for layout in layouts], f"{shapes}: {rate:.3g} requests/s", "sorting")
         return {
             layout: float(self._points[layout, rate]["attainment"])
             for layout in layouts
@@ -170,8 +185,11 @@ class LayoutRuns:
         return {key: _score(self._points[key]) for key in asked if key in self._points}
 
     def known(self, layouts: Sequence[FleetLayout]) -> dict[FleetLayout, dict[float, Score]]:
-        """The scores of all runs of these layouts, by their rates."""
-        return {layout: {point["rate"]: _score(point) for point in self.points(layout)} for layout in layouts}
+        """The scores of the runs of these layouts that compare, and of sorting ones that are sure, by their rates."""
+        return {
+            layout: {point["rate"]: _score(point) for point in self.points(layout) if self._is_sure(point)}
+            for layout in layouts
+        }
 
     def highest_rates(self, layouts: Sequence[FleetLayout], start: float) -> dict[FleetLayout, GoodputResult]:
         """The highest rates at which enough requests meet their objectives, of the layouts that can be simulated.
@@ -187,7 +205,7 @@ class LayoutRuns:
         *,
         most: Sequence[int] | None = None,
         start: int = 1,
-        is_whole: bool = False,
+        length: Length = "comparing",
     ) -> list[FleetLayout | None]:
         """The smallest fleet that keeps the objectives at a rate, for each layout: of its kinds of workers, in at most
         two groups; None: there is none, or it is refused. most: workers of a group, for each layout. start: workers
@@ -206,7 +224,7 @@ class LayoutRuns:
             )
             for number in range(len(layouts))
         ]
-        points = [self._settings(layout, rate, is_whole=is_whole) for layout in layouts]
+        points = [self._settings(layout, rate, length) for layout in layouts]
         found = self._tasks(_smallest_task, points, f"smallest fleets: {rate:.3g} requests/s", questions)
         sized: list[FleetLayout | None] = [None] * len(layouts)
         for number, size in found.items():
@@ -235,10 +253,10 @@ class LayoutRuns:
         found = self._pool.run(task, tasks, *extras, on_done=on_done, keeps_done=True)
         return {answer.pop("task"): answer for answer in found}
 
-    def _settings(self, layout: FleetLayout, rate: float, *, is_whole: bool) -> Settings:
+    def _settings(self, layout: FleetLayout, rate: float, length: Length) -> Settings:
         workload = at_rate(self._base.workload, rate, self._options.probe_s)
-        if not is_whole and self._options.probe_s is None:
-            few = max(SCREENED, round(rate * min(PROBE_S, SERVICES * self._service_s)))
+        if length != "whole" and self._options.probe_s is None:
+            few = max(REQUESTS[length], round(rate * min(PROBE_S, SERVICES * self._service_s)))
             asked = None if workload.trace is not None else self._base.workload.num_requests
             number = max(few, asked or 0)
             workload = msgspec.structs.replace(workload, num_requests=min(number, workload.num_requests or number))

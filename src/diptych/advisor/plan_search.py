@@ -6,7 +6,8 @@ the objectives run again at twice the rate, until at most a few of each shape an
 highest rates are then searched (search/goodput_search.py). So layouts are compared where their differences show,
 though all may carry the asked rate. Without a budget each choice of workers gets the smallest fleet that carries the
 rate (search/fewest.py), the choices of the fewest devices first: the best so far bounds the later ones. Fleets are
-compared by short runs (layout_runs.py); the figures of those in the plan are of whole ones.
+compared by short runs, and until few are left by shorter ones (layout_runs.py); the figures of those in the plan are of
+whole ones.
 """
 
 import math
@@ -193,13 +194,15 @@ class PlanSearch:
     def _able(self, layouts: Sequence[FleetLayout]) -> list[FleetLayout]:
         """The layouts that can keep the objectives, as far as requests alone on them say. Raises ConfigError where all
         miss them."""
-        ones = {layout: layout.with_counts((1,) * len(layout.groups)) for layout in layouts}
-        alone = self._runs.alone(list(dict.fromkeys(ones.values())))
-        able = {one for one, figures in alone.items() if figures.can_reach(self._wanted)}
+        least = {layout: layout.with_counts((1,) * len(layout.groups)) for layout in layouts}
+        alone = self._runs.alone(list(dict.fromkeys(least.values())))
+        able = {layout for layout, figures in alone.items() if figures.can_reach(self._wanted)}
         if alone and not able:
             raise unreachable(self._question.base.slo, self._wanted, alone)
-        self._left_out = {str(one): _alone_words(alone[one], self._wanted) for one in alone if one not in able}
-        return [layout for layout in layouts if ones[layout] in able]
+        self._left_out = {
+            str(layout): _alone_words(figures, self._wanted) for layout, figures in alone.items() if layout not in able
+        }
+        return [layout for layout in layouts if least[layout] in able]
 
     def _say_first(self, group: Sequence[FleetLayout]) -> None:
         """Say of the first layout how it fares at the asked rate, before all others are tried."""
@@ -220,8 +223,8 @@ class PlanSearch:
             if best is None or _size(layout) < _size(best):
                 asked.append(layout)
                 most.append(MOST_WORKERS if best is None else _most_workers(layout, _size(best)))
-        for one, fleet in zip(asked, self._runs.smallest(asked, self._asked, most=most), strict=True):
-            key = one.shape, one.devices
+        for layout, fleet in zip(asked, self._runs.smallest(asked, self._asked, most=most), strict=True):
+            key = layout.shape, layout.devices
             if fleet is not None and (key not in cheapest or _size(fleet) < _size(cheapest[key])):
                 is_first = not cheapest
                 cheapest[key] = fleet
@@ -231,13 +234,13 @@ class PlanSearch:
     def _confirmed(self, fleets: Sequence[FleetLayout]) -> list[FleetLayout]:
         """The fleets; where one keeps the objectives in short runs alone, the smallest that does so in whole ones."""
         assert self._asked is not None
-        self._runs.run([(fleet, self._asked) for fleet in fleets], "the asked rate, whole", is_whole=True)
+        self._runs.run([(fleet, self._asked) for fleet in fleets], "the asked rate, whole", "whole")
         confirmed = []
         for fleet in fleets:
             if not self._runs.keeps(fleet, self._asked):
-                ones = fleet.with_counts((1,) * len(fleet.groups))
+                least = fleet.with_counts((1,) * len(fleet.groups))
                 start = max(group.count for group in fleet.groups)
-                larger = self._runs.smallest([ones], self._asked, start=start, is_whole=True)[0]
+                larger = self._runs.smallest([least], self._asked, start=start, length="whole")[0]
                 fleet = fleet if larger is None else larger
             confirmed.append(fleet)
         return confirmed
@@ -300,16 +303,14 @@ class PlanSearch:
         runs, asked = self._runs, self._asked
         self._stages.begin()
         if asked is not None:
-            runs.run([(layout, asked) for layout in layouts], "the asked rate")
-            before = {layout: runs.keeps(layout, asked) for layout in layouts if layout not in runs.refused}
-            runs.run([(layout, asked) for layout in before], "the asked rate, whole", is_whole=True)
-            changed = [layout for layout, kept in before.items() if runs.keeps(layout, asked) != kept]
-            runs.judge_by_whole_runs(changed)
+            before = {layout: runs.keeps(layout, asked) for layout in layouts if runs.has_run(layout, asked)}
+            runs.run([(layout, asked) for layout in layouts], "the asked rate, whole", "whole")
+            runs.judge_by_whole_runs([layout for layout, kept in before.items() if runs.keeps(layout, asked) != kept])
         found = runs.highest_rates(layouts, self._first_rate)
         self._stages.begin()
         if asked is None:
             best = {layout: result.rate for layout, result in found.items() if result.rate is not None}
-            runs.run(list(best.items()), "the highest rates, whole", is_whole=True)
+            runs.run(list(best.items()), "the highest rates, whole", "whole")
         fleets = []
         for layout, result in found.items():
             tried = runs.points(layout)
