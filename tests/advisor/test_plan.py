@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from diptych.advisor.device_layout import LayoutName, PlannedDevice, WorkerKind
 from diptych.advisor.layout_preference import LayoutOffer, is_tie
-from diptych.advisor.layout_runs import RunOptions
+from diptych.advisor.layout_runs import LayoutRuns, Length, RunOptions
 from diptych.advisor.layout_space import FleetBudget, LayoutSpace, spread
 from diptych.advisor.phase_search import PhaseRates, phase_settings
 from diptych.advisor.plan_search import PlanQuestion, PlanSearch
@@ -23,6 +24,7 @@ from diptych.simulation.parallelism import Parallelism
 from diptych.simulation.search_runs import lasting_score
 from diptych.simulation.settings import Settings, settings_from
 from diptych.simulation.sweep import run_here
+from diptych.workload.description import TraceConfig, WorkloadConfig
 
 H100 = PlannedDevice("h100", 2.9, 700.0)
 A100 = PlannedDevice("a100-80gb", 1.5, 400.0)
@@ -297,3 +299,21 @@ def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:
 def test_what_is_wrong_is_named(words: tuple[str, ...], message: str) -> None:
     result = invoke(*BASE, *words, "--rate", "1")
     assert result.exit_code == 1 and message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("length", "given", "trace", "expected"),
+    [
+        ("sorting", None, False, 200), ("comparing", None, False, 600), ("whole", None, False, 1200),
+        ("comparing", 900, False, 900), ("whole", 5000, False, 5000), ("sorting", None, True, 200),
+        ("whole", None, True, 3000), ("whole", 8000, True, 8000), ("comparing", 100, True, 100),
+    ],
+)  # fmt: skip
+def test_runs_are_as_long_as_what_they_decide(length: Length, given: int | None, trace: bool, expected: int) -> None:
+    base = load(20.0)
+    workload = msgspec.structs.replace(base.workload, num_requests=given)
+    if trace:
+        workload = WorkloadConfig(num_requests=given, trace=TraceConfig(path="azure-conv"))
+    runs = LayoutRuns(msgspec.structs.replace(base, workload=workload), RunOptions())
+    layout = next(space("chunked", devices=1).layouts())
+    assert runs._settings(layout, 20.0, length).workload.num_requests == expected

@@ -4,8 +4,8 @@ All runs have the seed of the load, and so the same requests at another rate. At
 (search_runs.lasting_score). The number of processes changes nothing of the result.
 
 Runs that sort out layouts and runs that compare them are short (REQUESTS), but for as many requests as come while
-SERVICES of them take one after another, and they end where they cannot reach the wanted share any more. A whole run has
-all requests of the load. A search of highest rates begins with what is known of sorting runs where that is sure.
+SERVICES of them take one after another, and they end where they cannot reach the wanted share any more. A whole run
+goes to its end. A search of highest rates begins with what is known of sorting runs where that is sure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,8 @@ from diptych.workload.description import ArrivalConfig
 
 Length = Literal["sorting", "comparing", "whole"]
 LENGTHS: tuple[Length, ...] = get_args(Length)
-REQUESTS = {"sorting": 200, "comparing": 600}  # a share of 90 % is known within 4.2 and 2.4 points, at 95 % confidence
+REQUESTS = {"sorting": 200, "comparing": 600, "whole": 3000}
+# a share of 90 % is known within 4.2, 2.4 and 1.1 points, at 95 % confidence
 SERVICES = 5.0
 ALONE = 32  # requests that are served one by one, to see what is possible at all
 ALONE_RATE = 1e-4  # per second
@@ -39,7 +40,7 @@ Point = Mapping[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """search: the share of requests that must meet their objectives, and how closely highest rates are searched.
-    probe_s: length of every run (None: as the module says; of a whole run, see search_runs.at_rate)."""
+    probe_s: length of every run (None: as the module says, and at most that of search_runs.at_rate)."""
 
     search: SearchConfig = field(default_factory=SearchConfig)
     probe_s: float | None = None
@@ -255,10 +256,11 @@ class LayoutRuns:
 
     def _settings(self, layout: FleetLayout, rate: float, length: Length) -> Settings:
         workload = at_rate(self._base.workload, rate, self._options.probe_s)
-        if length != "whole" and self._options.probe_s is None:
+        if self._options.probe_s is None:
             few = max(REQUESTS[length], round(rate * min(PROBE_S, SERVICES * self._service_s)))
-            asked = None if workload.trace is not None else self._base.workload.num_requests
-            number = max(few, asked or 0)
+            given = self._base.workload.num_requests or 0
+            is_least = length == "whole" or workload.trace is None  # a trace is cut to what is given
+            number = max(few, given if is_least else 0)
             workload = msgspec.structs.replace(workload, num_requests=min(number, workload.num_requests or number))
         return layout.settings(msgspec.structs.replace(self._base, workload=workload))
 

@@ -132,6 +132,7 @@ def plain_fleet(fleet: MeasuredLayout) -> dict[str, Any]:
         "groups": fleet.layout.plain(),
         "devices": fleet.layout.num_devices,
         "attainment": fleet.attainment,
+        "simulated_requests": fleet.point["workload"]["num_requests"],
         "attainment_interval": list(fleet.point["attainment_interval"]),
         "goodput_rps": summary["goodput_rps"],
         "highest_rate_rps": fleet.highest_rate_rps,
@@ -248,7 +249,8 @@ def plan_notes(data: Mapping[str, Any], attainment: float) -> list[str]:
     notes += [
         f"{data['num_runs']:,} simulations of {data['num_layouts']:,} layouts, compared by runs of {fewest:,} requests "
         f"or more: they know a share of {percent(attainment)} within {reach}, at {CONFIDENCE:.0%} confidence",
-        f"Figures at the rate are of whole runs (in time, of the first: {low} to {high})",
+        f"Figures at the rate are of {data['best']['simulated_requests']:,} requests (in time, of the first: {low} to "
+        f"{high})",
     ]
     return notes
 

@@ -7,7 +7,7 @@ highest rates are then searched (search/goodput_search.py). So layouts are compa
 though all may carry the asked rate. Without a budget each choice of workers gets the smallest fleet that carries the
 rate (search/fewest.py), the choices of the fewest devices first: the best so far bounds the later ones. Fleets are
 compared by short runs, and until few are left by shorter ones (layout_runs.py); the figures of those in the plan are of
-whole ones.
+long ones, to their end.
 """
 
 import math
