@@ -6,6 +6,8 @@ al., ISCA 2024, section 4).
 """
 
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -50,7 +52,7 @@ class WorkerKind:
         return self.device.watts * self.num_devices / 1000
 
     def __str__(self) -> str:
-        return f"{self.device.name}:{self.parallelism}"
+        return f"{Path(self.device.name).name.removesuffix('.toml')}:{self.parallelism}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +87,17 @@ class FleetLayout:
         return sum(group.count * group.kind.kilowatts for group in self.groups)
 
     def __str__(self) -> str:
-        """The layout in words, such as ``split: 1 prefill tp2, 2 decode tp1``; with the devices where there are several
-        kinds of them."""
-        is_mixed = len({group.kind.device.name for group in self.groups}) > 1
-        kinds = [group.kind if is_mixed else group.kind.parallelism for group in self.groups]
-        words = [f"{group.count} {group.role} {kind}" for group, kind in zip(self.groups, kinds, strict=True)]
-        return f"{self.shape}: {', '.join(words)}"
+        """The layout in words, such as ``split: 1 prefill h100:tp2, 2 decode h100:tp1``; groups of one kind together:
+        ``split: 1 prefill + 2 decode h100:tp1``."""
+        parts = []
+        for kind, groups in groupby(self.groups, lambda group: group.kind):
+            parts.append(f"{' + '.join(f'{group.count} {group.role}' for group in groups)} {kind}")
+        return f"{self.shape}: {', '.join(parts)}"
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """The names of its devices."""
+        return frozenset(group.kind.device.name for group in self.groups)
 
     def plain(self) -> list[dict[str, Any]]:
         """One record for each group."""

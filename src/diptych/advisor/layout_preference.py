@@ -54,6 +54,14 @@ def _near(numbers: list[int], offers: Sequence[LayoutOffer]) -> list[int]:
     return [number for number in numbers if offers[number].worth >= most * (1 - TIE)]
 
 
+def is_tie(first: LayoutOffer, other: LayoutOffer, target: float) -> bool:
+    """Whether neither is better than the other, by more than TIE of what is compared: worth, where both hold the load,
+    else the share that meets its objectives."""
+    if first.attainment >= target and other.attainment >= target:
+        return abs(first.worth - other.worth) <= TIE * max(first.worth, other.worth)
+    return max(first.attainment, other.attainment) < target and abs(first.attainment - other.attainment) <= TIE
+
+
 def ranked(offers: Sequence[LayoutOffer], target: float) -> list[int]:
     """Indices of the best of each layout (which holds the load and is worth most, or comes nearest to holding it), the
     one to take first, the others by what they are worth."""

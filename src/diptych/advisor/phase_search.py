@@ -78,7 +78,10 @@ def _rates(role: Role, question: PlanQuestion, on_stage: OnStage | None) -> dict
     largest = max(others, key=lambda kind: kind.num_devices)
     fleets = {_beside(role, kind, largest): kind for kind in kinds}
     runs = LayoutRuns(phase_settings(question.base, role), question.options, on_stage)
-    found = runs.highest_rates(list(fleets), question.asked_rate() or FIRST_RATE)
+    try:
+        found = runs.highest_rates(list(fleets), question.asked_rate() or FIRST_RATE)
+    finally:
+        runs.close()
     rates = {fleets[layout]: result.estimate or result.rate for layout, result in found.items()}
     return {kind: rate for kind, rate in rates.items() if rate}
 

@@ -226,13 +226,19 @@ def _advise_trace(trace: str, slo: "Slo | None", fleet: dict[str, Any], as_json:
         print("What the traffic is like")
         _print(like)
     answer = io.StringIO()
+    status = 0
     with redirect_stdout(answer) if as_json else nullcontext():
-        _plan(trace, slo, fleet, as_json)
-    if as_json:
+        try:
+            _plan(trace, slo, fleet, as_json)
+        except typer.Exit as end:
+            status = end.exit_code
+    if as_json and answer.getvalue():
         from diptych.diagnosis.diagnosis_words import as_json as as_document
 
         document |= {"diagnosis": as_document(found, ()), "recommended": json.loads(answer.getvalue())}
         print(json.dumps(document, indent=2))
+    if status:
+        raise typer.Exit(status)
 
 
 def _simulated(trace: str, slo: "Slo", fleet: dict[str, Any]) -> "Diagnosis":

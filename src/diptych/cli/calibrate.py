@@ -185,7 +185,7 @@ def _measure_and_fit(options: EngineOptions, seconds: float, name: str) -> "Cali
 
 def _show_calibration(calibration: "Calibration", out: Path) -> None:
     from diptych.report.text import Table
-    from diptych.simulation.costs.fitted import MeasuredPoint
+    from diptych.simulation.costs.fitted import MOST_ERROR, MeasuredPoint
 
     screen = console()
     kinds = [("1 decode", 1, 0), ("8 decodes", 8, 0), ("32 decodes", 32, 0), ("prompt of 256", 0, 256)]
@@ -200,6 +200,13 @@ def _show_calibration(calibration: "Calibration", out: Path) -> None:
     for law, error in calibration.errors.items():
         mark = " (chosen)" if law == calibration.cost.name else ""
         screen.print(f"held-out error, {law}{mark}: median {error['median']:.1%}, p95 {error['p95']:.1%}")
+    if not calibration.is_accurate:
+        screen.print(
+            f"NOT RELIABLE: the median held-out error is above {MOST_ERROR:.0%}; the simulator refuses this file "
+            "without --force-calibration. Calibrate again while nothing else runs.",
+            style="bold red",
+            soft_wrap=True,
+        )
     screen.print(f"front end: {calibration.front_end.request_ns / 1e6:.2f} ms a request")
     screen.print(f"written to {out}")
 

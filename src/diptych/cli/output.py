@@ -46,7 +46,8 @@ def drawn(table: "Table") -> "RichTable":
 
     grid = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="dim", box=SIMPLE_HEAD)
     for index, name in enumerate(table.columns):
-        grid.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+        is_name = index == 0  # which is broken before a figure is cut
+        grid.add_column(name, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold")
     for row in table.rows:
         grid.add_row(*row)
     return grid
@@ -82,10 +83,21 @@ def print_tables(
         screen.print(note, style="dim", soft_wrap=True)
 
 
+class ShownProgress:
+    """A bar, set by (what is being done, the share that is done), and lines above it."""
+
+    def __init__(self, show: Callable[[str, float], None], say: Callable[[str], None]) -> None:
+        self._show = show
+        self.say = say
+
+    def __call__(self, stage: str, share: float) -> None:
+        self._show(stage, share)
+
+
 @contextmanager
-def progress_bar(*, quiet: bool = False, announcement: str = "") -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error, set by (what is being done, the share that is done); where that is no terminal, a line
-    each LINE_S seconds. announcement: a line before the first."""
+def progress_bar(*, quiet: bool = False, announcement: str = "") -> Iterator[ShownProgress]:
+    """A bar on standard error; where that is no terminal, a line each LINE_S seconds. announcement: a line before the
+    first."""
     from rich.progress import (
         BarColumn,
         Progress,
@@ -120,4 +132,8 @@ def progress_bar(*, quiet: bool = False, announcement: str = "") -> Iterator[Cal
                 said = now
                 print(f"{stage}: {share:.0%}", file=sys.stderr, flush=True)
 
-        yield show
+        def say(line: str) -> None:
+            if not quiet:
+                screen.print(line, soft_wrap=True)
+
+        yield ShownProgress(show, say)

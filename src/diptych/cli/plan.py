@@ -5,7 +5,6 @@ What the options ask for, and the output in the terminal; the search is in advis
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,14 +14,15 @@ import typer
 
 from diptych.cli import shared_help
 from diptych.cli.error_messages import errors_in_words
-from diptych.cli.options import Number, Text, Whole, option, takes, with_objectives
+from diptych.cli.launch_commands import launch_command
+from diptych.cli.options import Number, Switch, Text, Whole, option, takes, with_objectives
 from diptych.cli.output import check_folders, print_tables, progress_bar, write_file
 from diptych.cli.simulate import INTERRUPTED, command_line
 from diptych.cli.simulate_options import PATHS
 from diptych.control.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diptych.advisor.device_layout import FleetLayout, LayoutName, PlannedDevice, WorkerKind
+    from diptych.advisor.device_layout import LayoutName, PlannedDevice, WorkerKind
     from diptych.advisor.layout_space import LayoutSpace
     from diptych.advisor.plan_search import CapacityPlan, MeasuredLayout, PlanQuestion, PlanSearch
     from diptych.simulation.settings import Settings
@@ -53,6 +53,7 @@ class PlanOptions:
     quantize: Annotated[Text, option("Weights on a CPU: none, int8 or int4. Default: none.", FLEET)] = None
     kv_bits: Annotated[Whole, option(shared_help.KV_BITS, FLEET)] = None
     cost: Annotated[Text, option(shared_help.COST, FLEET)] = None
+    force_calibration: Annotated[Switch, option(shared_help.FORCE_CALIBRATION, FLEET)] = None
     engine: Annotated[Text, option(shared_help.SIMULATED_ENGINE, FLEET)] = None
     link: Annotated[Text, option("Link between workers: ib400, eth100, nvlink4, ... Default: ib400.", FLEET)] = None
     nics: Annotated[Whole, option("Network cards of a worker, each with a link of its own. Default: 1.", FLEET)] = None
@@ -95,8 +96,9 @@ class PlanOptions:
 DEFAULT_PARALLEL = "tp1,tp2,tp4,tp8"
 PLACEMENTS = ("joint", "per-phase")
 PASSED_ON = (  # settings of the load and the devices that the command of a layout repeats as they were given
-    "config", "model", "weight_bits", "quantize", "kv_bits", "cost", "engine", "link", "nics", "rate", "prompt_tokens",
-    "output_tokens", "arrivals", "trace", "num_requests", "seed", "ttft_slo_ms", "tpot_slo_ms", "assign",
+    "config", "model", "weight_bits", "quantize", "kv_bits", "cost", "force_calibration", "engine", "link", "nics",
+    "rate", "prompt_tokens", "output_tokens", "arrivals", "trace", "num_requests", "seed", "ttft_slo_ms", "tpot_slo_ms",
+    "assign",
 )  # fmt: skip
 
 
@@ -115,16 +117,17 @@ def plan(options: dict[str, Any]) -> None:
             start_words,
         )
         from diptych.advisor.tier_worth import tier_sizes, tier_worth, worth_table
+        from diptych.simulation.report.simulation_report import cost_notes
 
         asked = plan_question(given)
         sizes = tier_sizes(given.get("kv_host_gb"), given.get("kv_disk_gb"))
         check_folders({"report": given.get("report")})
         found = _found(asked, given)
-        data = plain_plan(found, [commands(fleet, given, asked.base) for fleet in found.fleets])
+        data = plain_plan(found, lambda fleet: commands(fleet, given, asked.base))
         if sizes:
             best = found.fleets[0].point["settings"]
             data["tiers"] = tier_worth(best, sizes, asked.options.num_processes)
-        notes = plan_notes(data)
+        notes = [*plan_notes(data, asked.options.search.attainment), *cost_notes([found.fleets[0].point])]
         if "report" in given:
             page = render(found, data, asked, command_line(given, "plan"))
             notes.append(write_file(given["report"], [page.encode()]))
@@ -134,8 +137,11 @@ def plan(options: dict[str, Any]) -> None:
             print(msgspec.json.encode(data).decode())
         else:
             tables = plan_tables(data, asked.options.search.attainment)
-            lead = [f"{data['best']['layout']}. {plan_lead(data['best'], asked)}", start_words(data)]
+            lead = [plan_lead(data, asked), *([start_words(data)] if found.keeps else [])]
             print_tables([*tables, *([worth_table(data["tiers"])] if sizes else [])], notes, lead=lead)
+        if not found.keeps:
+            print(f"error: {plan_lead(data, asked)}", file=sys.stderr)
+            raise typer.Exit(1)
 
 
 def _found(asked: "PlanQuestion", given: Mapping[str, Any]) -> "CapacityPlan":
@@ -143,12 +149,14 @@ def _found(asked: "PlanQuestion", given: Mapping[str, Any]) -> "CapacityPlan":
     from diptych.advisor.plan_search import PlanSearch
 
     with progress_bar(quiet="as_json" in given) as show:
-        search = PlanSearch(asked, show)
+        search = PlanSearch(asked, show, show.say)
         try:
             return _search(search, asked, given.get("placement", "joint"), show)
         except KeyboardInterrupt:
             if not search.num_runs:
                 raise
+        finally:
+            search.close()
     _print_unfinished(search, as_json="as_json" in given)
     raise typer.Exit(INTERRUPTED)
 
@@ -267,10 +275,7 @@ def _kinds(devices: "Sequence[PlannedDevice]", given: Mapping[str, Any]) -> "tup
 
 
 def commands(fleet: "MeasuredLayout", given: Mapping[str, Any], base: "Settings") -> dict[str, str]:
-    """command: starts the fleet (``diptych serve``), or simulates it where serve cannot start such workers.
-    simulate_command: gives its figures again."""
-    from diptych.simulation.hardware import load_hardware
-
+    """command: starts the fleet, a shell script (see launch_commands.py). simulate_command: gives its figures again."""
     layout, workload = fleet.layout, fleet.point["settings"]["workload"]
     simulated = {name: given[name] for name in PASSED_ON if name in given}
     simulated |= {name: workload[name] for name in ("rate", "num_requests") if workload.get(name) is not None}
@@ -287,20 +292,4 @@ def commands(fleet: "MeasuredLayout", given: Mapping[str, Any], base: "Settings"
         ]
         simulated |= {"hardware": layout.groups[-1].kind.device.name, "pool": pools}
     simulate = command_line(simulated)
-    is_cpu = load_hardware(layout.groups[0].kind.device.name).kind == "cpu"
-    # A GPU keeps KV in the dtype of the model.
-    can_be_served = layout.can_be_served() and (is_cpu or base.kv_bits != 8)
-    return {"command": _serve(layout, base) if can_be_served else simulate, "simulate_command": simulate}
-
-
-def _serve(layout: "FleetLayout", base: "Settings") -> str:
-    words = ["diptych", "serve", "--model", str(base.model)]
-    words += ["--quantize", base.quantize] if base.quantize else []
-    words += ["--kv-dtype", "int8"] if base.kv_bits == 8 else []
-    for group in layout.groups:
-        words += [f"--{group.role}", str(group.count)]
-    if layout.shape in ("unified", "chunked"):
-        words += ["--shape", layout.shape]
-    for name, value in (("--ttft-slo-ms", base.slo.ttft_ms), ("--tpot-slo-ms", base.slo.tpot_ms)):
-        words += [] if value is None else [name, f"{value:g}"]
-    return shlex.join(words)
+    return {"command": launch_command(layout, base), "simulate_command": simulate}

@@ -4,6 +4,7 @@ ARRIVALS = "Arrival process: poisson, gamma, constant, on_off or closed. Default
 ATTAINMENT = "Share of requests that must meet the objectives: 0.9 or 90. Default: 0.9."
 CORES = "CPUs to compute on, such as 0-3: one thread each. Default: all that are allowed."
 COST = "Step durations: auto, tables, operators, roofline, or a file. Default: auto."
+FORCE_CALIBRATION = "Use a file of --cost although its held-out error is above 20 %. Default: such a file is refused."
 DEVICE = "Device to compute on; auto: a GPU if there is one."
 DRAIN_TIMEOUT = "Seconds that running requests get after SIGTERM."
 DTYPE = "Arithmetic of the model; auto: the checkpoint's own."

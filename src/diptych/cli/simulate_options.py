@@ -15,7 +15,7 @@ SCHEDULER, MEMORY, OUTPUT = "Scheduler (details; --shape presets them)", "Memory
 PATHS = {
     **{name: name for name in ("model", "hardware", "tensor_parallel", "weight_bits", "quantize")},
     **{name: name for name in ("pipeline_parallel", "expert_parallel", "data_parallel")},
-    **{name: name for name in ("kv_bits", "cost", "engine", "shape")},
+    **{name: name for name in ("kv_bits", "cost", "force_calibration", "engine", "shape")},
     **{
         name: name
         for name in ("replicas", "routing", "disaggregate", "local_prefill", "on_failure", "max_model_len", "seed")
@@ -67,6 +67,7 @@ class SimulateOptions:
     ] = None
     kv_bits: Annotated[Whole, option(shared_help.KV_BITS, FLEET)] = None
     cost: Annotated[Text, option(shared_help.COST, FLEET)] = None
+    force_calibration: Annotated[Switch, option(shared_help.FORCE_CALIBRATION, FLEET)] = None
     engine: Annotated[Text, option(shared_help.SIMULATED_ENGINE, FLEET)] = None
     replicas: Annotated[
         Whole, option("Workers that prefill and decode (without --prefill, --decode). Default: 1.", FLEET)

@@ -10,24 +10,26 @@ from typing import Literal
 Answer = Literal["holds", "fails", "hopeless"]  # hopeless: more workers would not help either
 
 
-def fewest_workers(ask: Callable[[int], Answer], most: int) -> int | None:
-    """The smallest count in [1, most] for which ``ask`` says that it holds; None when there is none."""
-    count = _enough(ask, most)
-    return None if count is None else _least(lambda size: ask(size) == "holds", _failed_half(count), count)
+def fewest_workers(ask: Callable[[int], Answer], most: int, start: int = 1) -> int | None:
+    """The smallest count in [1, most] for which ``ask`` says that it holds; None when there is none. start: the count
+    that is asked first."""
+    found = _bracket(ask, most, start)
+    return None if found is None else _least(lambda size: ask(size) == "holds", *found)
 
 
 def fewest_split(
-    ask: Callable[[int, int], Answer], most: int, weights: tuple[int, int] = (1, 1)
+    ask: Callable[[int, int], Answer], most: int, weights: tuple[int, int] = (1, 1), start: int = 1
 ) -> tuple[int, int] | None:
     """The two counts, each in [1, most], that hold with the least sum of weight * count (of equal sums the one with the
-    smallest first count); None when there are none.
+    smallest first count); None when there are none. start: of both counts, what is asked first.
 
     Pairs that hold lie above a staircase. It is walked from the smallest first count on: of each next one it is asked
     only whether it needs so much less of the second that the sum falls.
     """
-    size = _enough(lambda count: ask(count, count), most)
-    if size is None:
+    found = _bracket(lambda count: ask(count, count), most, start)
+    if found is None:
         return None
+    size = found[1]
     first = _least(lambda count: ask(count, size) == "holds", 0, size)
     best = first, _least_second(ask, first, size)
     while True:
@@ -47,24 +49,22 @@ def _sum(counts: tuple[int, int], weights: tuple[int, int]) -> int:
     return counts[0] * weights[0] + counts[1] * weights[1]
 
 
-def _enough(ask: Callable[[int], Answer], most: int) -> int | None:
-    """The first of 1, 2, 4, ... that holds."""
-    count = 1
-    while True:
-        answer = ask(count)
-        if answer == "holds":
-            return count
+def _bracket(ask: Callable[[int], Answer], most: int, start: int) -> tuple[int, int] | None:
+    """A count that fails (0: none is known) and a larger one that holds, by doubling or halving from ``start``."""
+    low, count = 0, min(start, most)
+    answer = ask(count)
+    if answer == "holds":
+        while count > 1:
+            if ask(count // 2) != "holds":
+                return count // 2, count
+            count //= 2
+        return 0, count
+    while answer != "holds":
         if answer == "hopeless" or count == most:
             return None
-        count = min(most, 2 * count)
-
-
-def _failed_half(count: int) -> int:
-    """The largest count that the doubling up to ``count`` saw failing."""
-    power = 1
-    while 2 * power < count:
-        power *= 2
-    return power if count > 1 else 0
+        low, count = count, min(most, 2 * count)
+        answer = ask(count)
+    return low, count
 
 
 def _least(holds: Callable[[int], bool], low: int, high: int) -> int:

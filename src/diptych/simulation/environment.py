@@ -21,6 +21,7 @@ class Environment:
         self._heap: list[tuple[int, int, int, Action]] = []
         self._num_scheduled = 0
         self._cancelled: set[int] = set()
+        self.is_stopped = False
 
     def at(self, time_ns: int, priority: int, action: Action) -> int:
         """Run ``action`` at ``time_ns`` (not before now). Returns a number for ``cancel``."""
@@ -33,10 +34,15 @@ class Environment:
         """Forget a scheduled action that has not run."""
         self._cancelled.add(number)
 
+    def stop(self) -> None:
+        """Let nothing more happen after the present action."""
+        self.is_stopped = True
+
     def run(self, until_ns: int | None = None) -> None:
-        """Run until nothing is left to happen. Raises AssertionError when something is to happen after ``until_ns``."""
+        """Run until nothing is left to happen, or ``stop``. Raises AssertionError when something is to happen after
+        ``until_ns``."""
         heap, cancelled = self._heap, self._cancelled
-        while heap:
+        while heap and not self.is_stopped:
             time_ns, _, number, action = heappop(heap)
             assert until_ns is None or time_ns <= until_ns, f"still something to happen at {time_ns}"
             if cancelled and number in cancelled:

@@ -6,7 +6,7 @@ Read from catalogue/models.toml; hub_config.py reads config.json files.
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -35,6 +35,26 @@ def load_model(name: str) -> ModelSpec:
     raise ConfigError(f"model {name!r} is neither in the catalogue nor a config.json; known: {known}", param="model")
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedModel:
+    """Where a model of the catalogue is on the Hugging Face Hub, and its architecture as its config.json has it."""
+
+    hub_name: str
+    architecture: str
+
+
+def published(name: str) -> PublishedModel | None:
+    """The publication of a model of the catalogue, by name or alias; None of any other. An alias that is a name of the
+    Hub stands for itself, of other names it is the first."""
+    for key, raw in _raw().items():
+        aliases = raw.get("aliases", [])
+        if name.lower() in (key.lower(), *(alias.lower() for alias in aliases)):
+            hub = [alias for alias in aliases if "/" in alias]
+            own = [alias for alias in hub if alias.lower() == name.lower()]
+            return PublishedModel((own or hub)[0], raw["architecture"]) if hub else None
+    return None
+
+
 def model_names() -> tuple[str, ...]:
     """Names of the catalogue, without aliases, in its order."""
     return tuple(dict.fromkeys(spec.name for spec in _catalogue().values()))
@@ -45,17 +65,22 @@ PARTS: Mapping[str, Any] = {"moe": MoESpec, "mla": MLASpec, "window": WindowSpec
 
 @cache
 def _catalogue() -> Mapping[str, ModelSpec]:
-    text = (resources.files("diptych.simulation.catalogue") / "models.toml").read_text()
-    return _parse(text, "models.toml")
+    return _parse(_raw(), "models.toml")
 
 
-def _parse(text: str, source: str) -> dict[str, ModelSpec]:
+@cache
+def _raw() -> Mapping[str, Mapping[str, Any]]:
+    return tomllib.loads((resources.files("diptych.simulation.catalogue") / "models.toml").read_text())
+
+
+def _parse(tables: Mapping[str, Mapping[str, Any]], source: str) -> dict[str, ModelSpec]:
     """Name and aliases, in lower case, to the model."""
     known = {field.name for field in fields(ModelSpec)}
     entries: dict[str, ModelSpec] = {}
-    for name, raw in tomllib.loads(text).items():
+    for name, raw in tables.items():
         values = dict(raw)
         aliases = values.pop("aliases", [])
+        values.pop("architecture", None)
         unknown = set(values) - known
         if unknown:
             raise ConfigError(f"{source}: {name} has unknown fields {sorted(unknown)}", param="model")

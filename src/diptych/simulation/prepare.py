@@ -250,6 +250,7 @@ def prepare_pool(
         quantize=settings.quantize,
         engine=settings.engine,
         skew=skew,
+        force_calibration=settings.force_calibration,
     )
     scheduler = scheduler_of(settings)
     cache = cache_config(settings, scheduler, choice)

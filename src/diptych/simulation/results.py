@@ -184,6 +184,7 @@ class SimulationResult:
     num_events: int = 0  # events handled by the environment
     wall_s: float = 0.0  # what the simulation itself took
     misses: MissSummary | None = None  # what prefills were spent on; where misses were explained
+    is_cut: bool = False  # ended before its last request
     hit_error: float | None = None  # of routing kv_aware: |predicted - actual| cached share of the prompt tokens
 
 

@@ -43,11 +43,17 @@ USELESS_IDLE = 0.9  # a fleet that idles so much of its time and fails would fai
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """asked: the highest rate, or the fewest devices. search: the share of the requests that must meet their
-    objectives, and how closely the rate is searched. probe_s: how long a run lasts at least (None: 60 s)."""
+    objectives, and how closely the rate is searched. probe_s: how long a run lasts at least (None: 60 s).
+    most: the most workers, of each pool if there are several. start: how many are tried first. cuts_short: runs
+    are as long as the workload says, and those of too small fleets end when they cannot reach the share any more: their
+    attainment is that of the requests until then."""
 
     asked: Asked
     search: SearchConfig = field(default_factory=SearchConfig)
     probe_s: float | None = None
+    most: int = MOST_WORKERS
+    start: int = 1
+    cuts_short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +140,10 @@ class _Probes:
     def run(self, settings: Settings, **facts: Any) -> tuple[Run, int, int]:
         """(run, requests that met their objectives, as a lasting load would, requests that had any); facts: of what
         differs from the others."""
-        run = run_here(settings, values=self._values)
-        met, judged = lasting_score(run.result.requests)
+        question = self._question
+        wanted = question.search.attainment if question.cuts_short else None
+        run = run_here(settings, values=self._values, attainment=wanted)
+        met, judged = lasting_score(run.result.requests, is_cut=run.result.is_cut)
         if not judged:
             raise ConfigError(f"no request of the workload has an objective: {OBJECTIVES}", param="slo")
         self.points.append(
@@ -184,7 +192,7 @@ def _goodput(settings: Settings, question: Question, probes: _Probes) -> Found:
 def _devices(settings: Settings, question: Question, probes: _Probes) -> Found:
     """The smallest fleet on which enough requests meet their objectives: its replicas, or those of its pools."""
     workload = settings.workload
-    if workload.arrivals.kind != "closed":
+    if workload.arrivals.kind != "closed" and not question.cuts_short:
         workload = at_rate(workload, workload.rate, question.probe_s)
     settings = msgspec.structs.replace(settings, workload=workload)
     names = tuple(settings.pools.in_use) or ("replicas",)
@@ -214,9 +222,9 @@ def _devices(settings: Settings, question: Question, probes: _Probes) -> Found:
     with probes.until_interrupt():
         if len(names) == 2:
             first, second = (settings.of_pool(pool).parallelism.devices for pool in settings.pools.in_use.values())
-            counts = fewest_split(ask, MOST_WORKERS, (first, second))
+            counts = fewest_split(ask, question.most, (first, second), question.start)
         else:
-            fewest = fewest_workers(ask, MOST_WORKERS)
+            fewest = fewest_workers(ask, question.most, question.start)
             counts = None if fewest is None else (fewest,)
     if probes.is_cut:
         counts = min((tried for tried in held if held[tried] == "holds"), key=devices, default=None)
@@ -242,11 +250,12 @@ def with_workers(settings: Settings, workers: Mapping[str, int]) -> Settings:
     return msgspec.structs.replace(settings, pools=msgspec.structs.replace(settings.pools, named=named))
 
 
-def lasting_score(table: RequestTable) -> tuple[int, int]:
-    """(requests that met their objectives, as a load that lasts would have it; requests that had any)."""
+def lasting_score(table: RequestTable, *, is_cut: bool = False) -> tuple[int, int]:
+    """(requests that met their objectives, as a load that lasts would have it; requests that had any). is_cut: the
+    run ended before its last request, and is judged by those that had ended."""
     judged = sum(verdict >= 0 for verdict in table.slo_met)
     met = sum(verdict == 1 for verdict in table.slo_met)
-    return round(met * sustained_share(table)), judged
+    return round(met * (1.0 if is_cut else sustained_share(table))), judged
 
 
 def sustained_share(table: RequestTable) -> float:

@@ -152,8 +152,9 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     defaults). weight_bits: of a GPU (None: what the checkpoint has). quantize: on a CPU, as for ``diptych serve``; with
     a calibration it may only agree with what was measured (None: that, or "none"). engine: one of the engines
     whose host prepares the steps and whose front end takes the requests (None: as the cost model has it). shape: None:
-    chunked, or the rules of the engine that ``cost`` is a calibration of. admit_all:
-    refuse no request, however long it would wait. explain_misses: say what prefills were spent on."""
+    chunked, or the rules of the engine that ``cost`` is a calibration of. force_calibration: use one whose held-out
+    error is too large. admit_all: refuse no request, however long it would wait. explain_misses: say what prefills were
+    spent on."""
 
     model: str | None = None
     hardware: str | dict[str, Any] | None = None
@@ -165,6 +166,7 @@ class Settings(SettingsTable, frozen=True, kw_only=True):
     quantize: QuantizeName | None = None
     kv_bits: Literal[8, 16] = 16
     cost: str = "auto"
+    force_calibration: bool = False
     engine: str | None = None
     shape: PresetName | None = None
     replicas: AtLeastOne = 1

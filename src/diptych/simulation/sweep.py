@@ -26,11 +26,12 @@ from diptych.simulation.pool_settings import NETWORK, pool_path
 from diptych.simulation.prepare import Prepared, prepare, scheduler_of
 from diptych.simulation.report.outcome import outcome, workload_figures
 from diptych.simulation.results import SimulationResult
-from diptych.simulation.run import Progress, simulate_with_log
+from diptych.simulation.run import MissLimit, Progress, simulate_with_log
 from diptych.simulation.settings import Settings, plain, settings_from, with_value
 from diptych.workload.spec import ClosedLoop
 
 MAX_POINTS = 1000
+ROUNDING = 1e-9
 ALIASES = {"rate": "workload.rate", "chunk": "scheduler.max_batched_tokens"}
 
 Value = int | float | str
@@ -153,11 +154,16 @@ def run_here(
     record_events: bool = False,
     most_recorded: int | None = None,
     progress: Progress | None = None,
+    attainment: float | None = None,
 ) -> Run:
-    """Simulate one point in this process; the arguments are those of ``prepare``. Raises ConfigError."""
+    """Simulate one point in this process; the arguments are those of ``prepare``. attainment: end the run of an open
+    loop once so many requests have missed their objectives that this share cannot be reached. Raises ConfigError."""
     prepared = prepare(settings, record_events=record_events, most_recorded=most_recorded)
-    result, log = simulate_with_log(prepared.scenario, progress)
     workload = prepared.scenario.workload
+    limit = None
+    if attainment is not None and not isinstance(workload, ClosedLoop):
+        limit = MissLimit(int((1 - attainment) * len(workload) + ROUNDING))
+    result, log = simulate_with_log(prepared.scenario, progress, limit)
     point = outcome(
         result,
         settings=plain(settings),
@@ -195,24 +201,64 @@ def run_tasks(
     """What a task makes of every point, in their order, from ``num_workers`` processes. extras: plain data that each
     task gets after the values and the settings of its point. keeps_done: an interrupt (Ctrl-C) ends the work and gives
     the points that are done, if any. Raises ConfigError."""
-    tasks = [msgspec.json.encode((values, plain(settings), *extras)) for values, settings in points]
-    num_workers = min(num_workers, len(tasks))
-    if num_workers <= 1:
-        return _collect(map(task, tasks), on_done, keeps_done)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_end_silently) as pool:
-        futures = [pool.submit(task, encoded) for encoded in tasks]
+    with TaskPool(min(num_workers, len(points))) as pool:
+        return pool.run(task, points, *extras, on_done=on_done, keeps_done=keeps_done)
+
+
+class TaskPool:
+    """Processes that carry out tasks, started with the first that need them and kept until ``close``: to start one
+    takes longer than many a simulation. One process: this one."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "TaskPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def run(
+        self,
+        task: Task,
+        points: Sequence[tuple[Mapping[str, Value], Settings]],
+        *extras: Any,
+        on_done: Callable[[int], None] | None = None,
+        keeps_done: bool = False,
+    ) -> list[dict[str, Any]]:
+        """As ``run_tasks``."""
+        tasks = [msgspec.json.encode((values, plain(settings), *extras)) for values, settings in points]
+        if self._num_workers <= 1 or len(tasks) <= 1:
+            return _collect(map(task, tasks), on_done, keeps_done)
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._num_workers, mp_context=context, initializer=_end_silently)
+        futures = [self._pool.submit(task, encoded) for encoded in tasks]
         try:
             return _collect((future.result() for future in futures), on_done)
         except BrokenProcessPool:
+            self._abandon()
             message = "a process of the sweep was killed, probably out of memory; try fewer --processes"
             raise DiptychError(message, param="processes") from None
         except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
+            self._abandon()
             done = [future for future in futures if future.done() and not future.cancelled() and not future.exception()]
             if keeps_done and done and isinstance(error, KeyboardInterrupt):
                 return [msgspec.json.decode(future.result()) for future in done]
             raise
+
+    def _abandon(self) -> None:
+        """Forget what is to be done."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
 
 
 @contextmanager

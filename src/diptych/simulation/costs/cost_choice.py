@@ -17,7 +17,7 @@ from diptych.control.config import QuantizeName
 from diptych.control.errors import ConfigError
 from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.costs.engine_cost import EngineCost
-from diptych.simulation.costs.fitted import Calibration, read_calibration
+from diptych.simulation.costs.fitted import MOST_ERROR, Calibration, read_calibration
 from diptych.simulation.costs.interpolation import Curve
 from diptych.simulation.costs.layer_tables import (
     UNFUSED,
@@ -103,6 +103,7 @@ def choose_cost(
     quantize: QuantizeName | None = None,
     engine: str | None = None,
     skew: float = 1.0,
+    force_calibration: bool = False,
 ) -> CostChoice:
     """The cost model called ``name``: one of COSTS, a layer table of the catalogue by its name, or the path of a file
     of ``diptych calibrate``.
@@ -110,12 +111,13 @@ def choose_cost(
     weight_bits, quantize: see weight_precision (None: what the checkpoint has). A calibration has its own weights:
     ``quantize`` may only agree with them. engine: whose host prepares the steps and whose front end takes the requests
     (see serving_engine.py); None: as the table has it, else step_overhead_s of the hardware, and no front end. skew:
-    longest context of a decode batch over its mean; only layer tables that measured it know what that costs. Raises
-    ConfigError when the cost model does not exist for the model and the device, or when one of these is not named.
+    longest context of a decode batch over its mean; only layer tables that measured it know what that costs.
+    force_calibration: use a calibration whose held-out error is above MOST_ERROR. Raises ConfigError when the cost
+    model does not exist for the model and the device, when one of these is not named, or when it is too inaccurate.
     """
     if name not in (*COSTS, *layer_table_names()):
         _check_no_engine(engine, f"{Path(name).name}, which was measured with one")
-        return _calibrated(name, quantize)
+        return _calibrated(name, quantize, force_calibration)
     if model is None or hardware is None:
         missing = "model" if model is None else "hardware"
         example = "llama-3-8b" if model is None else "h100"
@@ -255,7 +257,7 @@ def dimensions(model: ModelSpec) -> ModelSpec:
     return replace(model, name="", max_context=1)
 
 
-def _calibrated(name: str, quantize: QuantizeName | None) -> CostChoice:
+def _calibrated(name: str, quantize: QuantizeName | None, is_forced: bool) -> CostChoice:
     path = Path(name)
     if not path.exists():
         tables = ", ".join(layer_table_names())
@@ -271,6 +273,28 @@ def _calibrated(name: str, quantize: QuantizeName | None) -> CostChoice:
             param="quantize",
         )
     weights = "" if measured == "none" else f" with {measured} weights"
-    law = f"{path.name}, {calibration.cost.name} law"
+    error = calibration.error_words()
+    law = f"{path.name}, {calibration.cost.name} law" + (f"; held-out error: {error}" if error else "")
     words = f"calibration of {Path(calibration.model).name}{weights} on this machine ({law})"
-    return CostChoice(calibration.cost, words, calibration, calibration.max_model_len, front_end=calibration.front_end)
+    return CostChoice(
+        calibration.cost,
+        words,
+        calibration,
+        calibration.max_model_len,
+        front_end=calibration.front_end,
+        assumptions=_inaccuracy(path, calibration, is_forced),
+    )
+
+
+def _inaccuracy(path: Path, calibration: Calibration, is_forced: bool) -> tuple[str, ...]:
+    """What a forced calibration is taken for; nothing of an accurate one. Raises ConfigError unless it is forced."""
+    if calibration.is_accurate:
+        return ()
+    missed = f"{path.name} misses held-out steps of its own measurement by {calibration.error_words()}"
+    if not is_forced:
+        raise ConfigError(
+            f"{missed}; the limit is a median of {MOST_ERROR:.0%}. Calibrate again on an idle machine, or use it all "
+            "the same with --force-calibration",
+            param="cost",
+        )
+    return (f"step durations are right, although {missed} (forced; the limit is a median of {MOST_ERROR:.0%})",)

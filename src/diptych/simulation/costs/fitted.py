@@ -28,6 +28,7 @@ BELIEF, LIVE_BELIEF = 0.01, 8.0  # how many measured steps a belief counts for, 
 OUTLIER = 6
 FIRM = 8  # recorded steps whose mean is worth judging by
 MOST_REPEATS = 64  # a point that is the mean of more steps weighs no more
+MOST_ERROR = 0.2  # of the median held-out step; above, a calibration is refused unless forced
 HELD_OUT = 4  # one point in HELD_OUT is kept out of the fit that is judged
 
 
@@ -114,6 +115,23 @@ class Calibration:
     def quantize(self) -> str:
         """What the measured engine's weights were quantised to; "none" in files from before there was a choice."""
         return self.settings.get("quantize") or "none"
+
+    @property
+    def held_out_error(self) -> dict[str, float] | None:
+        """The errors of the chosen law on held-out steps; None where the file has none."""
+        return self.errors.get(self.cost.name) or self.errors.get(f"single steps, {self.cost.name}")
+
+    @property
+    def is_accurate(self) -> bool:
+        """Whether the median held-out step is predicted within MOST_ERROR; a file without errors is taken at its
+        word."""
+        error = self.held_out_error
+        return error is None or error.get("median", 0.0) <= MOST_ERROR
+
+    def error_words(self) -> str:
+        """The error of the chosen law, for people; "" where the file has none."""
+        error = self.held_out_error
+        return "" if error is None else ", ".join(f"{name} {value:.1%}" for name, value in error.items())
 
     def worker(self, scheduler: SchedulerConfig) -> EngineConfig:
         """A worker of this machine with a scheduler of one's choice."""
