@@ -170,15 +170,10 @@ def test_native_attention_equals_torch(
             )
 
 
-@pytest.mark.parametrize(
-    ("limits", "kernels"),
-    pairwise([(None, None, False), (100, None, False), (100, 2.0, False), (100, None, True)], NATIVE, FASTEST_NATIVE),
-)
-def test_a_token_is_bitwise_the_same_whole_chunked_decoded_and_in_any_batch(
-    limits: tuple[int | None, float | None, bool], kernels: tuple[str, str]
+def check_same_bits(
+    shape: Shape, instruction_set: str, window: int | None, softcap: float | None, has_sinks: bool
 ) -> None:
-    (window, softcap, has_sinks), (dtype, instruction_set) = limits, kernels
-    shape = Shape(6, 2, 64, 32, dtype)
+    """A token has the same bits whole, chunked, decoded and in any batch."""
     native, how = shape.backend(instruction_set), shape.how(window, softcap, has_sinks=has_sinks)
     sequences = Sequences(shape, [600, 90, 1000])
     (whole,) = sequences.attend(native, [(0, 0, 600)], how)
@@ -190,6 +185,17 @@ def test_a_token_is_bitwise_the_same_whole_chunked_decoded_and_in_any_batch(
     crowd = sequences.attend(native, [(1, 89, 1), (0, 599, 1), (2, 0, 1000), (0, 300, 200)], how)
     assert torch.equal(crowd[1], whole[599:600])
     assert torch.equal(crowd[3], whole[300:500])
+
+
+@pytest.mark.parametrize(
+    ("limits", "kernels"),
+    pairwise([(None, None, False), (100, None, False), (100, 2.0, False), (100, None, True)], NATIVE, FASTEST_NATIVE),
+)
+def test_a_token_is_bitwise_the_same_whole_chunked_decoded_and_in_any_batch(
+    limits: tuple[int | None, float | None, bool], kernels: tuple[str, str]
+) -> None:
+    (window, softcap, has_sinks), (dtype, instruction_set) = limits, kernels
+    check_same_bits(Shape(6, 2, 64, 32, dtype), instruction_set, window, softcap, has_sinks)
 
 
 @pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)

@@ -29,7 +29,7 @@ from tests.runtime.checkpoints import prompt_of, reference, runner
 from tests.runtime.driving import chunks_of, generate, greedy, hand_off
 from tests.runtime.gathering_engine import GatheringEngine
 from tests.runtime.kernel_sets import EVERY, FASTEST_NATIVE, NATIVE, every_pair
-from tests.runtime.test_attention import HEADS, Sequences, Shape, make_batch
+from tests.runtime.test_attention import HEADS, Sequences, Shape, check_same_bits, make_batch
 from tests.runtime.test_freed_windows import PROMPTS, chunked, freeing, logprobs_of, spoil
 from tests.runtime.test_handoff_by_layer import connected
 from tests.runtime.test_model_runner import crowded_engine, fixed_budget
@@ -111,17 +111,7 @@ def test_attention_is_that_over_the_values_of_the_cache(
 def test_a_token_is_bitwise_the_same_whole_chunked_decoded_and_in_any_batch(
     dtype: str, instruction_set: str, window: int | None, softcap: float | None, has_sinks: bool
 ) -> None:
-    shape = Shape(6, 2, 64, 32, dtype, "int8")
-    native, how = shape.backend(instruction_set), shape.how(window, softcap, has_sinks=has_sinks)
-    sequences = Sequences(shape, [600, 90, 1000])
-    (whole,) = sequences.attend(native, [(0, 0, 600)], how)
-    for size in (1, 7, 64, 255, 256, 257):
-        for start in range(0, 600, max(size, 97)):
-            count = min(size, 600 - start)
-            (part,) = sequences.attend(native, [(0, start, count)], how)
-            assert torch.equal(part, whole[start : start + count])
-    crowd = sequences.attend(native, [(1, 89, 1), (0, 599, 1), (2, 0, 1000), (0, 300, 200)], how)
-    assert torch.equal(crowd[1], whole[599:600]) and torch.equal(crowd[3], whole[300:500])
+    check_same_bits(Shape(6, 2, 64, 32, dtype, "int8"), instruction_set, window, softcap, has_sinks)
 
 
 def poisoned(cache: torch.Tensor) -> torch.Tensor:
