@@ -14,7 +14,7 @@ from diptych.serving import edge_limits
 from diptych.web import panel_host, panel_wire
 from diptych.web.guide_app import NAMES, guide_app
 from diptych.web.panel_host import PanelHost
-from diptych.web.panel_wire import Call, receive
+from diptych.web.panel_wire import Call, send
 from diptych.web.panel_worker import PanelWorker
 from diptych.web.panels import choose
 
@@ -37,13 +37,13 @@ def test_a_panel_has_its_time_and_the_next_one_is_computed(monkeypatch: pytest.M
         found = [(await host.ask(call)).status]
         with monkeypatch.context() as patch:
             patch.setattr(panel_wire, "ANSWER_S", 0.0)
-            patch.setattr(panel_host, "receive", lambda pipe, kind: (time_is_over(host), receive(pipe, kind))[1])
+            patch.setattr(panel_host, "send", lambda pipe, call: (time_is_over(host), send(pipe, call)))
             found.append((await host.ask(call)).status)
         return [*found, (await host.ask(call)).status]
 
     def time_is_over(host: PanelHost) -> None:
         assert host._process is not None
-        host._process.wait(30)  # it is killed by the timer, however soon it would have answered
+        host._process.wait(30)  # it is killed by the timer before it is asked: else it may have answered
 
     host = PanelHost()
     try:

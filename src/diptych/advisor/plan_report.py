@@ -256,7 +256,7 @@ def plan_notes(data: Mapping[str, Any], attainment: float) -> list[str]:
 
 
 def _reach(attainment: float, num_requests: int) -> float:
-    """Half the interval of a share of so many requests."""
+    """Half the confidence interval of a share that was counted over ``num_requests``."""
     low, high = wilson(round(attainment * num_requests), num_requests)
     return (high - low) / 2
 

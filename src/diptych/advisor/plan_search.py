@@ -408,7 +408,7 @@ class _Stages:
         self._done = self._shown = 0.0  # of the present stage: before the runs that are under way, and shown
 
     def expect(self, total: int) -> None:
-        """So many stages are to come."""
+        """Take in how many stages are to come."""
         self._total = max(1, total)
 
     def begin(self) -> None:

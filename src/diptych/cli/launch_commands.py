@@ -42,7 +42,7 @@ def _own_weights(model: str) -> Path | None:
     for name in names:
         try:
             found = find_model(name)
-        except ConfigError:
+        except ConfigError:  # it is not here by this name
             continue
         if found.suffix == ".gguf" or any(any(found.glob(pattern)) for pattern in WEIGHTS):
             return found

@@ -157,7 +157,7 @@ def run_here(
     attainment: float | None = None,
 ) -> Run:
     """Simulate one point in this process; the arguments are those of ``prepare``. attainment: end the run of an open
-    loop once so many requests have missed their objectives that this share cannot be reached. Raises ConfigError."""
+    loop once this share of requests in time cannot be reached. Raises ConfigError."""
     prepared = prepare(settings, record_events=record_events, most_recorded=most_recorded)
     workload = prepared.scenario.workload
     limit = None
