@@ -2,11 +2,22 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 
-from diptych.diagnosis.alert_files import GROUP, expression, grafana_dashboard, prometheus_rules, watched_rows
+from diptych.diagnosis import alert_files
+from diptych.diagnosis.alert_files import (
+    FLEET_ALERTS,
+    FLEET_GROUP,
+    GROUP,
+    FleetAlert,
+    expression,
+    grafana_dashboard,
+    prometheus_rules,
+    watched_rows,
+)
 from diptych.diagnosis.diagnosis_table import BY_CAUSE
 
 TOKEN = re.compile(
@@ -114,6 +125,21 @@ def test_every_alert_judges_each_server_alone(row: object) -> None:
     assert kept and all({"instance", "model_name"} <= labels for labels in kept)
 
 
+def exported() -> set[str]:
+    """Names of metrics that the source of servers and fronts writes, with the ending that Prometheus gives counters."""
+    source = Path(alert_files.__file__).parents[1] / "serving"
+    found = {
+        name for path in source.rglob("*.py") for name in re.findall(r'"((?:vllm|diptych):\w+)"', path.read_text())
+    }
+    return found | {f"{name}_total" for name in found}
+
+
+@pytest.mark.parametrize("alert", FLEET_ALERTS, ids=lambda alert: alert.name)
+def test_every_alert_of_a_fleet_reads_metrics_that_servers_export(alert: FleetAlert) -> None:
+    found = PromQL(alert.expression)
+    assert set(found.metrics) <= exported() and all({"instance", "model_name"} <= labels for labels in found.kept)
+
+
 @pytest.mark.parametrize("wrong", ["sum(", "rate(x:y[5m]", "sum(rate(vllm:a[5m]))) > 1", "a:b >", "1 and on( 2"])
 def test_the_parser_refuses_what_is_no_promql(wrong: str) -> None:
     with pytest.raises(AssertionError):
@@ -122,10 +148,11 @@ def test_the_parser_refuses_what_is_no_promql(wrong: str) -> None:
 
 def test_the_rule_file_is_what_prometheus_reads() -> None:
     rules = yaml.safe_load(prometheus_rules())
-    [group] = rules["groups"]
-    assert rules.keys() == {"groups"} and group["name"] == GROUP
+    [group, fleet] = rules["groups"]
+    assert rules.keys() == {"groups"} and (group["name"], fleet["name"]) == (GROUP, FLEET_GROUP)
     assert [rule["labels"]["cause"] for rule in group["rules"]] == [row.cause for row in watched_rows()]
-    for rule in group["rules"]:
+    assert [rule["alert"] for rule in fleet["rules"]] == [alert.name for alert in FLEET_ALERTS]
+    for rule in (*group["rules"], *fleet["rules"]):
         assert rule.keys() == {"alert", "expr", "for", "labels", "annotations"}
         assert re.fullmatch(r"[A-Z][A-Za-z]+", rule["alert"])
         assert re.fullmatch(r"\d+[smh]", rule["for"])

@@ -13,13 +13,15 @@ RULES, DASHBOARD = "diptych-rules.yml", "diptych-dashboard.json"
 
 
 def alerts(
-    folder: Annotated[Path, typer.Argument(help="Folder for the files.")] = Path("."),
+    folder: Annotated[Path, typer.Argument(help="Folder for the files; it is made.")] = Path("."),
 ) -> None:
     """Write Prometheus rules and a Grafana dashboard for Diptych and vLLM servers."""
     with errors_in_words():
         from diptych.diagnosis.alert_files import grafana_dashboard, prometheus_rules
 
-        if not folder.is_dir():
-            raise ConfigError(f"folder is {folder}; there is no such folder", param="folder")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"folder is {folder}, which cannot be made: {error.strerror}", param="folder") from None
         for name, text in ((RULES, prometheus_rules()), (DASHBOARD, grafana_dashboard())):
             print(write_file(folder / name, [text.encode()]))

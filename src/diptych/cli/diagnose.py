@@ -56,7 +56,8 @@ def diagnose(
 ) -> None:
     """Say what limits a server: causes in seconds per request, and the setting that changes most.
 
-    Reads Diptych, vLLM, SGLang, llama.cpp, Dynamo and Prometheus servers, and files of diptych serve --record.
+    Reads Diptych, vLLM, SGLang, llama.cpp, Dynamo and Prometheus servers, a front with the engines behind it, and files
+    of diptych serve --record.
     """
     with errors_in_words():
         sources = sources or [LOCAL_URL]
@@ -64,7 +65,7 @@ def diagnose(
         if window <= 0 or (range_s is not None and range_s <= 0):
             raise ConfigError("window and range are seconds; they must be more than 0", param="window")
         objectives = asked_slo(slo, ttft_slo_ms, tpot_slo_ms)
-        watched = [_Watched(source, partial(reader_for, source, api_key, window, range_s)) for source in sources]
+        watched = [_Source(source, api_key, window, range_s) for source in sources]
         while True:
             begun_s = time.process_time()
             found = _diagnosed(watched, objectives, with_advice=advice, goes_on=watch)
@@ -107,7 +108,7 @@ def reader_for(source: str, key: str | None, window_s: float = WINDOW_S, range_s
 
 
 class _Watched:
-    """A source that is diagnosed again and again. reader: finds out what answers there, when it first does. Advice is
+    """A server that is diagnosed again and again. reader: finds out what answers there, when it first does. Advice is
     simulated again only when other causes are named."""
 
     def __init__(self, name: str, reader: Callable[[], "Reader"]) -> None:
@@ -130,17 +131,44 @@ class _Watched:
         return _Diagnosed(found, self._advice)
 
 
-def _diagnosed(watched: Sequence[_Watched], slo: "Slo | None", *, with_advice: bool, goes_on: bool) -> list[_Diagnosed]:
-    """Diagnose all sources that can be read; print why the others cannot. Raises ConfigError when none can be read,
+class _Source:
+    """What was named on the command line: one server or file, or a front, which stands for itself and its engines."""
+
+    def __init__(self, name: str, key: str | None, window_s: float, range_s: float | None) -> None:
+        self._name, self._key, self._window_s = name, key, window_s
+        self._single = _Watched(name, partial(reader_for, name, key, window_s, range_s))
+        self._servers: dict[str, _Watched] = {}  # of a front
+
+    def servers(self) -> list[_Watched]:
+        """The servers that it stands for now."""
+        from diptych.diagnosis.adapters.front_server import readers_behind
+        from diptych.diagnosis.adapters.http_get import Site
+
+        if "://" not in self._name and (Path(self._name).exists() or ":" not in self._name):
+            return [self._single]
+        try:
+            behind = readers_behind(Site.of(self._name, self._key), self._window_s)
+        except ConfigError:  # it is no address: its own reader says so, when it is its turn
+            return [self._single]
+        if behind is None:
+            return [self._single]
+        for reader in behind:
+            self._servers.setdefault(reader.name, _Watched(reader.name, reader.find))
+        return [self._servers[reader.name] for reader in behind]
+
+
+def _diagnosed(sources: Sequence[_Source], slo: "Slo | None", *, with_advice: bool, goes_on: bool) -> list[_Diagnosed]:
+    """Diagnose all servers that can be read; print why the others cannot. Raises ConfigError when none can be read,
     unless they are read again."""
     found, why = [], None
-    for source in watched:
+    watched = [server for source in sources for server in source.servers()]
+    for server in watched:
         try:
-            found.append(source.diagnose(slo, with_advice=with_advice))
+            found.append(server.diagnose(slo, with_advice=with_advice))
         except ConfigError as error:
             why = error
             if goes_on or len(watched) > 1:
-                print(f"{source.name}: {error}", file=sys.stderr)
+                print(f"{server.name}: {error}", file=sys.stderr)
     if why is not None and not (found or goes_on):
         raise why
     return found

@@ -1,4 +1,5 @@
-"""Files for monitoring, made from the diagnosis table: a Prometheus rule file and a Grafana dashboard.
+"""Files for monitoring, made from the diagnosis table and what an operator must see to: a Prometheus rule file and a
+Grafana dashboard.
 
 An alert cannot attribute seconds: it says which row of the table to look at, with the row's own words. The expressions
 read vLLM's names, which Diptych exports too, and Diptych's own. Each server that Prometheus scrapes is judged alone.
@@ -6,6 +7,7 @@ read vLLM's names, which Diptych exports too, and Diptych's own. Each server tha
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from diptych.diagnosis.diagnosis_table import ROWS, CauseRow
@@ -16,6 +18,68 @@ FOR = "5m"
 GROUP = "diptych-diagnosis"
 PANEL_WIDTH, PANEL_HEIGHT, COLUMNS = 12, 8, 2
 DASHBOARD_SCHEMA = 39  # of Grafana 10 and later
+FLEET_GROUP = "diptych-fleet"
+WORKER = f"{SERVER}, worker"  # the labels that stand for one worker, or one engine behind a front
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAlert:
+    """What an operator has to see to, whatever it costs: name, PromQL, how long it must hold, words for people."""
+
+    name: str
+    expression: str
+    hold: str
+    summary: str
+    description: str
+    look: str
+
+
+FLEET_ALERTS = (
+    FleetAlert(
+        "WorkerDown",
+        f"min by ({WORKER}) (diptych:worker_up) == 0",
+        "2m",
+        "worker {{ $labels.worker }} does not serve",
+        "It was lost and is not back. Behind a front /engines names the engine and says what it lacks; the log says "
+        "why it was lost.",
+        "curl URL/engines, or the log of the server",
+    ),
+    FleetAlert(
+        "DrainsTooLong",
+        f"max by ({WORKER}) (diptych:worker_draining) == 1",
+        "30m",
+        "worker {{ $labels.worker }} has been draining for half an hour",
+        "It gets nothing new until its engine was started again, or until it is used again.",
+        """curl -X POST URL/admin/workers/{{ $labels.worker }} -d '{"drain": false}'""",
+    ),
+    FleetAlert(
+        "RequestsRefused",
+        f"sum by ({SERVER}) (rate(diptych:requests_refused_total[{WINDOW}])) > 0.05 * "
+        f"sum by ({SERVER}) (rate(vllm:request_success_total[{WINDOW}]))",
+        FOR,
+        "more than one request in twenty is refused",
+        "Queues or limits of keys are full: clients get 429 or 503.",
+        "diptych diagnose URL",
+    ),
+    FleetAlert(
+        "ObjectivesMissed",
+        f"sum by ({SERVER}) (rate(diptych:requests_meeting_slo_total[{WINDOW}])) < 0.9 * "
+        f"sum by ({SERVER}) (rate(diptych:requests_with_slo_total[{WINDOW}]))",
+        FOR,
+        "more than one request in ten misses its latency objectives",
+        "The diagnosis says what takes the time, and which setting changes most.",
+        "diptych diagnose URL",
+    ),
+    FleetAlert(
+        "CachePredictedWrongly",
+        f"max by ({SERVER}) (diptych:router_cache_alarm) == 1",
+        FOR,
+        "the router is wrong about what the engines' caches hold",
+        "More than a fifth of the predicted cached tokens was not there. Give kv_events=, or set --assumed and "
+        "--block-size to what the engines do.",
+        "curl URL/engines",
+    ),
+)
 
 
 def alert_name(row: CauseRow) -> str:
@@ -51,6 +115,19 @@ def prometheus_rules() -> str:
             f"          summary: {json.dumps(summary)}",
             f"          description: {json.dumps(description)}",
             '          next: "diptych diagnose URL"',
+        ]
+    lines += [f"  - name: {FLEET_GROUP}", "    rules:"]
+    for alert in FLEET_ALERTS:
+        lines += [
+            f"      - alert: {alert.name}",
+            f"        expr: {json.dumps(alert.expression)}",
+            f"        for: {alert.hold}",
+            "        labels:",
+            "          severity: warning",
+            "        annotations:",
+            f"          summary: {json.dumps(alert.summary)}",
+            f"          description: {json.dumps(alert.description)}",
+            f"          next: {json.dumps(alert.look)}",
         ]
     return "\n".join(lines) + "\n"
 

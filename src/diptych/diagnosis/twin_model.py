@@ -22,6 +22,7 @@ from diptych.simulation.costs.cost_model import CostModel
 from diptych.simulation.costs.fitted import MeasuredPoint, fit_scaled, fit_table, gather
 from diptych.simulation.costs.terms_cost import StepTermsCost
 from diptych.simulation.fleet.pools import Pool, Pools
+from diptych.simulation.fleet.simulated_disk import DiskModel
 from diptych.simulation.results import RequestTable
 from diptych.simulation.run import simulate
 from diptych.simulation.scenario import Scenario
@@ -59,9 +60,11 @@ class TwinModel:
         """The scenario to simulate."""
         cost = self.cost or StepTermsCost(*self.terms)
         if len(self.roles) == 1 and self.roles[0] == "both":
-            return Scenario(engine=self.engines[0], cost=cost, workload=self.requests, cluster=self.cluster)
+            engine = self.engines[0]
+            disk = _disk_of(engine)
+            return Scenario(engine=engine, cost=cost, workload=self.requests, cluster=self.cluster, disk=disk)
         pools = tuple(
-            Pool(name=f"{role}-{number}", role=role, replicas=1, engine=engine)
+            Pool(name=f"{role}-{number}", role=role, replicas=1, engine=engine, disk=_disk_of(engine))
             for number, (role, engine) in enumerate(zip(self.roles, self.engines, strict=True))
         )
         fleet = Pools(kv_bytes_per_token=max(1, self.kv_bytes_per_token), link=self.link, named=pools)
@@ -96,6 +99,12 @@ class TwinModel:
     def run(self) -> RequestTable:
         """The requests after the simulation."""
         return simulate(self.scenario()).requests
+
+
+def _disk_of(engine: EngineConfig) -> DiskModel | None:
+    """The disk below a worker's cache, at the pace that its settings say; None where it has none."""
+    tiers = engine.cache.tiers
+    return DiskModel.measured(tiers.load_block_ns) if tiers.has_disk else None
 
 
 def twin_of(observation: Observation) -> TwinModel | None:

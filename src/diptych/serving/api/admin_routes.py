@@ -42,15 +42,16 @@ FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")  # a proxy on t
 
 class ChangeBody(BaseModel):
     """What is to change about a worker; what is left out stays. drain: true gives it nothing new and hands its streams
-    to others, false uses it again. cores: CPUs to compute on, such as 0-3, a thread on each; multiprocessors: how many
-    of its GPU's. pin: whether the planner leaves the worker as it is (left out: true with a role or a shape). With
-    ``cores`` it leaves the rule that divides the cores."""
+    to others, false uses it again. An engine behind a front is used again by itself when it was started again after
+    true; "hold" keeps it out until false. (A worker of this server stays out in both cases.) cores: CPUs to compute on,
+    such as 0-3, a thread on each; multiprocessors: how many of its GPU's. pin: whether the planner leaves the worker as
+    it is (left out: true with a role or a shape). With ``cores`` it leaves the rule that divides the cores."""
 
     model_config = ConfigDict(extra="forbid")
 
     role: Role | None = None
     shape: PresetName | None = None
-    drain: bool | None = None
+    drain: bool | Literal["hold"] | None = None
     cores: str | None = None
     multiprocessors: int | None = Field(default=None, ge=1)
     pin: bool | None = None
@@ -220,8 +221,10 @@ def _change(changes: WorkerChanges, worker: int, wanted: ChangeBody) -> None:
     if share is not None:
         changes.change_share(worker, share)
         changes.pin_split(True)
-    if wanted.drain is not None:
-        (changes.drain if wanted.drain else changes.use_again)(worker)
+    if wanted.drain is False:
+        changes.use_again(worker)
+    elif wanted.drain is not None:
+        changes.drain(worker, is_held=wanted.drain == "hold")
     is_pinned = wanted.pin
     if is_pinned is None and (wanted.role is not None or wanted.shape is not None):
         is_pinned = True

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from diptych import __version__
 from diptych.base import compiled_modules
-from diptych.control.errors import NotFoundError
+from diptych.control.errors import ConflictError, NotFoundError
 from diptych.serving import edge_limits
 from diptych.serving.api import error_responses as errors
 from diptych.serving.api import protocol
@@ -33,6 +33,7 @@ from diptych.serving.front.relay_request import RelayPath, read_request
 from diptych.serving.front.relay_stream import RelayResponse
 from diptych.serving.front.served_engines import EngineFront
 from diptych.serving.keys.keyring import Keyring
+from diptych.timeline.watched_server import WatchedEngine
 
 OBJECT: dict[str, Any] = {"content": {"application/json": {"schema": {"type": "object"}}}}
 OWN_NAME = "front"  # by which clients may call any model
@@ -96,22 +97,31 @@ class FrontService:
 
     def engines(self) -> list[dict[str, Any]]:
         """Every engine, with what was found out about it."""
+        return [self.engine(engine.number) for engine in self.front.external.engines]
+
+    def engine(self, worker: int) -> dict[str, Any]:
+        """One engine, with what was found out about it. Raises NotFoundError."""
         fleet = self.front.external
-        return [
-            {
-                "worker": engine.number,
-                "kind": engine.spec.kind,
-                "url": engine.spec.url,
-                "rank": engine.spec.rank,
-                "role": engine.spec.role,
-                "state": engine.state.value,
-                "is_up": engine.number in fleet.core.members.up,
-                "open_requests": len(engine.exchanges),
-                "losses": engine.num_restarts,
-                **engine.described(),
-            }
-            for engine in fleet.engines
-        ]
+        if worker not in range(len(fleet.engines)):
+            numbers = ", ".join(str(engine.number) for engine in fleet.engines)
+            raise NotFoundError(f"engine is {worker}; there are {numbers}", param="worker")
+        engine = fleet.engines[worker]
+        return {
+            "worker": engine.number,
+            "name": engine.name,
+            "kind": engine.spec.kind,
+            "url": engine.spec.url,
+            "rank": engine.spec.rank,
+            "role": engine.spec.role,
+            "state": fleet.state_of(worker),
+            "is_up": worker in fleet.core.members.up,
+            "is_used": fleet.core.members.is_usable(worker),
+            "is_draining": fleet.changes.is_draining(worker),
+            "is_held": fleet.changes.is_held(worker),
+            "open_requests": fleet.core.attempts.count_of(worker),
+            "losses": engine.num_restarts,
+            **engine.described(),
+        }
 
 
 def build_front_app(
@@ -199,11 +209,54 @@ def _add_information(app: FastAPI, service: FrontService) -> None:
         """Every engine: whether it is up, its version, what it can do, and what it lacks."""
         return _json({"engines": service.engines()})
 
+    missing: dict[int | str, dict[str, Any]] = {404: ERRORS[404], **no_key, 200: OBJECT}
+
+    @app.get("/engines/{worker:int}", responses=missing)
+    async def engine(worker: int) -> Response:
+        """One engine."""
+        return _json(service.engine(worker))
+
+    @app.get("/engines/{worker:int}/ready", responses={**missing, 503: OBJECT})
+    async def engine_ready(worker: int) -> Response:
+        """Whether new requests go to an engine: 200, else 503 with its state. Retry until 200."""
+        return _in_state(service.engine(worker), "ready")
+
+    @app.get("/engines/{worker:int}/drained", responses={**missing, 503: OBJECT})
+    async def engine_drained(worker: int) -> Response:
+        """Whether nothing is left at an engine that is drained, so that it may be stopped: 200, else 503 with its
+        state. Retry until 200."""
+        return _in_state(service.engine(worker), "drained")
+
+    unknown: dict[int | str, dict[str, Any]] = {**missing, 409: ERRORS[409]}
+
+    @app.get("/engines/{worker:int}/pages", responses=unknown)
+    async def engine_pages(worker: int, request: Request) -> Response:
+        """The pages of an engine's own metrics that are kept of the last minute, the oldest first."""
+        service.engine(worker)
+        watched = front.external.engines[worker].watched()
+        if watched is None:
+            words = (
+                f"no metrics of engine {worker} are kept: its kind has none that are, or it has shown too little yet"
+            )
+            raise ConflictError(words, code="no_engine_metrics")
+        size = sum(len(page) for _, page in watched.pages)
+        reply = await front.long_work.run(lambda: encode_json(_pages(watched)), size, tenant_in(request))
+        return Response(reply, media_type="application/json")
+
     @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics(request: Request) -> Response:
         """Prometheus metrics."""
         text = front.metrics.text() + key_metrics(request, front.metrics.model_name)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _pages(watched: WatchedEngine) -> dict[str, Any]:
+    pages = [{"at_s": at_s, "text": page.decode("utf-8", "replace")} for at_s, page in watched.pages]
+    return {"name": watched.name, "version": watched.version, "pages": pages}
+
+
+def _in_state(engine: dict[str, Any], state: str) -> Response:
+    return _json(engine, 200 if engine["state"] == state else 503)
 
 
 def _json(content: Any, status: int = 200) -> Response:

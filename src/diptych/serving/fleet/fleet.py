@@ -522,6 +522,7 @@ def view_of(fleet: "Fleet", now: int) -> FleetView:
         fleet.door.refused if fleet.door is not None else {},
         fleet.joint_ready,
         fleet.failures.counts,
+        frozenset(number for number in numbers if fleet.changes.is_draining(number)),
     )
 
 

@@ -69,10 +69,12 @@ class ChangingFleet(Protocol):
 
 @dataclass(slots=True)
 class _Draining:
-    """done: nothing is left there. is_leaving: its process will be stopped then."""
+    """done: nothing is left there. is_leaving: its process will be stopped then. is_held: a new process of it does not
+    end the drain."""
 
     done: asyncio.Event = field(default_factory=asyncio.Event)
     is_leaving: bool = False
+    is_held: bool = False
 
 
 class WorkerChanges:
@@ -168,15 +170,21 @@ class WorkerChanges:
         """The preset by which a worker schedules when it does both phases."""
         return "unified" if self._base(worker).budget.kind == "whole" else "chunked"
 
-    def drain(self, worker: int) -> None:
-        """Give this worker nothing new, and its streams to others. Raises ConflictError when no worker would be left
-        for a phase, NotFoundError when there is no such worker."""
+    def name(self, worker: int) -> str:
+        """A worker's name for people."""
+        return f"worker {worker}"
+
+    def drain(self, worker: int, *, is_held: bool = False) -> None:
+        """Give this worker nothing new, and its streams to others. is_held: until ``use_again``, whatever becomes of
+        its process. Raises ConflictError when no worker would be left for a phase, NotFoundError when there is no such
+        worker."""
         self._require(worker)
-        if worker in self._draining:
+        if (draining := self._draining.get(worker)) is not None:
+            draining.is_held = draining.is_held or is_held
             return
         self._fleet.members.check_change(worker, None)
-        logger.warning("worker %d: draining", worker)
-        self._draining[worker] = _Draining()
+        logger.warning("%s: draining", self.name(worker))
+        self._draining[worker] = _Draining(is_held=is_held)
         self._fleet.tell(DrainStarted(worker, self._fleet.progress()))
         self._fleet.show(worker)
 
@@ -189,7 +197,7 @@ class WorkerChanges:
             return
         if draining.is_leaving:
             raise ConflictError(f"worker {worker} is being removed", param="drain")
-        logger.warning("worker %d: used again", worker)
+        logger.warning("%s: used again", self.name(worker))
         del self._draining[worker]
         self._fleet.tell(DrainEnded(worker))
         self._fleet.show(worker)
@@ -258,12 +266,21 @@ class WorkerChanges:
 
     def on_drained(self, worker: int) -> None:
         """Nothing is left on this worker."""
-        if (draining := self._draining.get(worker)) is not None:
+        if (draining := self._draining.get(worker)) is not None and not draining.done.is_set():
+            logger.warning("%s: drained, nothing is left there", self.name(worker))
             draining.done.set()
 
     def is_draining(self, worker: int) -> bool:
         """Whether it gets nothing new."""
         return worker in self._draining
+
+    def is_drained(self, worker: int) -> bool:
+        """Whether it gets nothing new, and nothing is left there."""
+        return (draining := self._draining.get(worker)) is not None and draining.done.is_set()
+
+    def is_held(self, worker: int) -> bool:
+        """Whether it gets nothing new until an operator says so, also when its process is another one."""
+        return (draining := self._draining.get(worker)) is not None and draining.is_held
 
     def _divide_cores(self) -> None:
         """Roles or workers are others: divide the cores again, by the rule."""

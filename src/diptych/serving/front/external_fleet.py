@@ -5,6 +5,7 @@ nothing of an engine can be set: an operator may drain it, use it again, and cha
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,8 +25,8 @@ from diptych.serving.fleet.fleet_options import FleetOptions
 from diptych.serving.fleet.fleet_plan import FleetPlan
 from diptych.serving.fleet.host_cores import HostCores
 from diptych.serving.fleet.joint_ready import joint_ready
-from diptych.serving.fleet.worker_changes import DRAIN_LIMIT_S, WorkerChanges
-from diptych.serving.fleet.worker_handle import WorkerHandle
+from diptych.serving.fleet.worker_changes import DRAIN_LIMIT_S, ChangingFleet, WorkerChanges
+from diptych.serving.fleet.worker_handle import WorkerHandle, WorkerState
 from diptych.serving.front.engine_load import LearnedPrices
 from diptych.serving.front.engine_spec import FrontOptions, in_order
 from diptych.serving.front.external_worker import ExternalWorker
@@ -34,11 +35,34 @@ from diptych.serving.front.relay_stream import RelayStream
 from diptych.serving.link.engine_options import EngineOptions, MemoryOptions
 from diptych.serving.link.messages import Ready
 
+logger = logging.getLogger(__name__)
+
+ENGINE_STATES = ("starting", "ready", "draining", "drained", "lost", "stopped")
 NOT_OURS = "the engine is not this server's: {} cannot be changed from here"
 
 
 class ExternalChanges(WorkerChanges):
-    """What an operator may change of engines that others run."""
+    """What an operator may change of engines that others run. names: of the engines, by number."""
+
+    def __init__(
+        self,
+        fleet: ChangingFleet,
+        started: Sequence[SchedulerConfig],
+        slo: Slo,
+        cores: HostCores,
+        names: Sequence[str],
+    ) -> None:
+        super().__init__(fleet, started, slo, cores)
+        self._names = names
+
+    def name(self, worker: int) -> str:
+        return f"worker {worker} ({self._names[worker]})"
+
+    def on_restarted(self, worker: int) -> None:
+        """Another process of this engine serves: if it was drained for that, the drain is over."""
+        if self.is_draining(worker) and not self.is_held(worker):
+            logger.warning("%s: it was started again, which ends its drain", self.name(worker))
+            self.use_again(worker)
 
     def change_role(self, worker: int, role: Role) -> None:
         raise ConflictError(NOT_OURS.format("its role"))
@@ -95,6 +119,7 @@ class ExternalLauncher:
             self._clock,
             self._prices,
             fleet.leave_recording,
+            lambda: fleet.changes.is_draining(number),
         )
 
 
@@ -159,8 +184,15 @@ class ExternalFleet(Fleet):
                 found[request_id] = stream.request.max_tokens
         return found
 
+    @property
+    def external_changes(self) -> ExternalChanges:
+        """What an operator may change of the engines."""
+        assert isinstance(self.changes, ExternalChanges)
+        return self.changes
+
     def make_changes(self, started: Sequence[SchedulerConfig], cores: HostCores) -> WorkerChanges:
-        return ExternalChanges(self, started, self.options.slo, cores)
+        names = [engine.name for engine in self.front.engines]
+        return ExternalChanges(self, started, self.options.slo, cores, names)
 
     def make_plan(self) -> FleetPlan:
         count = len(self.front.engines)
@@ -185,3 +217,13 @@ class ExternalFleet(Fleet):
             summary = f"{len(known)} of {len(self.front.engines)} engines: {kinds}"
             self.joint_ready = msgspec.structs.replace(joint_ready(roles, known), summary=summary)
             self._first_ready.set()
+        if self.engines[worker].has_restarted:
+            self.external_changes.on_restarted(worker)
+
+    def state_of(self, worker: int) -> str:
+        """Where an engine is in its life, one of ENGINE_STATES. draining: it gets nothing new; drained: nothing is left
+        there, either."""
+        state = self.workers[worker].state
+        if state is not WorkerState.READY or not self.changes.is_draining(worker):
+            return state.value
+        return "drained" if self.changes.is_drained(worker) else "draining"

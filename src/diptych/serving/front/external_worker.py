@@ -65,7 +65,8 @@ STALE_PROBES = 4
 class ExternalWorker:
     """A WorkerHandle for an external engine. relay_of: the open stream of a request. on_gaps: called for lost KV events
     (see ServingMetrics). num_up: how many engines there are to try. prices: those of all engines. leave: writes down
-    what is known of a failure, and returns where."""
+    what is known of a failure, and returns where. is_draining: whether an operator has taken it out: it may be started
+    again soon, and is looked at more often."""
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class ExternalWorker:
         clock: Callable[[], int],
         prices: LearnedPrices,
         leave: Callable[[str, BaseException], str],
+        is_draining: Callable[[], bool] = lambda: False,
     ) -> None:
         self.number, self.name, self._log = number, spec.name, LimitedLog(logger)
         self.spec = spec
@@ -93,11 +95,15 @@ class ExternalWorker:
         self._relay_of = relay_of
         self._on_gaps = on_gaps
         self._num_up = num_up
+        self._is_draining = is_draining
         self._prices = prices
         self._listener: WorkerListener | None = None
         self._life: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
         self._lost_words, self._has_crashed = "", False
+        self._lost_ns: int | None = None  # None: it was never lost, or is back
+        self._looked_ns = 0  # when it was last asked for a sign of life
+        self.has_restarted = False  # before it was last ready, its process was seen to have ended
         self._leave = leave
         self._failed: tuple[CoreFailedError, str] | None = None  # by a defect; its recording
         self._restart = RestartPause()
@@ -203,6 +209,7 @@ class ExternalWorker:
                 break
             except EngineNotReadyError as error:
                 words = str(error)
+                self._has_crashed = self._has_crashed or isinstance(error.__context__, ConnectionError)
             except Exception as error:  # a defect of the adapter must not end the worker's life in silence
                 self._log.error(kind_of(error), "%s: its replies could not be read", self.name, error=error)
                 words = f"{type(error).__name__}: {error}"
@@ -213,6 +220,7 @@ class ExternalWorker:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._begin(facts)
         message = facts.ready(self.spec.url, self._options.block_size)
+        self._say_that_it_serves(message.description)
         if facts.degraded:
             logger.warning("%s lacks: %s", self.name, "; ".join(facts.degraded))
         hand_over(self._listener, self.number, message)
@@ -220,8 +228,18 @@ class ExternalWorker:
             self.ready.set_result(message)
         self._report_load()
 
+    def _say_that_it_serves(self, description: str) -> None:
+        lost_ns, self._lost_ns = self._lost_ns, None
+        if lost_ns is None:
+            logger.info("%s is ready: %s", self.name, description)
+        else:
+            away_s = (self.clock() - lost_ns) / NS_PER_S
+            how = "its process was started again" if self.has_restarted else "the same process, as far as it shows"
+            logger.warning("%s is back after %.1f s (%s): %s", self.name, away_s, how, description)
+
     def _begin(self, facts: EngineFacts) -> None:
         """The engine holds nothing of ours."""
+        self.has_restarted, self._has_crashed = self._has_crashed, False
         self.facts, self.state = facts, WorkerState.READY
         self._lost.clear()
         self._restart.begun()
@@ -252,8 +270,11 @@ class ExternalWorker:
                     self.on_defect("", error)
         if self.state is not WorkerState.READY:
             return
-        logger.error("%s is lost: %s", self.name, self._lost_words)
-        self.state = WorkerState.LOST
+        if self._is_draining():
+            logger.warning("%s is gone while it drains: %s", self.name, self._lost_words)
+        else:
+            logger.error("%s is lost: %s", self.name, self._lost_words)
+        self.state, self._lost_ns = WorkerState.LOST, self.clock()
         self.num_restarts += 1
         self._drop_exchanges()
         self.pool.close()
@@ -284,7 +305,11 @@ class ExternalWorker:
         if is_mute and now - newest > self._options.idle_s * NS_PER_S:  # its server may answer all the same
             self._lose(f"no stream got a token for {self._options.idle_s:g} s")
         self.handoffs.break_off_overdue(now, self._options.first_byte_s)
-        if self.exchanges and now - newest > silent_ns:
+        if self.exchanges:
+            is_silent = now - newest > silent_ns
+        else:  # nothing would break off if it went away
+            is_silent = self._is_draining() or now - self._looked_ns > silent_ns
+        if is_silent:
             self._check_soon()
         self.cache.tick(now)
         self._report_load()
@@ -316,6 +341,7 @@ class ExternalWorker:
 
     async def _check_life(self) -> None:
         """Any reply to a small question is a sign of life; what broke off is given back then."""
+        self._looked_ns = self.clock()
         try:
             await ask(self.pool, "GET", "/v1/models", timeout_s=ALIVE_S)
         except (ConnectionError, TimeoutError, ReplyTooLongError) as error:

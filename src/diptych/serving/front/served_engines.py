@@ -12,7 +12,7 @@ from diptych.control.request import Submission
 from diptych.control.slo import NS_PER_S
 from diptych.serving import edge_limits
 from diptych.serving.front.engine_pages import DIAGNOSED_KINDS
-from diptych.serving.front.external_fleet import ExternalFleet
+from diptych.serving.front.external_fleet import ENGINE_STATES, ExternalFleet
 from diptych.serving.front.external_worker import ExternalWorker
 from diptych.serving.front.relay_request import CHAT_PATH, COMPLETION_PATH, RelayRequest, options_for
 from diptych.serving.front.relay_stream import RelayGeneration, RelayStream
@@ -33,6 +33,7 @@ class EngineFront(ServedFleet):
         self.front = fleet.front
         self._next_tokenizer = self._num_tokenising = 0
         self.metrics.more_families.append(lambda model: engine_families(fleet.engines, model))
+        self.metrics.more_families.append(lambda model: [engine_states(fleet, model)])
 
     @property
     def scheduling(self) -> str:
@@ -191,6 +192,17 @@ _COUNTERS = (
     ("diptych:engine_steps", "Steps that it reported"),
     ("diptych:engine_steps_missed", "Reports of its steps that did not come"),
 )
+
+
+def engine_states(fleet: ExternalFleet, model: str) -> Metric:
+    """Where each engine is in its life: one of its series is 1."""
+    text = "1 for the state that the engine is in: drained has nothing left and may be stopped, lost does not answer"
+    family = GaugeMetricFamily("diptych:engine_state", text, labels=["model_name", "engine", "state"])
+    for engine in fleet.engines:
+        now = fleet.state_of(engine.number)
+        for state in ENGINE_STATES:
+            family.add_metric([model, engine.name, state], int(state == now))
+    return family
 
 
 def engine_families(engines: Sequence[ExternalWorker], model: str) -> Iterator[Metric]:

@@ -85,7 +85,8 @@ class FleetView:
     with the router's index of the caches. length_errors: of the answers' expected lengths, by expectation, see
     LengthErrorStats. decisions: the planner's, by verdict. broken_paths: prefill and decode worker of each path that is
     left alone. refused_joins: workers of other hosts that were refused, by reason. ready: what all hold together, once
-    they were ready. failures: of cores and their drivers by a defect, by core."""
+    they were ready. failures: of cores and their drivers by a defect, by core. draining: workers that get nothing
+    new."""
 
     roles: Sequence[str] = ()
     is_up: Sequence[bool] = ()
@@ -99,6 +100,7 @@ class FleetView:
     refused_joins: Mapping[str, int] = field(default_factory=dict)
     ready: Ready | None = None
     failures: Mapping[str, int] = field(default_factory=dict)
+    draining: Collection[int] = ()
 
 
 class FleetMetrics:
@@ -220,6 +222,7 @@ class FleetMetrics:
         labels = ["model_name", "worker", "role"]
         rows = (
             ("diptych:worker_up", "Whether the worker serves", lambda n: int(view.is_up[n])),
+            ("diptych:worker_draining", "Whether the worker gets nothing new", lambda n: int(n in view.draining)),
             ("diptych:worker_requests_waiting", "Requests without blocks", lambda n: self.stats_of(n).num_waiting),
             ("diptych:worker_requests_prefilling", "Requests in prefill", lambda n: self.stats_of(n).num_prefilling),
             ("diptych:worker_requests_decoding", "Requests in decode", lambda n: self.stats_of(n).num_decoding),

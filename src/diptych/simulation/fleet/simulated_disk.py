@@ -26,6 +26,7 @@ from diptych.simulation.fleet.simulated_loads import SimulatedLoads
 
 SEGMENT_BYTES, EXTENT_BLOCKS, MIN_SEGMENTS = 64 << 20, 64, 4  # as runtime/tiers has them
 PAGE_BYTES = 4096
+MEASURED_BLOCK_BYTES, ENDLESS_BYTES = 1 << 20, 1 << 50  # of a disk of which only the time of a block is known
 
 # Bytes per second read and written, and the latency of a load. nvme4, nvme3: the rate of PCIe x4 times 0.8; sata: its
 # line rate times 0.9; virtual: measured on the virtual disk of a cloud machine with direct input and output.
@@ -53,6 +54,13 @@ class DiskModel:
         if name not in DISKS:
             raise ConfigError(f"disk is {name!r}; one of {', '.join(DISKS)}", param="disk")
         return cls(capacity_bytes, block_bytes, *DISKS[name])
+
+    @classmethod
+    def measured(cls, read_block_ns: int) -> "DiskModel":
+        """The disk of a worker of which is known what reading a block takes, and nothing else: it has room for
+        everything, and writes as fast as it reads."""
+        bytes_per_s = MEASURED_BLOCK_BYTES * NS_PER_S // max(1, read_block_ns)
+        return cls(ENDLESS_BYTES, MEASURED_BLOCK_BYTES, bytes_per_s, bytes_per_s)
 
     @property
     def read_block_ns(self) -> int:
