@@ -104,7 +104,7 @@ def load(shape: str, kernels: str = "auto", *, num_tokens: int, max_num_seqs: in
     loader = LayerLoader(cast(Weights, weights), ops, attention, rotary, QUANTIZATIONS["none"])
     model = MODELS[config.architecture](config, loader)
     kv = KVTensors(attention, -(-num_tokens // BLOCK_SIZE) + max_num_seqs, 0, None, None)
-    loaded, sampler = LoadedModel(model, "bfloat16", chosen), sampler_of(DEVICE, chosen)
+    loaded, sampler = LoadedModel(model, "bf16", "bfloat16", chosen), sampler_of(DEVICE, chosen)
     runner = ModelRunner(loaded, attention, kv, max_num_seqs, MAX_MODEL_LEN, sampler=sampler)
     vocabulary = int(values["vocab_size"]) * int(values["hidden_size"])
     tables = vocabulary if values["tie_word_embeddings"] else 2 * vocabulary
