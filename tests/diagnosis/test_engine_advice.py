@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import msgspec
+import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.main import app
@@ -81,6 +82,21 @@ def test_a_change_is_simulated_by_both_laws_of_the_steps_where_the_warm_up_was_t
     assert gain is not None and gain.ttft_s > 1
     means = [twin.gain(model.with_scheduler(max_num_seqs=16)) for twin in present.twins]
     assert all(mean is not None and gain.ttft_interval[0] <= mean.ttft_s <= gain.ttft_interval[1] for mean in means)
+
+
+def test_a_server_with_a_disk_below_its_cache_has_a_twin_with_one() -> None:
+    seen = server_with("sequence_limit").observe()
+    model = twin_of(seen)
+    assert model is not None
+    cache = model.engines[0].cache
+    tiers = replace(cache.tiers, has_disk=True, load_block_ns=3_000_000)
+    engines = tuple(
+        replace(engine, cache=replace(engine.cache, num_host_blocks=64, tiers=tiers)) for engine in model.engines
+    )
+    twin = replace(model, engines=engines)
+    disk = twin.scenario().disk
+    assert disk is not None and disk.read_block_ns == pytest.approx(3_000_000, rel=0.01)
+    assert len(twin.run()) == len(model.run())
 
 
 def test_what_costs_hardware_comes_after_what_does_not_and_losses_come_last() -> None:

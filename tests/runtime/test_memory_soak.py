@@ -17,8 +17,8 @@ from tests.runtime.kernel_sets import EVERY
 psutil = pytest.importorskip("psutil")
 MIB = 2**20
 FAST = [kernels for kernels in EVERY if kernels[1] != AMX_EMULATED]  # which would take minutes
-# What allocators may hold back (24 MiB were seen, beside other tests); code that is kept for each of 105 lengths takes 1
-# to 3 MiB a length.
+# What allocators may hold back (24 MiB were seen, beside other tests); code that is kept for each of 105 lengths takes
+# 1 to 3 MiB a length.
 ALLOWED_BYTES = 48 * MIB
 
 

@@ -159,3 +159,20 @@ def test_what_the_command_line_refuses() -> None:
     ):
         done = subprocess.run((*CLI, "front", *given), capture_output=True, text=True, timeout=60)
         assert done.returncode != 0 and words in done.stderr + done.stdout, (given, done.stderr)
+
+
+def test_the_url_of_a_front_is_diagnosed_with_all_that_stands_behind_it(
+    engines: list[EngineProcess], front: RunningServer
+) -> None:
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=front.url, timeout=30) as http:
+            for number in range(24):
+                body = {"prompt": f"question {number}", "max_tokens": 8, "temperature": 0, "stream": True}
+                assert read_stream(await http.post("/v1/completions", json=body)).is_done
+
+    asyncio.run(ask())
+    command = (*CLI, "diagnose", front.url, "--json", "--no-advice")
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    for name in (front.url, *(f"127.0.0.1:{engine.port}" for engine in engines)):
+        assert name.removeprefix("http://") in shown.stdout + shown.stderr

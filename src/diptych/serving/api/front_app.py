@@ -149,6 +149,7 @@ def build_front_app(
     for path in get_args(RelayPath):
         _add_relay(app, service, path)
     _add_information(app, service)
+    _add_engines(app, service)
     add_batch_routes(app, batches, ERRORS)
     add_timeline_routes(app, front.timeline, ERRORS)
     has_key = asks_admin_key(admin_key, keys)
@@ -204,6 +205,17 @@ def _add_information(app: FastAPI, service: FrontService) -> None:
         versions = {engine["url"]: engine["version"] for engine in service.engines()}
         return _json({"version": __version__, "control": compiled_modules.what_runs(), "engines": versions})
 
+    @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    async def metrics(request: Request) -> Response:
+        """Prometheus metrics."""
+        text = front.metrics.text() + key_metrics(request, front.metrics.model_name)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_engines(app: FastAPI, service: FrontService) -> None:
+    front = service.front
+    no_key: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
+
     @app.get("/engines", responses={**no_key, 200: OBJECT})
     async def engines() -> Response:
         """Every engine: whether it is up, its version, what it can do, and what it lacks."""
@@ -242,12 +254,6 @@ def _add_information(app: FastAPI, service: FrontService) -> None:
         size = sum(len(page) for _, page in watched.pages)
         reply = await front.long_work.run(lambda: encode_json(_pages(watched)), size, tenant_in(request))
         return Response(reply, media_type="application/json")
-
-    @app.get("/metrics", responses={**no_key, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
-    async def metrics(request: Request) -> Response:
-        """Prometheus metrics."""
-        text = front.metrics.text() + key_metrics(request, front.metrics.model_name)
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _pages(watched: WatchedEngine) -> dict[str, Any]:

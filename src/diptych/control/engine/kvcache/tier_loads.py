@@ -114,7 +114,7 @@ class TierLoads:
         """Whether the request waits for a load from now on. Its first ``first`` blocks are on the device, the next ones
         in the ``host`` blocks, which it then holds."""
         start = first + len(host)
-        limit = (request.num_tokens - 1) // self._block_size
+        limit = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))  # not all may be known
         if start >= limit:
             return False
         wanted = request.block_hashes[start:limit]
