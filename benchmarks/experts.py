@@ -86,11 +86,12 @@ SHAPES = {
 class Layer:
     """One layer with random weights; see DecoderLayer."""
 
-    attention_gate = attention_norm = output_norm = None
+    attention_gate = attention_norm = output_norm = convolution = None
 
     def __init__(self, shape: Shape, ops: Ops, memory: PrivateMemory, rotary: RotaryTables) -> None:
         queries, keys, dim = shape.heads
         self._memory, self._ops, self._format = memory, ops, shape.format
+        self.caches = range(1)
         self.input_norm = self.mlp_norm = RmsNorm(ops, torch.ones(shape.hidden, dtype=BF16), 1e-6)
         self.qkv = ops.pack_quantized(self._source((queries + 2 * keys) * dim, shape.hidden), None, BF16, memory)
         self.o_proj = ops.pack_quantized(self._source(shape.hidden, queries * dim), None, BF16, memory)

@@ -47,6 +47,7 @@ PUBLISHED = {
     "GptOssForCausalLM": "gpt-oss 20b and 120b, in MXFP4 as published or in bf16",
     "GraniteForCausalLM": "Granite 3 and 4 without experts and without state-space layers",
     "GraniteMoeForCausalLM": "Granite 3 with experts (without shared experts)",
+    "Lfm2ForCausalLM": "LFM2 and LFM2.5 without experts",
     "LlamaForCausalLM": "Llama 2, 3, 3.1 and 3.2, SmolLM2, and others of that architecture",
     "Ministral3ForCausalLM": "Ministral 3 and Devstral 2 (also as `Mistral3ForConditionalGeneration`: the text part)",
     "MistralForCausalLM": "Mistral 7B, with and without a sliding window; Mistral Small 3 (also as "

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 F32 = GGMLQuantizationType.F32
 ARCHITECTURES = {
+    "Lfm2ForCausalLM": (gguf.MODEL_ARCH.LFM2, "lfm2"),
     "LlamaForCausalLM": (gguf.MODEL_ARCH.LLAMA, "llama"),
     "MistralForCausalLM": (gguf.MODEL_ARCH.LLAMA, "llama"),
     "Qwen2ForCausalLM": (gguf.MODEL_ARCH.QWEN2, "qwen2"),
@@ -124,7 +125,7 @@ def model_metadata(directory: Path) -> dict[str, Any]:
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config.get("head_dim"),
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps") or config["norm_eps"],
         "attention.sliding_window": config.get("sliding_window"),
         "rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
     }
@@ -148,6 +149,14 @@ def _own_numbers(name: str, config: Mapping[str, Any], ropes: Mapping[str, Any])
     if name in ("gemma2", "gemma3", "olmo2") and kinds:
         numbers["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
         numbers["rope.freq_base_swa"] = sliding.get("rope_theta")
+    if name == "lfm2":
+        numbers["attention.head_count_kv"] = [
+            config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds or ()
+        ]
+        numbers["shortconv.l_cache"] = config["conv_L_cache"]
+        if config["block_auto_adjust_ff_dim"]:  # what the widths of the MLPs become
+            multiple = config["block_multiple_of"]
+            numbers["feed_forward_length"] = -(-int(2 * config["intermediate_size"] / 3) // multiple) * multiple
     if name == "smollm3":
         numbers["attention.sliding_window"] = None
     if count := config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts"):
@@ -201,6 +210,8 @@ def model_tensors(directory: Path, kind: GGMLQuantizationType = F32, without: st
             continue
         key = key.replace("e_score_correction_bias", "e_score_correction.bias")  # as the converter calls it
         part = key.split(".")[-2]
+        if part == "conv":
+            tensor = tensor.squeeze(1)
         if name in INTERLEAVED and part in heads:  # the halves of each head, a row of each in turn
             first, second = tensor.view(heads[part], 2, -1, *tensor.shape[1:]).unbind(1)
             tensor = torch.stack((first, second), dim=2).view(tensor.shape)

@@ -125,6 +125,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": OLMO_ROPES,
         },
     ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_hidden_layers": 4,
+            "block_multiple_of": 16,
+            "norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    "lfm2-biased": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_L_cache": 5,
+            "conv_bias": True,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
     "seed-oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True}),
     "muse-glimmer": (
         "MuseGlimmer",

@@ -25,7 +25,10 @@ from tests.runtime.gathering_engine import GatheringEngine
 from tests.runtime.kernel_sets import FLOAT32, NATIVE, every_pair
 from tests.runtime.test_speculation import Eager
 
-FAMILIES = ["gemma3", "mistral-window", "gemma2", "olmo3", "qwen2-window", "smollm3", "muse-glimmer", "gpt-oss"]
+FAMILIES = [
+    *("gemma3", "mistral-window", "gemma2", "olmo3", "qwen2-window", "smollm3", "muse-glimmer", "gpt-oss"),
+    *("lfm2", "lfm2-biased"),
+]
 BLOCK_SIZE = 32
 
 
@@ -91,8 +94,8 @@ def test_log_probabilities_are_those_of_a_cache_that_keeps_everything(
     assert found.num_requests == 0
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral-window"])
-@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE[:1])
+@pytest.mark.parametrize("family", ["gemma3", "mistral-window", "lfm2", "lfm2-biased"])
+@pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE)
 def test_steps_in_parts_give_the_bits_of_steps_in_one_call(
     family: str, dtype: str, instruction_set: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +118,7 @@ def test_tokens_are_those_of_transformers(family: str, instruction_set: str) -> 
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("family", ["gemma3", "mistral-window"])
+@pytest.mark.parametrize("family", ["gemma3", "mistral-window", "lfm2-biased"])
 @pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE[:1])
 def test_preempted_requests_continue_with_the_same_bits(
     family: str, dtype: str, instruction_set: str, preemption: str
@@ -159,16 +162,26 @@ def test_a_prefix_that_is_found_gives_the_bits_of_one_that_is_computed(
     assert results["next turn"].logprobs == expected["r"]
 
 
+@pytest.mark.parametrize(
+    ("family", "threads", "in_parts"),
+    [("gemma3", 1, False), ("lfm2", 4, False), ("lfm2-biased", 4, False), ("lfm2-biased", 1, True)],
+)
 @pytest.mark.parametrize(("dtype", "instruction_set"), NATIVE[:1])
-def test_guessed_tokens_change_nothing(dtype: str, instruction_set: str) -> None:
-    """Blocks expire by what is accepted: a wrong guess never needs one that is gone."""
-    found = freeing("gemma3", instruction_set, dtype)
+def test_guessed_tokens_change_nothing(
+    family: str, threads: int, in_parts: bool, dtype: str, instruction_set: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks expire by what is accepted: a wrong guess never needs one that is gone. Rows of one sequence see each
+    other, whatever computes them and in which order."""
+    found = freeing(family, instruction_set, dtype)
+    torch.set_num_threads(threads)
+    if in_parts:
+        monkeypatch.setattr(found.model.layers, "native_step", None)
     prompts = {f"r{number}": prompt_of(9, seed=number) * 12 for number in range(4)}
     engine = Eager(found, DraftTokens(drafts=True), scheduler=chunked(64), enable_prefix_cache=False)
     for name, prompt in prompts.items():
         engine.add(name, prompt, greedy(120, logprobs=4))
     results = {name: generation.logprobs for name, generation in engine.run().items()}
-    expected = logprobs_of(runner("gemma3", instruction_set, dtype), prompts, chunked(2000), 130)
+    expected = logprobs_of(runner(family, instruction_set, dtype), prompts, chunked(2000), 130)
     assert results == {name: logprobs[:120] for name, logprobs in expected.items()}
     assert engine.core.stats().num_draft_tokens > 0
 

@@ -111,7 +111,7 @@ def test_a_file_holds_the_config_and_the_tensors_of_its_checkpoint(family: str, 
         assert torch.equal(make_reader(checkpoint).read(name), make_reader(other).read(name)), name
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-rope-llama3", "phi3", "seed-oss", *OTHERS])
+@pytest.mark.parametrize("family", ["llama", "llama-rope-llama3", "phi3", "seed-oss", "lfm2", *OTHERS])
 def test_a_file_answers_as_its_checkpoint(family: str, tmp_path: Path) -> None:
     prompt = prompt_of(40)
     tokens, _ = generate(load(write_model(tmp_path / "m.gguf", family)), prompt, [40], greedy(20))

@@ -17,11 +17,11 @@ LENGTHS = {"short": 5, "one segment": 256, "three segments": 520}
 FAMILIES = [
     *("llama", "mistral-window", "qwen2-window", "qwen3-biased", "gemma2", "gemma3", "ministral3", "smollm3", "phi3"),
     *("phi3-longrope", "granite", "olmo2", "olmo3", "seed-oss", "muse-glimmer", "llama-tied-biased"),
-    *("qwen3-moe", "mixtral", "olmoe", "granite-moe", "gpt-oss", "glm4-moe"),
+    *("qwen3-moe", "mixtral", "olmoe", "granite-moe", "gpt-oss", "glm4-moe", "lfm2", "lfm2-biased"),
 ]
 QUANTIZED = {
     "int8": ["qwen2", "gemma3", "gpt-oss"],
-    "int4": ["llama", "muse-glimmer", "qwen3-moe", "glm4-moe"],
+    "int4": ["llama", "muse-glimmer", "qwen3-moe", "glm4-moe", "lfm2"],
 }
 MODELS = [
     pytest.param(pair.values[0], quantize, *pair.values[1:], marks=pair.marks)

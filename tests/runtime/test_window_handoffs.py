@@ -37,7 +37,7 @@ from tests.runtime.driving import greedy
 from tests.runtime.kernel_sets import FASTEST_NATIVE
 from tests.runtime.test_freed_windows import BLOCK_SIZE, chunked, logprobs_of, spoil
 
-FAMILIES = ["gemma3", "mistral-window"]  # groups of both kinds, and windows alone
+FAMILIES = ["gemma3", "mistral-window", "lfm2-biased"]  # groups of both kinds, windows alone, inputs of convolutions
 NUM_BLOCKS = 160
 DTYPE, SET = FASTEST_NATIVE
 NAMES = {"tcp": "tcp", "unix": "tcp", "shared_memory": "shared_memory"}

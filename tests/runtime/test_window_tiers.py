@@ -18,7 +18,7 @@ from tests.runtime.test_freed_windows import spoil
 
 SLOW = (1e6, 1e7, 1e3, 1e6, 1e3)  # a machine on which tiers pay, however busy the disk is
 TOKENS = SamplingParams(max_tokens=8, temperature=0.0)
-FAMILIES = ["gemma3", "mistral-window"]
+FAMILIES = ["gemma3", "mistral-window", "lfm2-biased"]
 PROMPTS = [[random.Random(number).randrange(90) for _ in range(300)] for number in range(6)]
 BOUNDARY = 288
 
@@ -36,7 +36,7 @@ class Server:
         )
         asked = MemoryOptions(**memory)  # type: ignore[arg-type]
         geometry = kv_geometry_of(replace_memory(options, asked))
-        num_blocks = {1: 18}.get(len(geometry.layers.groups), 26 * len(geometry.layers.groups))
+        num_blocks = {1: 18, 5: 60}.get(len(geometry.layers.groups), 26 * len(geometry.layers.groups))
         sizes = MemoryOptions(kv_cache_bytes=num_blocks * geometry.block_bytes, **memory)  # type: ignore[arg-type]
         loaded: LoadedEngine[object] = load_engine(replace_memory(options, sizes), lambda *_: None)  # type: ignore[assignment]
         spoil(loaded.runner)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from diptych.control.errors import UnsupportedModelError
-from diptych.runtime.gguf.gguf_families import DRAFT_LAYERS, NAMES, ROTARY_TENSORS, find_family
+from diptych.runtime.gguf.gguf_families import DRAFT_LAYERS, ROTARY_TENSORS, find_family
 from diptych.runtime.gguf.gguf_model import GgufModel
 from diptych.runtime.models.model_config import AttentionConfig
 from diptych.runtime.weights.stored_tensor import StoredTensor
@@ -48,12 +48,14 @@ class GgufCheckpoint:
         return block == "blk" and layer.isdecimal() and int(layer) >= self._num_layers
 
     def _name(self, stored: str) -> str:
-        layer_names = self._family.layer_names
+        layer_names, names = self._family.layer_names, self._family.names
         match stored.split("."):
-            case [part, ("weight" | "bias") as kind] if part in NAMES:
-                return f"{NAMES[part]}.{kind}"
-            case ["blk", layer, part, ("weight" | "bias") as kind] if layer.isdecimal() and part in layer_names:
-                return f"model.layers.{layer}.{layer_names[part]}.{kind}"
+            case [part, ("weight" | "bias") as kind] if part in names:
+                return f"{names[part]}.{kind}"
+            case ["blk", layer, *parts, ("weight" | "bias") as kind] if (
+                layer.isdecimal() and ".".join(parts) in layer_names
+            ):
+                return f"model.layers.{layer}.{layer_names['.'.join(parts)]}.{kind}"
             case ["blk", layer, part, kind] if layer.isdecimal() and f"{part}.{kind}" in layer_names:
                 return f"model.layers.{layer}.{layer_names[f'{part}.{kind}']}"
         raise UnsupportedModelError(

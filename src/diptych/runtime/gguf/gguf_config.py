@@ -18,6 +18,7 @@ from diptych.runtime.gguf.gguf_families import (
     PARTLY_ROTATED,
     WINDOWED,
     find_family,
+    kv_heads_of_layers,
     rotary_factors,
 )
 from diptych.runtime.gguf.gguf_model import GgufModel
@@ -111,7 +112,10 @@ def read_gguf_fields(path: Path) -> GgufFields:
     _check_kind(file, architecture)
     keys = {field: f"{architecture}.{key}" for field, key in (WHOLE_NUMBERS | NUMBERS | EXPERT_KEYS).items()}
     keys["num_local_experts"] = keys["num_experts"]
-    values: dict[str, Any] = {field: metadata.integer(keys[field]) for field in WHOLE_NUMBERS}
+    values: dict[str, Any] = {
+        field: metadata.integer(keys[field]) for field in WHOLE_NUMBERS if field != "num_key_value_heads"
+    }
+    values["num_key_value_heads"] = _num_kv_heads(file, keys)
     values |= {field: metadata.number(keys[field]) for field in NUMBERS}
     for field, value in values.items():
         if value is None and field not in MAY_BE_ABSENT:
@@ -137,6 +141,13 @@ def read_gguf_fields(path: Path) -> GgufFields:
     }
     find_family(file).complete(file, values)
     return GgufFields(path, {field: value for field, value in values.items() if value is not None}, keys)
+
+
+def _num_kv_heads(file: GgufModel, keys: Mapping[str, str]) -> int | None:
+    """Of the layers that have any."""
+    if not find_family(file).has_empty_layers:
+        return file.metadata.integer(keys["num_key_value_heads"])
+    return max(kv_heads_of_layers(file, file.metadata.integer(keys["num_hidden_layers"]) or 0))
 
 
 def _check_kind(file: GgufModel, architecture: str) -> None:

@@ -7,12 +7,12 @@ Imports no torch, and knows no values of tensors but those of rotary factors.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from diptych.control.errors import UnsupportedModelError
-from diptych.runtime.models.model_config import FULL, SLIDING
+from diptych.runtime.models.model_config import CONVOLUTION, FULL, SLIDING
 
 if TYPE_CHECKING:
     from diptych.runtime.gguf.gguf_model import GgufModel
@@ -70,6 +70,28 @@ GLM4_MOE_NAMES: Mapping[str, str] = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+LFM2_FILE_NAMES: Mapping[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",  # which is behind the last layer, whatever it is called
+    "output": "lm_head",
+}
+LFM2_NAMES: Mapping[str, str] = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+TAPS = "shortconv.l_cache"
 EXPERT_KEYS = {  # fields of config.json by the key behind "ARCHITECTURE.", as in gguf_config.py
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
@@ -96,7 +118,8 @@ class GgufFamily:
     are in the order that pairs neighbours in the rotary embedding (layers here pair row i of a head with row i +
     head_dim / 2). read: keys that it reads, and others refuse. complete: puts the
     fields of these keys into the fields that all architectures have; raises UnsupportedModelError. with_experts: what a
-    file of this architecture is that says how many experts it has."""
+    file of this architecture is that says how many experts it has. names: of tensors outside of layers.
+    has_empty_layers: layers without heads of keys have no attention."""
 
     architecture: str
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
@@ -104,6 +127,8 @@ class GgufFamily:
     read: frozenset[str] = frozenset()
     complete: Callable[[GgufModel, Values], None] = _nothing_more
     with_experts: GgufFamily | None = None
+    names: Mapping[str, str] = field(default_factory=lambda: NAMES)
+    has_empty_layers: bool = False
 
 
 def find_family(file: GgufModel) -> GgufFamily:
@@ -293,6 +318,29 @@ def _partial_rotary(file: GgufModel, head_dim: int) -> float:
     return (rotary + 0.5) / head_dim if rotary < head_dim else 1.0
 
 
+def kv_heads_of_layers(file: GgufModel, num_layers: int) -> list[int]:
+    """How many heads of keys each layer has: 0 where it has no attention, else as many as the others."""
+    key = _key(file, "attention.head_count_kv")
+    said: Any = file.metadata.values.get(key)
+    is_array = isinstance(said, Sequence | memoryview) and not isinstance(said, str)
+    counts: list[Any] = list(said) if is_array else [said] * num_layers
+    are_numbers = all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts)
+    if len(counts) != num_layers or not are_numbers or len({*counts, 0}) != 2:
+        raise file.metadata.unsupported(key, f"a number for each of {num_layers} layers, 0 or one that is not 0")
+    return counts
+
+
+def _complete_lfm2(file: GgufModel, values: Values) -> None:
+    counts = kv_heads_of_layers(file, values["num_hidden_layers"])
+    values["layer_types"] = [FULL if count else CONVOLUTION for count in counts]
+    values["conv_L_cache"] = file.metadata.integer(_key(file, TAPS))
+    if not values["conv_L_cache"]:
+        raise file.metadata.unsupported(_key(file, TAPS), "a whole number of at least 1")
+    values["conv_bias"] = any(name.endswith("shortconv.conv.bias") for name in file.tensors)
+    values["block_auto_adjust_ff_dim"] = False
+    values["norm_eps"] = values.pop("rms_norm_eps")
+
+
 def _complete_phimoe(file: GgufModel, values: Values) -> None:
     """One factor for attention, where config.json has one for short contexts and one for long ones."""
     _complete_wide_experts(file, values)
@@ -361,6 +409,14 @@ GGUF_FAMILIES: Mapping[str, GgufFamily] = {
         is_interleaved=True,
         read=_GRANITE | _EXPERTS,
         complete=_complete_granite_moe,
+    ),
+    "lfm2": GgufFamily(
+        "Lfm2ForCausalLM",
+        LFM2_NAMES,
+        read=frozenset({TAPS}),
+        complete=_complete_lfm2,
+        names=LFM2_FILE_NAMES,
+        has_empty_layers=True,
     ),
     "llama": GgufFamily(
         "LlamaForCausalLM",

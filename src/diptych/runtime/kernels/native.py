@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch  # its OpenMP runtime must be in the process first
 
-ABI = 11
+ABI = 13
 KERNELS = Path(__file__).parent.parent / "attention" / "kernels"
 # by the bits of diptych_cpu_features; the first four are sets, of which each needs those before it, the last two are
 # instructions for whole numbers that some processors with the set have
@@ -31,6 +31,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "diptych_gate": [_P, _P, _P, _I, _I],
     "diptych_softcap": [_P, _P, _I, _I, _F],
     "diptych_rope_and_cache": [*[_P] * 10, *[_I] * 9, _F],
+    "diptych_convolve": [_P, _P],
     "diptych_attention": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _F, _F, _P],
     "diptych_decode_step": [_P, _P],
     "diptych_choose": [_P, _P],

@@ -34,10 +34,16 @@ class KVGeometry:
         cls, attention: AttentionConfig, block_size: int, dtype: str, layers: LayerGroups | None = None
     ) -> "KVGeometry":
         """The cache that these layers need. layers: how they share blocks (None: each has its place in all of them).
-        Raises ConfigError for heads that a cache of 8 bits does not hold."""
+        Raises ConfigError for heads that a cache of 8 bits does not hold, and for inputs of convolutions."""
         if dtype == INT8 and attention.head_dim % 2:
             raise ConfigError(
                 f"kv_dtype is {INT8}; heads of this model have {attention.head_dim} values; supported: an even number",
+                param="kv_dtype",
+            )
+        if dtype == INT8 and any(how.holds_inputs for how in attention.layers):
+            raise ConfigError(
+                f"kv_dtype is {INT8}; layers of this model keep inputs of convolutions, which are not rounded; "
+                "supported: auto",
                 param="kv_dtype",
             )
         layers = layers or LayerGroups.dense(len(attention.layers), block_size)

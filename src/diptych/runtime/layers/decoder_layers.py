@@ -1,4 +1,5 @@
-"""The layers of a decoder: attention, and an MLP or a mixture of experts, with norms before them, behind them, or both.
+"""The layers of a decoder: attention or a short convolution, and an MLP or a mixture of experts, with norms before
+them, behind them, or both.
 
 One description for all families: native_step.py computes decode steps of such layers in one native call, and the loop
 here computes all other steps part by part, with the same bits.
@@ -35,9 +36,8 @@ class DecoderLayers:
         before = [*(layer.input_norm for layer in self.layers), self.norm]
         x = residual if before[0] is None else before[0](residual)
         for index, layer in enumerate(self.layers):
-            cache = step.begin_layer(index)
-            attended = layer.attention(layer.rope(layer.qkv(x), cache, step), cache, step)
-            attended, x, residual = step.rows_to_keep(index, attended, x, residual)
+            attended = _mix(layer, layer.qkv(x), step)
+            attended, x, residual = step.rows_to_keep(layer.caches.stop - 1, attended, x, residual)
             if layer.attention_gate is not None:
                 self._ops.gate(attended, layer.attention_gate(x))
             x = self._add(layer.o_proj(attended), residual, layer.attention_norm, layer.mlp_norm)
@@ -52,3 +52,12 @@ class DecoderLayers:
             return before.of_sum(x, residual, self._multiplier)
         self._ops.add(x, residual, self._multiplier)
         return residual
+
+
+def _mix(layer: DecoderLayer, projected: torch.Tensor, step: ForwardPass) -> torch.Tensor:
+    """What tokens see of those before them: by attention, or by the convolution in its place."""
+    cache = step.begin_layer(layer.caches.start)
+    if layer.convolution is not None:
+        return layer.convolution(projected, step, layer.caches)
+    assert layer.rope is not None and layer.attention is not None, "no convolution is in their place"
+    return layer.attention(layer.rope(projected, cache, step), cache, step)

@@ -21,6 +21,7 @@ from diptych.runtime.layers.parts import (
     QuantizedEmbedding,
     RmsNorm,
     RopeAndCache,
+    ShortConvolution,
 )
 from diptych.runtime.layers.rope import RotaryTables
 from diptych.runtime.layers.transformers_layers import TransformersLayers
@@ -148,10 +149,11 @@ class LayerLoader:
         bias: bool = False,
         activation: Activation = "silu",
         fused: str | None = None,
+        parts: Sequence[str] = ("gate_proj", "up_proj"),
     ) -> Linear:
         """The first half of a gated MLP: activation(gate(x)) * up(x), ``inner`` wide. fused: the name behind ``name``
-        of one tensor that holds both, gates first."""
-        names = [f"{name}.{fused}"] if fused else [f"{name}.gate_proj", f"{name}.up_proj"]
+        of one tensor that holds both, gates first. parts: the names of both, where each has its own."""
+        names = [f"{name}.{fused}"] if fused else [f"{name}.{part}" for part in parts]
         return self._gate_up(names, inputs, inner, bias=bias, activation=activation)
 
     def gated_mlp(
@@ -163,10 +165,11 @@ class LayerLoader:
         bias: bool = False,
         activation: Activation = "silu",
         fused: str | None = None,
+        parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> GatedMlp:
-        """A gated MLP, ``inner`` wide within. fused: see gate_up."""
-        gate_up = self.gate_up(name, hidden, inner, bias=bias, activation=activation, fused=fused)
-        return GatedMlp(gate_up, self.linear(f"{name}.down_proj", inner, hidden, bias=bias))
+        """A gated MLP, ``inner`` wide within. fused: see gate_up. parts: the names of gate, up and down."""
+        gate_up = self.gate_up(name, hidden, inner, bias=bias, activation=activation, fused=fused, parts=parts[:2])
+        return GatedMlp(gate_up, self.linear(f"{name}.{parts[2]}", inner, hidden, bias=bias))
 
     def find_experts(self, hidden: int, experts: ExpertsConfig) -> list[ExpertNames | None]:
         """The names of the experts of each layer (None: it is no mixture). Raises ConfigError for anything that is
@@ -215,6 +218,14 @@ class LayerLoader:
         """Attention over the cache. name, num_heads: of the part of the layer, for one that has sinks."""
         sinks = self._weights.tensor(f"{name}.sinks", [num_heads], torch.float32) if how.has_sinks else None
         return Attention(how, sinks)
+
+    def convolution(self, name: str, width: int, taps: int, *, bias: bool = False) -> ShortConvolution:
+        """A causal convolution of each of ``width`` channels over ``taps`` tokens."""
+        shape = [taps] if self._weights.is_matrix(f"{name}.weight") else [1, taps]
+        stored = self._weights.fused([f"{name}.weight"], [width], *shape)
+        weight = self._memory.keep(stored.view(width, taps).t().contiguous())
+        vector = self.tensor(f"{name}.bias", width) if bias else None
+        return ShortConvolution(self._ops, weight, vector, self._rotary.table(None))
 
     def lm_head(self, embedding: Embedding | QuantizedEmbedding, *, is_tied: bool, bias: bool = False) -> Linear:
         """Hidden states to logits. is_tied: with the weights of the embedding, unless the checkpoint holds others, as

@@ -16,7 +16,15 @@ from diptych.runtime.dtypes import INT8
 from diptych.runtime.kernels.native import NativeGate, NativeWeight
 from diptych.runtime.kv_cache.kv_tensors import LayerCache
 from diptych.runtime.layers.forward_pass import ForwardPass
-from diptych.runtime.layers.parts import Attention, GatedMlp, MixtureOfExperts, Norm, RmsNorm, RopeAndCache
+from diptych.runtime.layers.parts import (
+    Attention,
+    GatedMlp,
+    MixtureOfExperts,
+    Norm,
+    RmsNorm,
+    RopeAndCache,
+    ShortConvolution,
+)
 from diptych.runtime.ops.native_experts import NativeExpert, NativeExperts, NativeMixture, native_routing
 from diptych.runtime.ops.native_linear import NativeLinear, WideNativeLinear
 from diptych.runtime.ops.ops import Linear
@@ -26,17 +34,23 @@ class DecoderLayer(Protocol):
     """x += attention_norm(o_proj(attention(rope(qkv(input_norm(x)))))), then x += output_norm(mlp(mlp_norm(x))).
 
     A norm that is None is left out. attention_gate: what attention gives is multiplied with sigmoid(attention_gate(.))
-    of the layer's normed input before o_proj (None: it is not).
+    of the layer's normed input before o_proj (None: it is not). convolution: mixes what qkv gives in place of rope and
+    attention (None: these do). caches: the layers of the cache that are its own, one for attention.
     """
+
+    @property
+    def caches(self) -> range: ...
+    @property
+    def convolution(self) -> ShortConvolution | None: ...
 
     @property
     def input_norm(self) -> Norm | None: ...
     @property
     def qkv(self) -> Linear: ...
     @property
-    def rope(self) -> RopeAndCache: ...
+    def rope(self) -> RopeAndCache | None: ...
     @property
-    def attention(self) -> Attention: ...
+    def attention(self) -> Attention | None: ...
     @property
     def attention_gate(self) -> Linear | None: ...
     @property
@@ -66,10 +80,20 @@ class _Layer(ctypes.Structure):
         *((name, _Norm) for name in ("input_norm", "attention_norm", "mlp_norm", "output_norm")),
         *((name, NativeWeight) for name in ("qkv", "attention_gate", "output", "gate_up", "down")),
         *((name, _Norm) for name in ("q_norm", "k_norm")),
-        *_record("mixture cos_sin query_scale sinks k_cache v_cache", "window rotary norms_rows inner_size group"),
+        *_record(
+            "mixture convolution cos_sin query_scale sinks k_cache v_cache", "window rotary norms_rows inner_size group"
+        ),
         ("gate", NativeGate),
         *_record("", "", "scale softcap"),
     )
+
+
+class _InputsCache(ctypes.Structure):
+    _fields_ = _record("k_cache v_cache", "group")
+
+
+class _Convolution(ctypes.Structure):
+    _fields_ = _record("weight bias caches", "taps num_caches")
 
 
 class _Step(ctypes.Structure):
@@ -95,6 +119,11 @@ class NativeStep:
         mixtures = [_mixture(layer.mlp) if isinstance(layer.mlp, MixtureOfExperts) else None for layer in layers]
         described = (_describe(layer, mixture, dim) for layer, mixture in zip(layers, mixtures, strict=True))
         self._layers = (_Layer * len(layers))(*described)
+        self._convolutions: list[_Convolution] = []  # which _layers points to, and what these point to
+        self._caches_of_inputs: list[ctypes.Array[_InputsCache]] = []
+        self._places: list[_Layer | _InputsCache] = []  # what has each layer of the cache
+        for layer, record in zip(layers, self._layers, strict=True):
+            self._places += [record] if layer.convolution is None else self._add_convolution(layer, record)
         self._widest = max(map(_inner_size, layers))
         self._caches: Sequence[LayerCache] = ()  # those that _layers points to
         num_groups = len(attention.geometry.layers.groups)
@@ -114,19 +143,20 @@ class NativeStep:
         """residual [num_seqs, hidden], the embeddings of the batch's tokens, is overwritten. Writes K and V, returns
         the normed hidden states [num_seqs, hidden]."""
         if step.caches is not self._caches:
-            for layer, (k_cache, v_cache) in zip(self._layers, step.caches, strict=True):
-                layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
-            for index, group in enumerate(step.groups or ()):
-                self._layers[index].group = group
+            for index, (place, (k_cache, v_cache)) in enumerate(zip(self._places, step.caches, strict=True)):
+                place.k_cache, place.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
+                place.group = step.group_of(index)
             self._caches = step.caches
         call, batch = self._step, step.batch
         call.rows = rows = batch.num_seqs
         queries = call.heads * call.dim
         widths = [call.hidden, queries + 2 * call.kv_heads * call.dim, queries, self._widest]
+        if self._convolutions:
+            widths[1:3] = max(widths[1], 3 * call.hidden), max(queries, call.hidden)
         x, qkv, attended, inner = (residual.new_empty((rows, width)) for width in widths)
         call.residual, call.x, call.qkv = residual.data_ptr(), x.data_ptr(), qkv.data_ptr()
         call.attended, call.inner = attended.data_ptr(), inner.data_ptr()
-        gates = torch.empty_like(attended) if self._has_gates else None
+        gates = residual.new_empty((rows, queries)) if self._has_gates else None
         call.gates = _pointer(gates)
         call.partials = self._attention.partials(batch).data_ptr()
         call.positions, call.table_stride = batch.positions.data_ptr(), batch.block_tables[0].stride(0)
@@ -136,6 +166,19 @@ class NativeStep:
         kernels = self._attention.kernels
         kernels.functions.diptych_decode_step(kernels.handle, ctypes.addressof(call))
         return x
+
+    def _add_convolution(self, layer: DecoderLayer, record: _Layer) -> list[_InputsCache]:
+        """Describe the convolution of a layer; its part of the cache."""
+        assert layer.convolution is not None
+        caches = (_InputsCache * len(layer.caches))()
+        convolution = _Convolution(
+            weight=layer.convolution.weight.data_ptr(), bias=_pointer(layer.convolution.bias),
+            caches=ctypes.addressof(caches), taps=layer.convolution.taps, num_caches=len(caches),
+        )  # fmt: skip
+        record.convolution = ctypes.addressof(convolution)
+        self._convolutions.append(convolution)
+        self._caches_of_inputs.append(caches)
+        return list(caches)
 
 
 def native_step(
@@ -195,21 +238,27 @@ def _inner_size(layer: DecoderLayer) -> int:
 
 
 def _describe(layer: DecoderLayer, mixture: NativeMixture | None, dim: int) -> _Layer:
-    rope, how = layer.rope, layer.attention.how
     mlp = layer.mlp if isinstance(layer.mlp, GatedMlp) else None
     gate_up = mlp.gate_up if mlp is not None else None
-    norm_of_heads = rope.q_norm or rope.k_norm
-    return _Layer(
+    record = _Layer(
         input_norm=_norm(layer.input_norm), attention_norm=_norm(layer.attention_norm), mlp_norm=_norm(layer.mlp_norm),
         output_norm=_norm(layer.output_norm), qkv=_weight(layer.qkv), attention_gate=_weight(layer.attention_gate),
         output=_weight(layer.o_proj), gate_up=_weight(gate_up), down=_weight(mlp.down if mlp is not None else None),
         gate=gate_up.gate if isinstance(gate_up, NativeLinear) else NativeGate(), inner_size=_inner_size(layer),
-        mixture=None if mixture is None else ctypes.addressof(mixture), q_norm=_norm(rope.q_norm),
-        k_norm=_norm(rope.k_norm), cos_sin=rope.table.cos_sin.data_ptr(),
-        query_scale=_pointer(rope.table.query_scale), window=how.window or 0, rotary=rope.table.cos_sin.shape[1],
-        norms_rows=norm_of_heads is not None and norm_of_heads.weight.shape[0] != dim,
-        scale=how.scale, softcap=how.softcap or 0.0, sinks=_pointer(layer.attention.sinks),
+        mixture=None if mixture is None else ctypes.addressof(mixture),
     )  # fmt: skip
+    if layer.rope is not None and layer.attention is not None:
+        _describe_attention(record, layer.rope, layer.attention, dim)
+    return record
+
+
+def _describe_attention(record: _Layer, rope: RopeAndCache, attention: Attention, dim: int) -> None:
+    how, norm_of_heads, table = attention.how, rope.q_norm or rope.k_norm, rope.table
+    record.q_norm, record.k_norm = _norm(rope.q_norm), _norm(rope.k_norm)
+    record.cos_sin, record.query_scale = table.cos_sin.data_ptr(), _pointer(table.query_scale)
+    record.window, record.rotary = how.window or 0, table.cos_sin.shape[1]
+    record.norms_rows = norm_of_heads is not None and norm_of_heads.weight.shape[0] != dim
+    record.scale, record.softcap, record.sinks = how.scale, how.softcap or 0.0, _pointer(attention.sinks)
 
 
 def _norm(norm: Norm | None) -> _Norm:

@@ -140,6 +140,42 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConvolution:
+    """c * convolution(b * x) of rows in which b, c and x lie side by side, where each channel is convolved over the
+    newest tokens of its sequence. What the tokens of a later step see of one is its row b * x: it lies in the cache
+    where K and V would, K first, head by head, filled up with zeros. table: of no rotation."""
+
+    ops: Ops
+    weight: torch.Tensor  # [taps, width]: the last tap is the token's own
+    bias: torch.Tensor | None  # [width]
+    table: RotaryTable
+
+    @property
+    def taps(self) -> int:
+        """Tokens that are seen, the own one among them."""
+        return self.weight.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Channels."""
+        return self.weight.shape[1]
+
+    def __call__(self, projected: torch.Tensor, step: ForwardPass, caches: range) -> torch.Tensor:
+        """projected [num_tokens, 3 * width] -> [num_tokens, width]. caches: the layers of the cache that hold inputs,
+        as many as a row takes."""
+        b, _, x = torch.chunk(projected, 3, dim=-1)
+        inputs, size = b * x, 2 * step.row_values
+        inputs = torch.nn.functional.pad(inputs, (0, len(caches) * size - self.width))
+        for index, rows in zip(caches, torch.split(inputs, size, dim=1), strict=True):
+            slots = step.batch.slot_mappings[step.group_of(index)]
+            positions, table = step.batch.positions, self.table.cos_sin
+            self.ops.rope_and_cache(rows.contiguous(), positions, table, slots, *step.caches[index])
+        # behind what is written: several rows of a step that are sequences of their own here may be of one
+        before = step.rows_before(caches, self.taps - 1, self.width)
+        return self.ops.short_convolution(projected, self.weight, self.bias, before, step.batch.query_start)
+
+
+@dataclass(frozen=True, slots=True)
 class GatedMlp:
     """An MLP, or one expert of a mixture."""
 

@@ -293,6 +293,19 @@ TABLES: Mapping[str, FieldTable] = {
         _NO_WINDOWS | _EXPERTS_HARMLESS,
         **_EXPERTS_REFUSED,
     ),
+    "Lfm2ForCausalLM": _table(
+        "lfm2",
+        frozenset({"layer_types", "full_attn_idxs", "conv_L_cache", "conv_bias", "norm_eps", "tie_embedding"})
+        | {"block_ff_dim", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"},
+        {
+            "sliding_window": "no layer has a window",
+            "use_sliding_window": "no layer has a window",
+            "max_window_layers": "no layer has a window",
+            "attention_bias": "no projection of attention has one",
+            "rms_norm_eps": "norm_eps says it",
+        },
+        unread=frozenset({"rms_norm_eps"}),
+    ),
     "LlamaForCausalLM": _table(
         "llama",
         WINDOWS | {"attention_bias", "mlp_bias"},

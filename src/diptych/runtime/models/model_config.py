@@ -78,17 +78,20 @@ class RopeConfig:
 class LayerAttention:
     """How one layer attends. Scores are s = scale * (q . k), with a softcap softcap * tanh(s / softcap). With a window
     of w, a token sees itself and the w - 1 tokens before it; None: all of them. has_sinks: each head has one more
-    score, the same for all tokens, which takes its share of the softmax and has no value (Xiao et al. 2023)."""
+    score, the same for all tokens, which takes its share of the softmax and has no value (Xiao et al. 2023).
+    holds_inputs: this is a layer of the cache alone: what lies in place of K and V is what a convolution over the
+    window reads."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    holds_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """The heads that all layers have, and how each layer attends. head_dim: values per head."""
+    """The heads that all layers have, and how each layer of the cache attends. head_dim: values per head."""
 
     num_heads: int
     num_kv_heads: int
@@ -125,7 +128,7 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Transformer layers, each with K and V of its own."""
+        """Transformer layers."""
         return len(self.attention.layers)
 
     def for_context(self, num_positions: int) -> Self:
@@ -169,7 +172,8 @@ def read_heads(
     return num_heads, num_kv_heads, head_dim
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, in layer_types
+# kinds of layers, in layer_types
+FULL, SLIDING, CONVOLUTION = "full_attention", "sliding_attention", "conv"
 
 
 def read_rope(

@@ -19,6 +19,7 @@ from diptych.runtime.models.glm4_moe import Glm4Moe
 from diptych.runtime.models.gpt_oss import GptOss
 from diptych.runtime.models.granite import Granite
 from diptych.runtime.models.granite_moe import GraniteMoe
+from diptych.runtime.models.lfm2 import Lfm2
 from diptych.runtime.models.llama import Llama
 from diptych.runtime.models.ministral3 import Ministral3
 from diptych.runtime.models.mistral import Mistral
@@ -86,6 +87,7 @@ MODELS: dict[str, type[LanguageModel]] = {
     "GptOssForCausalLM": GptOss,
     "GraniteForCausalLM": Granite,
     "GraniteMoeForCausalLM": GraniteMoe,
+    "Lfm2ForCausalLM": Lfm2,
     "LlamaForCausalLM": Llama,
     "Ministral3ForCausalLM": Ministral3,
     "MistralForCausalLM": Mistral,

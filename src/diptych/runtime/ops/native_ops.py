@@ -22,6 +22,16 @@ from diptych.runtime.weights.quantized_weight import QuantizedSource
 from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
 
 
+class _ConvolutionCall(ctypes.Structure):
+    """See Convolution in kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("projected", "weight", "bias", "before", "query_start")),
+        *((name, ctypes.c_void_p) for name in ("inputs", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "seqs", "width", "taps")),
+    )
+
+
 class NativeOps:
     """Ops on the native kernels."""
 
@@ -123,6 +133,24 @@ class NativeOps:
     def join_experts(self, experts: Sequence[Expert]) -> RoutedExperts:
         layers = native_layers(experts)
         return TorchExperts(experts) if layers is None else NativeExperts(self._kernels, layers)
+
+    def short_convolution(
+        self,
+        projected: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        before: torch.Tensor,
+        query_start: torch.Tensor,
+    ) -> torch.Tensor:
+        (taps, width), rows = weight.shape, projected.shape[0]
+        out, inputs = projected.new_empty((rows, width)), projected.new_empty((rows, width))
+        before = before.contiguous()
+        call = _ConvolutionCall(
+            projected.data_ptr(), weight.data_ptr(), _pointer(bias), before.data_ptr(), query_start.data_ptr(),
+            inputs.data_ptr(), out.data_ptr(), rows, before.shape[0], width, taps,
+        )  # fmt: skip
+        self._kernels.functions.diptych_convolve(self._kernels.handle, ctypes.addressof(call))
+        return out
 
     def rope_and_cache(
         self,

@@ -156,6 +156,19 @@ class Ops(Protocol):
         """Experts whose layers this has packed, of one shape and one activation, to be computed together."""
         ...
 
+    def short_convolution(
+        self,
+        projected: torch.Tensor,  # [num_tokens, 3 * width]: b, c and x of each token
+        weight: torch.Tensor,  # [taps, width]
+        bias: torch.Tensor | None,  # [width]
+        before: torch.Tensor,  # [num_seqs, taps - 1, width]: b * x of the tokens before each sequence's first one
+        query_start: torch.Tensor,  # [num_seqs + 1] int32: first row of each sequence, then num_tokens
+    ) -> torch.Tensor:
+        """c * (bias + the sum over taps of weight * (b * x of the token ``taps - 1 - tap`` before)), [num_tokens,
+        width]. Products b * x and the sum are rounded to the dtype; the sum is taken in fp32, in the order of taps,
+        whatever the batch."""
+        ...
+
     def rope_and_cache(
         self,
         qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]

@@ -158,6 +158,29 @@ class TorchOps:
     def join_experts(self, experts: Sequence[Expert]) -> RoutedExperts:
         return TorchExperts(experts)
 
+    def short_convolution(
+        self,
+        projected: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        before: torch.Tensor,
+        query_start: torch.Tensor,
+    ) -> torch.Tensor:
+        b, c, x = projected.chunk(3, dim=-1)
+        inputs = b * x
+        (rows, width), (num_seqs, count, _), device = inputs.shape, before.shape, inputs.device
+        # all inputs, those of each sequence behind the ones before it
+        starts, sequences = query_start.long(), torch.arange(num_seqs, device=device)
+        sequence = torch.repeat_interleave(sequences, starts.diff(), output_size=rows)
+        places = torch.arange(rows, device=device) + (sequence + 1) * count
+        joined = inputs.new_empty((rows + num_seqs * count, width))
+        joined[places] = inputs
+        joined[(starts[:-1] + sequences * count)[:, None] + torch.arange(count, device=device)] = before
+        total = inputs.new_zeros((rows, width), dtype=torch.float32) if bias is None else bias.float().expand(rows, -1)
+        for tap, factors in enumerate(weight.float()):
+            total = total + joined[places - (count - tap)] * factors
+        return total.to(inputs.dtype) * c
+
     def rope_and_cache(
         self,
         qkv: torch.Tensor,

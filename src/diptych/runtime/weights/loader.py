@@ -116,6 +116,10 @@ class Weights:
         """Whether the checkpoint holds this tensor."""
         return name in self._checkpoint.tensors
 
+    def is_matrix(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint has two dimensions."""
+        return len(self._stored(name).shape) == 2
+
     def find_experts(self, hidden: int, experts: ExpertsConfig) -> list[ExpertNames | None]:
         """The names of the experts of each layer (None: it has none), all of them checked before one is read."""
         return find_experts(self._checkpoint.tensors, self._checkpoint.path, hidden, experts)

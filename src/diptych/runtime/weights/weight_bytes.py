@@ -16,6 +16,7 @@ from diptych.runtime.weights.stored_tensor import StoredTensor
 from diptych.runtime.weights.weight_format import QUANTIZATIONS
 
 WIDE = (CORRECTION, ".sinks")  # the ends of names of vectors in fp32, whatever dtype is computed in
+CONVOLUTION = ".conv.conv.weight"  # the end of names of weights that stay in floating point
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -34,7 +35,7 @@ def loaded_weight_bytes(model: str | Path, dtype: str, quantize: str, model_impl
         if _is_left_out(name, config):
             continue
         is_vocabulary = name in (EMBEDDING, HEAD)
-        if len(tensor.shape) < 2 or name.endswith("bias"):
+        if len(tensor.shape) < 2 or name.endswith(("bias", CONVOLUTION)):
             total += math.prod(tensor.shape) * (4 if name.endswith(WIDE) else itemsize)
             continue
         rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]

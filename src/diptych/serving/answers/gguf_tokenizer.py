@@ -70,6 +70,7 @@ WORD_RULES = {
     "refact": _SMOLLM,
     "command-r": _SMOLLM,
     "llama-bpe": _LLAMA3,
+    "lfm2": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "falcon3": _LLAMA3,

@@ -273,7 +273,7 @@ def kv_format(runner: "ModelRunner") -> KVFormat:
     computed = f"{loaded.weights} in {loaded.dtype}" if geometry.dtype == INT8 else loaded.weights
     return KVFormat(
         model=fingerprint(model, computed),
-        num_layers=model.num_layers,
+        num_layers=len(runner.kv.layers),
         num_kv_heads=model.attention.num_kv_heads,
         head_dim=model.attention.head_dim,
         dtype=geometry.dtype,

@@ -33,6 +33,54 @@ INLINE char *mixtures_memory(const Step &s) {
     return memory.of(most);
 }
 
+// the convolution of a layer in two parts with a meeting between them, for a team of threads: several rows may be of one
+// sequence, and all see what the others leave in the cache
+template <typename T>
+void keep_inputs(const Step &s, const LayerConvolution &c) {
+    static thread_local GrowingMemory memory;
+    const int64_t size = 2 * s.kv_heads * s.dim, row_size = c.num_caches * size;
+    T *own = (T *)memory.of(row_size * sizeof(T));
+#pragma omp for schedule(static) nowait
+    for (int64_t r = 0; r < s.rows; r++) {
+        gate_inputs((const T *)s.qkv + r * 3 * s.hidden, own, s.hidden);
+        memset(own + s.hidden, 0, (row_size - s.hidden) * sizeof(T));
+        for (int64_t i = 0; i < c.num_caches; i++) {
+            Rope place = {};
+            place.slots = s.slots[c.caches[i].group];
+            place.k_cache = c.caches[i].k_cache, place.v_cache = c.caches[i].v_cache;
+            place.kv_heads = s.kv_heads, place.dim = s.dim, place.block_size = s.block_size;
+            for (int64_t h = 0; h < s.kv_heads; h++) {
+                const T *k = own + i * size + h * s.dim;
+                write_kv(place, r, h, k, k + s.kv_heads * s.dim);
+            }
+        }
+    }
+}
+
+template <typename T>
+void convolve(const Step &s, const LayerConvolution &c) {
+    static thread_local GrowingMemory memory;
+    const int64_t size = 2 * s.kv_heads * s.dim, row_size = c.num_caches * size;
+    T *rows = (T *)memory.of(c.taps * row_size * sizeof(T));
+    const T *seen[MAX_TAPS];
+    for (int64_t tap = 0; tap < c.taps; tap++) seen[tap] = rows + tap * row_size;
+#pragma omp for schedule(static) nowait
+    for (int64_t r = 0; r < s.rows; r++) {
+        for (int64_t tap = 0; tap < c.taps; tap++) {
+            const int64_t position = s.positions[r] - (c.taps - 1) + tap;
+            T *row = rows + tap * row_size;
+            if (position < 0) memset(row, 0, row_size * sizeof(T));
+            for (int64_t i = 0; position >= 0 && i < c.num_caches; i++) {
+                const int32_t *table = s.block_tables[c.caches[i].group] + r * s.table_stride;
+                const int64_t slot = table[position / s.block_size] * s.block_size + position % s.block_size;
+                read_kv(c.caches[i], slot, s.kv_heads, s.dim, s.block_size, row + i * size);
+            }
+        }
+        convolve_row(seen, (const T *)s.qkv + (3 * r + 1) * s.hidden, (const T *)c.weight, (const T *)c.bias,
+                     (T *)s.attended + r * s.hidden, s.hidden, c.taps);
+    }
+}
+
 template <class S>
 void run_decode_step(const Kernels &kernels, const Step &s) {
     typedef typename S::T T;
@@ -76,8 +124,7 @@ void run_decode_step(const Kernels &kernels, const Step &s) {
             norm<T>({s.residual, nullptr, s.layers[0].input_norm, s.x, s.rows, s.hidden, 1.0f});
             meet();
         }
-        for (int64_t index = 0; index < s.num_layers; index++) {
-            const Layer &l = s.layers[index];
+        auto attend = [&](const Layer &l) {
             project(input_of(l.input_norm), l.qkv, s.qkv, width, s.hidden, NOT_GATED);
             rope_and_cache<T>({s.qkv, s.positions, l.cos_sin, l.query_scale, s.slots[l.group], l.k_cache, l.v_cache, l.q_norm,
                                l.k_norm, s.rows, s.heads, s.kv_heads, s.dim, l.rotary, s.block_size, l.norms_rows, s.is_int8});
@@ -95,6 +142,18 @@ void run_decode_step(const Kernels &kernels, const Step &s) {
                 meet();
             }
             project(s.attended, l.output, s.x, s.hidden, queries, NOT_GATED);
+        };
+        auto mix_by_convolution = [&](const Layer &l) {
+            project(input_of(l.input_norm), l.qkv, s.qkv, 3 * s.hidden, s.hidden, NOT_GATED);
+            keep_inputs<T>(s, *l.convolution);
+            meet();
+            convolve<T>(s, *l.convolution);
+            meet();
+            project(s.attended, l.output, s.x, s.hidden, s.hidden, NOT_GATED);
+        };
+        for (int64_t index = 0; index < s.num_layers; index++) {
+            const Layer &l = s.layers[index];
+            l.convolution ? mix_by_convolution(l) : attend(l);
             add_norm(l.attention_norm, l.mlp_norm);
             l.mixture ? mix(input_of(l.mlp_norm), *l.mixture)
                       : gated_mlp(input_of(l.mlp_norm), {l.gate_up, l.down}, s.x, l.inner_size, l.gate);

@@ -189,6 +189,67 @@ void rope_and_cache(const Rope &r) {
     }
 }
 
+// the row that write_kv has written for all heads: K, then V
+template <typename T>
+INLINE void read_kv(const InputsCache &cache, int64_t slot, int64_t kv_heads, int64_t dim, int64_t block_size, T *out) {
+    constexpr int L = 4 / sizeof(T);
+    const int64_t block = slot / block_size, offset = slot % block_size;
+    for (int64_t h = 0; h < kv_heads; h++) {
+        const int64_t base = (block * kv_heads + h) * block_size * dim;
+        const T *kc = (const T *)cache.k_cache + base + offset / 16 * 16 * dim + offset % 16 * L;
+        T *k = out + h * dim, *v = k + kv_heads * dim;
+        for (int64_t u = 0; u < dim / L; u++) memcpy(k + u * L, kc + u * 16 * L, 4);
+        const T *vc = (const T *)cache.v_cache + base + offset / L * L * dim + offset % L;
+        for (int64_t d = 0; d < dim; d++) v[d] = vc[d * L];
+    }
+}
+
+// b * x of a row of b, c and x
+template <typename T>
+INLINE void gate_inputs(const T *row, T *inputs, int64_t width) {
+    for (int64_t i = 0; i < width; i += 16)
+        store(inputs + i, load(row + i, width - i) * load(row + 2 * width + i, width - i), width - i);
+}
+
+// a row of a convolution; seen: b * x of each tap
+template <typename T>
+INLINE void convolve_row(const T *const *seen, const T *c, const T *weight, const T *bias, T *out, int64_t width,
+                         int64_t taps) {
+    for (int64_t i = 0; i < width; i += 16) {
+        const int64_t count = width - i;
+        Vec sum = bias ? load(bias + i, count) : zeros();
+        for (int64_t tap = 0; tap < taps; tap++)
+            sum = fmadd(load(seen[tap] + i, count), load(weight + tap * width + i, count), sum);
+        T rounded[16];
+        store((T *)rounded, sum);
+        store(out + i, load((const T *)rounded) * load(c + i, count), count);
+    }
+}
+
+template <typename T>
+void run_convolution(const Convolution &p) {
+    const T *projected = (const T *)p.projected, *before = (const T *)p.before;
+    T *inputs = (T *)p.inputs;
+    const int64_t width = p.width, count = p.taps - 1;
+#pragma omp parallel if (p.rows >= PARALLEL_ROWS)
+    {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < p.rows; r++) gate_inputs(projected + r * 3 * width, inputs + r * width, width);
+        int64_t s = 0;  // the sequence of the row
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < p.rows; r++) {
+            while (p.query_start[s + 1] <= r) s++;
+            const T *seen[MAX_TAPS];
+            for (int64_t tap = 0; tap <= count; tap++) {
+                const int64_t row = r - count + tap, behind_first = row - p.query_start[s];
+                seen[tap] = behind_first < 0 ? before + ((s + 1) * count + behind_first) * width : inputs + row * width;
+            }
+            convolve_row(seen, projected + (3 * r + 1) * width, (const T *)p.weight, (const T *)p.bias,
+                         (T *)p.out + r * width, width, p.taps);
+        }
+    }
+}
+
 template <typename T>
 void run_rope_and_cache(const Rope &r) {
 #pragma omp parallel if (r.rows >= PARALLEL_ROWS)

@@ -172,12 +172,36 @@ struct Attention {
     const float *sinks;    // [heads] or null: a score of each head that has a share of the weights and no value
 };
 
+// a causal convolution of each channel over the newest tokens, gated before and behind it: out = c * (bias + the sum over
+// taps of weight * (b * x)); the last tap is the token's own
+constexpr int64_t MAX_TAPS = 16;
+struct Convolution {
+    const char *projected;       // [rows, 3 width]: b, c and x
+    const char *weight, *bias;   // [taps, width]; [width] or null
+    const char *before;          // [seqs, taps - 1, width]: b * x of the tokens before each sequence's first row
+    const int32_t *query_start;  // [seqs + 1]
+    char *inputs, *out;          // [rows, width]: b * x, and the result
+    int64_t rows, seqs, width, taps;
+};
+
+// where the cache keeps b * x of a layer's tokens: K of all heads, then V, filled up with zeros
+struct InputsCache {
+    char *k_cache, *v_cache;
+    int64_t group;  // see Layer
+};
+struct LayerConvolution {
+    const char *weight, *bias;  // see Convolution
+    const InputsCache *caches;  // side by side
+    int64_t taps, num_caches;
+};
+
 // norms: before and after attention and MLP, [hidden]
 struct Layer {
     NormWeight input_norm, attention_norm, mlp_norm, output_norm;
     Weight qkv, attention_gate, output, gate_up, down;  // attention_gate: of what attention gives, w null where it has none
     NormWeight q_norm, k_norm;                          // see Rope
     const Mixture *mixture;                             // in place of gate_up and down, where it is not null
+    const LayerConvolution *convolution;                // in place of attention, where it is not null
     const float *cos_sin, *query_scale, *sinks;         // see Rope, Attention
     char *k_cache, *v_cache;
     int64_t window, rotary, norms_rows, inner_size, group;  // group: of layers, whose slots and block tables it has
@@ -191,7 +215,9 @@ struct Step {
     NormWeight norm;                 // [hidden]: behind the last layer
     char *residual;                  // [rows, hidden]: the tokens' embeddings; overwritten
     char *x;                         // [rows, hidden]: the result
-    char *qkv, *attended, *gates;    // scratch: [rows, (heads + 2 kv_heads) * dim], two of [rows, heads * dim]
+    // scratch: [rows, (heads + 2 kv_heads) * dim], or 3 hidden where that is more and there are convolutions; two of
+    // [rows, heads * dim], the first likewise hidden
+    char *qkv, *attended, *gates;
     char *inner;                     // scratch: [rows, the widest inner_size or shared_inner]
     float *partials;                 // scratch, see Attention
     const int64_t *positions;          // [rows]
@@ -220,6 +246,7 @@ struct Kernels {
     void (*gate)(const Gating &);
     void (*softcap)(const Softcap &);
     void (*rope_and_cache)(const Rope &);
+    void (*convolve)(const Convolution &);
     void (*attention)(const Attention &);
     void (*decode_step)(const Kernels &, const Step &);
     void (*choose)(const Choice &);

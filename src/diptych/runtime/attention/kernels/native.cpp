@@ -80,6 +80,8 @@ void diptych_rope_and_cache(const Kernels *kernels, void *qkv, const int64_t *po
                              rows, heads, kv_heads, dim, rotary, block_size, norms_rows, is_int8});
 }
 
+void diptych_convolve(const Kernels *kernels, const Convolution *convolution) { kernels->convolve(*convolution); }
+
 // floats that `partials` must hold
 int64_t diptych_attention_workspace(int64_t decodes, int64_t max_context, int64_t heads, int64_t dim) {
     return decodes * ((max_context + SEGMENT - 1) / SEGMENT) * heads * (dim + 2);
@@ -99,5 +101,5 @@ void diptych_choose(const Kernels *kernels, const Choice *choice) { kernels->cho
 
 void diptych_experts(const Kernels *kernels, const Experts *experts) { kernels->experts(*kernels, *experts); }
 
-int64_t diptych_abi() { return 11; }
+int64_t diptych_abi() { return 13; }
 }
