@@ -144,7 +144,7 @@ def read_gguf_fields(path: Path) -> GgufFields:
 
 
 def _num_kv_heads(file: GgufModel, keys: Mapping[str, str]) -> int | None:
-    """Of the layers that have any."""
+    """Heads of keys and values of the layers that have any."""
     if not find_family(file).has_empty_layers:
         return file.metadata.integer(keys["num_key_value_heads"])
     return max(kv_heads_of_layers(file, file.metadata.integer(keys["num_hidden_layers"]) or 0))

@@ -23,7 +23,7 @@ from diptych.runtime.weights.weight_memory import CPU_MEMORY, WeightMemory
 
 
 class _ConvolutionCall(ctypes.Structure):
-    """See Convolution in kernels.h."""
+    """The record Convolution of kernels.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("projected", "weight", "bias", "before", "query_start")),
