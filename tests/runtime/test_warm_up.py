@@ -1,6 +1,7 @@
 """What the warm-up measures, on a runner that takes what a formula says, and on a machine where much else runs."""
 
 import random
+import statistics
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,9 +75,11 @@ def test_a_quiet_machine_measures_each_shape_as_often_as_it_counts() -> None:
 
 @law(weight=0.3)
 def test_the_price_of_a_prompt_is_right_when_every_third_step_is_stopped_in_between(seed: int) -> None:
+    """The median of nine machines: on one, a shape can be stopped each time that it is measured."""
     true_ns = PER_TOKEN * 1000 + PER_PAIR * chunk_attention(0, 1000)
-    work_ns = fitted(TimedRunner(stalls=0.33, seed=seed)).prefill_work_ns(0, 1000)
-    assert true_ns / 1.5 < work_ns < true_ns * 1.5
+    runners = [TimedRunner(stalls=0.33, seed=seed + number) for number in range(9)]
+    work_ns = statistics.median(fitted(runner).prefill_work_ns(0, 1000) for runner in runners)
+    assert true_ns / 1.15 < work_ns < true_ns * 1.15
 
 
 def test_every_shape_is_measured_before_any_is_measured_again() -> None:
